@@ -1,0 +1,61 @@
+"""Every setting of a run with its meaning; the other configurations start from these.
+
+python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart --config.batch_size=512
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """The defaults. Names that do not exist here are errors everywhere."""
+    config = ConfigDict()
+    config.seed = 0  # initial parameters, order of the data, augmentation, dropout
+    config.cpu_devices = 1  # devices to simulate when running on the CPU; no effect on other platforms
+
+    # Data
+    config.dataset = "shapes/quickstart"  # a name of infcl_jax.data.load_source
+    config.split = "train"  # its split to train on
+    config.data_dir = "data"  # folder of the prepared datasets
+    config.num_workers = 0  # processes that read and decode; 0: threads of the training process
+    config.augmentation = ConfigDict()
+    config.augmentation.scale = (0.9, 1.0)  # share of the image's area that a random crop keeps; (1, 1): no crop
+    config.augmentation.shift = 0  # random shift in pixels
+
+    # Model
+    config.model = "tiny-shapes"  # a name of infcl_jax.models.model_names()
+    config.model_overrides = ""  # changes to it, e.g. "vision.layers=6,dtype=bfloat16,vision.remat=dots"
+
+    # Loss
+    config.loss = "clip"  # "clip" or "siglip"
+    config.implementation = placeholder(str)  # of the pairs, see infcl_jax.pairwise_lse; None: the best here
+
+    # Training
+    config.batch_size = 256  # global, over all devices
+    config.total_steps = 1000
+    config.optimizer = ConfigDict()  # see infcl_jax.training.OptimizerConfig
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.final_learning_rate = 0.0
+    config.optimizer.weight_decay = 0.2
+    config.optimizer.beta1 = 0.9
+    config.optimizer.beta2 = 0.98
+    config.optimizer.eps = 1e-6
+    config.optimizer.clip_norm = placeholder(float)  # None: no clipping
+
+    # Evaluation, see infcl_jax.evaluation.EvaluationConfig
+    config.eval_every = 500  # steps; 0: at the end only
+    config.evaluation = ConfigDict()
+    config.evaluation.batch_size = 256
+    config.evaluation.retrieval_dataset = placeholder(str)
+    config.evaluation.retrieval_split = "validation"
+    config.evaluation.gallery = placeholder(int)
+    config.evaluation.zero_shot_dataset = placeholder(str)
+    config.evaluation.zero_shot_split = "validation"
+
+    # Records
+    config.log_every = 50  # steps between console lines
+    config.checkpoint_every = 500  # steps; 0: at the end only
+    config.keep_checkpoints = 2  # of the latest
+    config.tensorboard = False  # also write TensorBoard files
+    return config.lock()

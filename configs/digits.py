@@ -1,0 +1,29 @@
+"""Real handwritten digits (scikit-learn's, 1,797 images) with captions; zero-shot classification of held-out ones.
+
+pip install 'infcl_jax[digits]'
+python -m experiments.train --config=configs/digits.py --workdir=runs/digits
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+    """See `configs/base.py` for the meaning of each setting."""
+    config = base.get_config()
+    config.cpu_devices = 4
+    config.dataset = "digits"
+    config.augmentation.scale = (0.8, 1.0)
+    config.augmentation.shift = 3
+    config.model = "tiny"
+    config.batch_size = 64
+    config.total_steps = 600
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 50
+    config.optimizer.clip_norm = 1.0
+    config.eval_every = 200
+    config.evaluation.zero_shot_dataset = "digits"
+    config.evaluation.zero_shot_split = "zero_shot"
+    config.checkpoint_every = 200
+    return config

@@ -1,0 +1,31 @@
+"""A small CLIP model on the built-in captioned shapes, through the ring on four simulated CPU devices.
+
+make quickstart
+python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+    """See `configs/base.py` for the meaning of each setting."""
+    config = base.get_config()
+    config.cpu_devices = 4
+    config.dataset = "shapes/quickstart"
+    config.augmentation.scale = (1.0, 1.0)
+    config.model = "tiny-shapes"
+    config.batch_size = 256
+    config.total_steps = 1200
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.eval_every = 300
+    config.evaluation.retrieval_dataset = "shapes/quickstart"
+    config.evaluation.gallery = 500
+    config.evaluation.zero_shot_dataset = "shapes/quickstart"
+    config.evaluation.zero_shot_split = "zero_shot"
+    config.checkpoint_every = 200
+    return config

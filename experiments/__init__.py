@@ -1,0 +1,1 @@
+"""Commands: prepare data, train, evaluate."""

@@ -1,0 +1,90 @@
+"""What every command shares: configurations, devices, and mistakes reported in one line."""
+
+import ast
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax import distributed
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error comes from, not only what it says.")
+
+# What a user can mend. Everything else is a defect and keeps its traceback.
+_MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
+
+
+def run(command: Callable[[str], Any]) -> None:
+    """Parses the flags and calls `command(workdir)`; a mistake becomes one line on stderr and exit status 1."""
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        logging.set_verbosity(logging.WARNING)
+        try:
+            if not WORKDIR.value:
+                raise ValueError("expected --workdir, the directory of the run, got none")
+            command(WORKDIR.value)
+        except _MISTAKES as error:
+            if _TRACEBACK.value:
+                raise
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(1)
+
+    app.run(main, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    """absl's parser, with a misspelt configuration key reported as the usage error it is."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        text = " ".join(str(error).split())
+        hint = "; the keys are in configs/base.py" if isinstance(error, AttributeError | KeyError) else ""
+        print(f"error: {text}{hint}", file=sys.stderr)
+        sys.exit(1)
+
+
+def start_devices(config: ConfigDict) -> Mesh:
+    """Joins the other processes, if any, and returns the mesh of all devices.
+
+    Raises:
+      ValueError: the batch size does not suit the devices, or the cluster settings are incomplete.
+    """
+    if config.cpu_devices > 1:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    distributed.initialize()
+    mesh = distributed.data_mesh()
+    for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
+        if size < 1 or size % mesh.size:
+            raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
+    return mesh
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """`"vision.layers=6,dtype=bfloat16"` as a dict; values are Python literals, or else strings.
+
+    Raises:
+      ValueError: a part is not of the form key=value.
+    """
+    overrides = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"expected model_overrides like 'vision.layers=6,dtype=bfloat16', got {part!r}")
+        try:
+            overrides[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            overrides[key.strip()] = value.strip()
+    return overrides
+
+
+def say(line: str) -> None:
+    """Prints a line, on the leading process only."""
+    if distributed.is_lead():
+        print(line, flush=True)

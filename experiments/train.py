@@ -1,0 +1,186 @@
+"""Trains a CLIP model; run again with the same workdir, it continues where it stopped.
+
+    python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.batch_size=512]
+
+On several hosts: the same command on every one, see `infcl_jax.distributed.initialize`.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict, config_flags
+
+from experiments import command, evaluate
+from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
+from infcl_jax.distributed import is_lead, shard_batch
+from infcl_jax.evaluation import Suite
+from infcl_jax.models import build_model
+from infcl_jax.training import (
+    Checkpointer,
+    MetricWriter,
+    OptimizerConfig,
+    Preemption,
+    ProgressPrinter,
+    TrainState,
+    check_finite,
+    create_state,
+    learning_rate_schedule,
+    make_loss,
+    make_optimizer,
+    make_train_step,
+    parameter_count,
+    prepare_workdir,
+    save_config,
+)
+from infcl_jax.training.step import Metrics, TrainStep
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "Configuration file.")
+
+
+def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+    """Trains until `config.total_steps`, from the latest checkpoint in `workdir` if there is one.
+
+    Args:
+      config: see `configs/base.py`.
+      workdir: where checkpoints, `metrics.jsonl`, `config.json` and pictures go.
+
+    Returns:
+      The final evaluation, see `infcl_jax.evaluation.Suite`.
+
+    Raises:
+      ValueError: a setting is wrong, or `workdir` cannot be written or holds another run.
+      FileNotFoundError: a dataset is not prepared.
+      FloatingPointError: the loss or a gradient is no longer finite.
+      SystemExit: the run was asked to stop (SIGTERM) and has saved its state.
+    """
+    mesh = command.start_devices(config)
+    workdir = prepare_workdir(workdir)
+    data = open_training_data(config)
+    suite = evaluate.make_suite(config, mesh)
+    state = initial_state(config, mesh)
+    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed)
+    with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
+        state = checkpoints.restore_latest(state, data)
+        start = int(state.step)
+        announce(config, mesh, state, workdir)
+        if is_lead():
+            save_config(workdir, config.to_dict())
+        writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
+        with writer:
+            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer)
+            state = run.fit(state, start)
+            results = suite(state.params, grid_path=workdir / evaluate.GRID_FILE)
+            writer.write(config.total_steps, results)
+    data.close()
+    evaluate.draw_curves(workdir)
+    command.say(f"finished: {evaluate.format_results(results)}")
+    return results
+
+
+def open_training_data(config: ConfigDict) -> TrainIterator:
+    """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
+    model = evaluate.read_model_config(config)
+    return train_iterator(
+        load_source(config.dataset, config.split, config.data_dir),
+        tokenizer=ByteTokenizer(model.text.context_length),
+        image_size=model.vision.image_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        num_workers=config.num_workers,
+        augmentation=Augmentation(**config.augmentation),
+    )
+
+
+def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+    """Fresh parameters and optimizer state, on every device."""
+    model = evaluate.read_model_config(config)
+    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
+    return create_state(
+        build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
+    )
+
+
+def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path) -> None:
+    """Says what is about to run."""
+    platform = mesh.devices.flat[0].platform
+    command.say(
+        f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
+        f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
+    )
+    if int(state.step):
+        command.say(f"resumed from step {int(state.step)} in {workdir}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run needs at every step."""
+
+    config: ConfigDict
+    mesh: Mesh
+    data: TrainIterator
+    suite: Suite
+    step_fn: TrainStep
+    checkpoints: Checkpointer
+    writer: MetricWriter
+
+    def fit(self, state: TrainState, start: int) -> TrainState:
+        """All steps after `start`, with their checkpoints and evaluations."""
+        config = self.config
+        progress = ProgressPrinter(
+            config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
+        )
+        preemption = Preemption()
+        pending: tuple[int, Metrics] | None = None
+        for step in range(start + 1, config.total_steps + 1):
+            batch = next(self.data)
+            arrays = shard_batch(self.mesh, {"image": batch["image"], "text": batch["text"]})
+            state, metrics = self.step_fn(state, arrays)
+            if pending:  # one step late: the device already works on the next
+                self.report(*pending, progress)
+            pending = (step, metrics)
+            last, stop = step == config.total_steps, preemption.noticed(step)
+            save = last or stop or _due(step, config.checkpoint_every)
+            if save or _due(step, config.eval_every):
+                self.report(*pending, progress)  # nothing is saved or evaluated that is not finite
+                pending = None
+            if save:
+                with progress.paused():
+                    self.checkpoints.save(step, state, self.data)
+            if stop:
+                self.checkpoints.wait()
+                raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
+            if _due(step, config.eval_every) and not last:
+                with progress.paused():
+                    self.evaluate(step, state)
+        return state
+
+    def report(self, step: int, metrics: Metrics, progress: ProgressPrinter) -> None:
+        """Brings one step's metrics to the host: stops at NaN, prints, records."""
+        metrics = jax.device_get(metrics)
+        check_finite(step, metrics)
+        progress.update(step, metrics)
+        if _due(step, self.config.log_every) or step == self.config.total_steps:
+            scalars = {name: float(metrics[name]) for name in ("loss", "logit_scale", "grad_norm")}
+            schedule = learning_rate_schedule(OptimizerConfig(**self.config.optimizer), self.config.total_steps)
+            scalars["learning_rate"] = float(schedule(step - 1))
+            if progress.examples_per_second is not None:
+                scalars["examples_per_second"] = progress.examples_per_second
+            self.writer.write(step, scalars)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluates and records."""
+        results = self.suite(state.params)
+        self.writer.write(step, results)
+        command.say(f"step {step}: {evaluate.format_results(results)}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+if __name__ == "__main__":
+    command.run(lambda workdir: train(_CONFIG.value, workdir))

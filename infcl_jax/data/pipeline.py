@@ -1,0 +1,385 @@
+"""Batches for training and evaluation: deterministic, resumable at any batch, the same for any number of processes.
+
+The order of the data is a function of the seed alone. A global batch t is cut into one contiguous part per process, so
+concatenating the parts in process order gives the same rows whatever the number of processes or workers.
+
+A training record that cannot be decoded is replaced by the next one that can, with one warning, and a run stops only
+after `max_bad_records` different ones: a broken image must not end a run of days, and a broken disk must. Evaluation
+raises at the first, since a score over part of a benchmark would be misleading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+
+from infcl_jax.data.sources import BadRecordError, BatchedSource, Example, Source
+from infcl_jax.data.tokenizer import Tokenizer
+from infcl_jax.data.transforms import Augmentation, resize_center_crop
+
+Batch = dict[str, np.ndarray]
+
+_CHUNK = 256  # rows that a thread or worker prepares at a time; batches are put together from chunks
+_DEFAULT_AUGMENTATION = Augmentation()
+_MAX_REPLACEMENTS = 16  # neighbours tried for one bad record
+
+_logger = logging.getLogger(__name__)
+
+
+class _Reader:
+    """Reads (example, its index), with bad records replaced by the next good one.
+
+    The replacement depends on the data alone, so a resumed run sees the same. The count of bad records is this
+    process's (each worker has its own).
+    """
+
+    def __init__(self, source: Source, max_bad_records: int):
+        self._source = source
+        self._max_bad_records = max_bad_records
+        self._bad: set[int] = set()
+
+    def read(self, indices: Sequence[int]) -> list[tuple[Example, int]]:
+        """Reads together what the source can, which is much cheaper; one by one where that meets a bad record."""
+        if isinstance(self._source, BatchedSource):
+            with contextlib.suppress(BadRecordError):
+                return list(zip(self._source.__getitems__(indices), indices, strict=True))
+        return [self._read_one(index) for index in indices]
+
+    def _read_one(self, index: int) -> tuple[Example, int]:
+        size = len(self._source)
+        for offset in range(min(_MAX_REPLACEMENTS, size)):
+            candidate = (index + offset) % size
+            try:
+                return self._source[candidate], candidate
+            except BadRecordError as error:
+                self._note(candidate, error)
+                last = error
+        raise BadRecordError(f"{last}; the {offset + 1} records from {index} on are all bad")
+
+    def _note(self, index: int, error: BadRecordError) -> None:
+        if index in self._bad:
+            return
+        if len(self._bad) >= self._max_bad_records:
+            raise BadRecordError(f"{error}; more bad records than the {self._max_bad_records} allowed, check the data")
+        self._bad.add(index)
+        _logger.warning("%s; replaced by the next record", error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainChunk:
+    """Makes a part of a batch from (global row, sample index) pairs."""
+
+    reader: _Reader
+    tokenizer: Tokenizer
+    image_size: int
+    augmentation: Augmentation | None
+    seed: int
+
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        read = self.reader.read([index for _, index in rows])
+        images, texts = [], []
+        for (row, _), (example, _) in zip(rows, read, strict=True):
+            # Keyed by the row, which counts on over epochs: the same whichever process or worker makes it. The offset
+            # keeps clear of the streams that draw `data.shapes`.
+            rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
+            captions = example["captions"]
+            texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
+            images.append(self._transform(example["image"], rng))
+        index = np.array([index for _, index in read], np.int64)
+        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index}
+
+    def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if self.augmentation is None:
+            return resize_center_crop(image, self.image_size)
+        return self.augmentation(image, self.image_size, rng)
+
+
+def _concatenate(chunks: Sequence[Batch]) -> Batch:
+    if len(chunks) == 1:
+        return chunks[0]
+    return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+
+
+class _ProcessRows(grain.MapDataset):
+    """The rows of one process, as (global row, sample index): the contiguous part of every global batch.
+
+    The parent holds the sample indices of an epoch of whole batches; beyond its length it goes on with further epochs,
+    and so does this dataset.
+    """
+
+    def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._local_size = batch_size // process_count
+        self._offset = process_index * self._local_size
+
+    def __len__(self) -> int:
+        return len(self._parent) // self._batch_size * self._local_size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        step, local_row = divmod(index, self._local_size)
+        row = step * self._batch_size + self._offset + local_row
+        return row, self._parent[row]
+
+
+class TrainIterator(grain.DatasetIterator):
+    """An endless iterator of process-local batches whose state is the number of batches it has returned.
+
+    The state is independent of the number of processes and of workers: a run may be resumed on another machine. It is
+    JSON-serialisable, as grain's checkpoint handler for orbax expects.
+    """
+
+    def __init__(
+        self,
+        chunks: grain.MapDataset,
+        *,
+        chunks_per_batch: int,
+        identity: Mapping[str, int],
+        num_workers: int,
+        num_threads: int,
+        prefetch_batches: int,
+    ):
+        super().__init__()
+        self._chunks = chunks
+        self._chunks_per_batch = chunks_per_batch
+        self._identity = dict(identity)
+        self._num_workers = num_workers
+        self._num_threads = num_threads
+        self._prefetch_batches = prefetch_batches
+        self._next_batch = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Opens the batches from `_next_batch` on. Threads and workers start with the first one asked for."""
+        chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
+        if self._num_workers:
+            if not flags.FLAGS.is_parsed():  # in notebooks and tests; grain reads its flags to start workers
+                flags.FLAGS.mark_as_parsed()
+            options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
+            read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            dataset = chunks.to_iter_dataset(read).mp_prefetch(options)
+        else:
+            read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
+            dataset = chunks.to_iter_dataset(read)
+        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
+        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
+        # Threads and workers must be gone before the interpreter takes modules apart; `finalize` runs before that.
+        self._batches = [iter(dataset)]
+        self._finalizer = weakref.finalize(self, _close_all, self._batches)
+
+    def __next__(self) -> Batch:
+        self._assert_not_closed()
+        batch = next(self._batches[0])
+        self._next_batch += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the state after the last batch returned."""
+        return {"next_batch": self._next_batch, **self._identity}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Continues from a state of an iterator over the same data.
+
+        Args:
+          state: what `get_state` returned.
+
+        Raises:
+          ValueError: the state is of another dataset size, batch size or seed.
+        """
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise ValueError(
+                    f"the data state was saved with {key}={state.get(key)}, this run has {value}; resume with the same"
+                    " data settings, or start a new run from the weights"
+                )
+        self._assert_not_closed()
+        self._finalizer()
+        self._next_batch = int(state["next_batch"])
+        self._open()
+
+    def start_prefetch(self) -> None:
+        """Starts to prepare batches before the first is asked for."""
+        self._assert_not_closed()
+        self._batches[0].start_prefetch()
+
+    def close(self) -> None:
+        """Stops threads and workers. The iterator cannot be used afterwards."""
+        if not self._closed:
+            self._closed: bool = True
+            if hasattr(self, "_finalizer"):  # absent where the constructor failed
+                self._finalizer()
+
+
+def _close_all(iterators: list[grain.DatasetIterator]) -> None:
+    while iterators:
+        iterators.pop().close()
+
+
+def train_iterator(
+    source: Source,
+    *,
+    tokenizer: Tokenizer,
+    image_size: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_workers: int = 0,
+    num_threads: int = 2,
+    prefetch_batches: int = 2,
+    augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
+    max_bad_records: int = 100,
+) -> TrainIterator:
+    """Endless training batches; each epoch has its own order and every sample at most once.
+
+    An epoch is `len(source) // batch_size` batches; the samples left over differ from epoch to epoch.
+
+    Args:
+      source: the examples.
+      tokenizer: text to ids.
+      image_size: side S of the images, in pixels.
+      batch_size: GLOBAL batch size B, over all processes.
+      seed: decides order, augmentation and choice of captions; in [0, 2**32).
+      process_index: this process, in [0, process_count).
+      process_count: processes that share each batch; each gets b = B / process_count rows.
+      num_workers: processes that read and transform; 0 uses threads of this process.
+      num_threads: those threads. Decoding and resizing run in parallel, the Python code between does not.
+      prefetch_batches: batches kept ready. Host memory holds about two more while they are put together.
+      augmentation: the image transform; None resizes and crops the centre, as evaluation does.
+      max_bad_records: different undecodable records, per reading process, to replace before giving up.
+
+    Returns:
+      An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
+      `set_state`. Close it to stop its threads and workers.
+
+    Raises:
+      ValueError: batch_size does not divide over the processes or exceeds the source, or another argument is out of
+        range.
+      BadRecordError: from the iterator, see `max_bad_records`.
+    """
+    local_size = _local_size(batch_size, process_index, process_count)
+    if batch_size > len(source):
+        raise ValueError(
+            f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
+            f" {batch_size}; every sample appears at most once an epoch"
+        )
+    _check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
+    _check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    chunk = _chunk_size(local_size)
+    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # another order every epoch
+    rows = _ProcessRows(order[: len(source) // batch_size * batch_size], batch_size, process_index, process_count)
+    make = _TrainChunk(_Reader(source, max_bad_records), tokenizer, image_size, augmentation, seed)
+    return TrainIterator(
+        rows.batch(chunk, drop_remainder=True, batch_fn=make).repeat(),
+        chunks_per_batch=local_size // chunk,
+        identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
+        num_workers=num_workers,
+        num_threads=num_threads,
+        prefetch_batches=prefetch_batches,
+    )
+
+
+def _chunk_size(local_size: int) -> int:
+    """The largest divisor of a process's rows up to `_CHUNK`."""
+    return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
+
+
+def _local_size(batch_size: int, process_index: int, process_count: int) -> int:
+    _check_at_least(1, batch_size=batch_size, process_count=process_count)
+    if batch_size % process_count:
+        raise ValueError(f"batch_size must be a multiple of the {process_count} processes, got {batch_size}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+    return batch_size // process_count
+
+
+def _check_at_least(low: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+
+
+class EvalBatches:
+    """An iterable over one split, in order, once per `iter`; `len` is the number of batches. See `eval_batches`."""
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, image_size: int, batch_size: int, offset: int, local_size: int
+    ):
+        self._source, self._tokenizer, self._image_size = source, tokenizer, image_size
+        self._reader = _Reader(source, max_bad_records=0)
+        self._batch_size, self._offset, self._local_size = batch_size, offset, local_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._source) / self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+        batches = iter(grain.MapDataset.range(len(self)).map(self._batch).to_iter_dataset(read))
+        try:
+            yield from batches
+        finally:
+            batches.close()
+
+    def _batch(self, step: int) -> Batch:
+        start = step * self._batch_size + self._offset
+        indices = range(start, max(start, min(start + self._local_size, len(self._source))))
+        batch: Batch = {
+            "image": np.zeros((self._local_size, self._image_size, self._image_size, 3), np.uint8),
+            "text": np.zeros((self._local_size, self._tokenizer.context_length), np.int32),
+            "index": np.full(self._local_size, -1, np.int64),
+            "label": np.full(self._local_size, -1, np.int32),
+            "mask": np.arange(self._local_size) < len(indices),
+        }
+        read = self._reader.read(indices)
+        for row, (example, index) in enumerate(read):
+            batch["image"][row] = resize_center_crop(example["image"], self._image_size)
+            batch["index"][row], batch["label"][row] = index, example["label"]
+        if read:
+            batch["text"][: len(read)] = self._tokenizer([example["caption"] for example, _ in read])
+        return batch
+
+
+def eval_batches(
+    source: Source,
+    *,
+    tokenizer: Tokenizer,
+    image_size: int,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> EvalBatches:
+    """Every example once, in order. All processes get the same number of batches of the same shapes.
+
+    Args:
+      source: the examples.
+      tokenizer: text to ids.
+      image_size: side S of the images, in pixels; the centre is cropped.
+      batch_size: GLOBAL batch size B, over all processes; it may exceed the source.
+      process_index: this process, in [0, process_count).
+      process_count: processes that share each batch; each gets b = B / process_count rows.
+
+    Returns:
+      An iterable, which can be iterated again, of {"image": uint8 [b, S, S, 3], "text": int32 [b, L],
+      "index": int64 [b], "label": int32 [b] (-1 without class), "mask": bool [b]}. Where mask is False the row is
+      padding: zeros, with index and label -1.
+
+    Raises:
+      ValueError: batch_size does not divide over the processes, or another argument is out of range.
+      BadRecordError: from the iteration, at the first record that cannot be decoded.
+    """
+    local_size = _local_size(batch_size, process_index, process_count)
+    _check_at_least(1, image_size=image_size)
+    return EvalBatches(source, tokenizer, image_size, batch_size, process_index * local_size, local_size)

@@ -1,0 +1,442 @@
+"""Procedural captioned images: coloured shapes, alone or in pairs, with captions from a small grammar.
+
+A sample is a pure function of `(split, index)`, so the dataset needs no download, and any part of it can be drawn again
+at any image size. Scenes have discrete attributes, which the caption names, and continuous jitter, which it does not.
+Lengths are fractions of the image side, x to the right and y down; colours are RGB in [0, 255].
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import io
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+from PIL import Image
+
+_T = TypeVar("_T")
+_RGB = tuple[float, float, float]
+
+SPLITS = ("train", "validation", "zero_shot")
+MAX_CAPTION_BYTES = 70  # a byte tokenizer with context 77 holds every caption whole
+
+_COLORS: dict[str, _RGB] = {
+    "red": (220, 35, 40),
+    "orange": (245, 140, 25),
+    "yellow": (240, 222, 50),
+    "green": (45, 160, 60),
+    "cyan": (55, 210, 225),
+    "blue": (45, 80, 225),
+    "purple": (130, 40, 190),
+    "pink": (248, 135, 195),
+}
+_BACKGROUNDS: dict[str, _RGB] = {
+    "white": (240, 240, 240),
+    "gray": (128, 128, 128),
+    "black": (18, 18, 18),
+    "brown": (105, 65, 35),
+    "navy": (18, 22, 85),
+}
+_PLACES: dict[str, tuple[float, float]] = {
+    f"{vertical} {horizontal}".strip() or "center": (0.5 + 0.22 * dx, 0.5 + 0.22 * dy)
+    for dy, vertical in ((-1, "top"), (0, ""), (1, "bottom"))
+    for dx, horizontal in ((-1, "left"), (0, ""), (1, "right"))
+}
+_RADII = {"small": (0.12, 0.15), "large": (0.20, 0.25)}
+_PAIR_RADII = (0.15, 0.19)
+_RELATIONS: dict[str, tuple[float, float]] = {
+    "left of": (-1.0, 0.0),
+    "right of": (1.0, 0.0),
+    "above": (0.0, -1.0),
+    "below": (0.0, 1.0),
+}
+
+# What the grammar may say for each attribute, where that is not the attribute's own name alone.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "red": ("red", "crimson"),
+    "yellow": ("yellow", "golden"),
+    "cyan": ("cyan", "turquoise"),
+    "purple": ("purple", "violet"),
+    "pink": ("pink", "rose"),
+    "gray": ("gray", "grey"),
+    "small": ("small", "tiny", "little"),
+    "large": ("large", "big", "huge"),
+    "circle": ("circle", "disc"),
+    "square": ("square", "box"),
+    "diamond": ("diamond", "rhombus"),
+    "cross": ("cross", "plus"),
+    "ring": ("ring", "hoop"),
+    "crescent": ("crescent", "moon"),
+    "center": ("in the center", "in the middle"),
+    "left": ("on the left", "at the left"),
+    "right": ("on the right", "at the right"),
+    "top": ("at the top",),
+    "bottom": ("at the bottom",),
+    "top left": ("at the top left", "in the upper left"),
+    "top right": ("at the top right", "in the upper right"),
+    "bottom left": ("at the bottom left", "in the lower left"),
+    "bottom right": ("at the bottom right", "in the lower right"),
+    "left of": ("left of", "to the left of"),
+    "right of": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+# The same relation told from the other object: "{b} with {a} above it".
+_REVERSED = {"left of": "to its left", "right of": "to its right", "above": "above it", "below": "below it"}
+
+ONE_FORMS = (
+    "{a} {size} {color} {shape} {place} on {background}",
+    "{a} {size} {color} {shape} {place} on a {background} background",
+    "on {background}, {a} {size} {color} {shape} {place}",
+    "{place}, {a} {size} {color} {shape} on {background}",
+    "{size} {color} {shape} {place}, {background} background",
+)
+TWO_FORMS = (
+    "{first} {relation} {second} on {background}",
+    "on {background}, {first} {relation} {second}",
+    "{second} with {first} {reversed} on {background}",
+)
+
+
+def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Five points: folds the plane into half a point, whose edge is then one line from tip to notch."""
+    sector = 2 * math.pi / 5
+    angle = np.abs((np.arctan2(x, y) + sector / 2) % sector - sector / 2)
+    radius = np.hypot(x, y)
+    notch_x, notch_y = 0.44 * math.cos(sector / 2), 0.44 * math.sin(sector / 2)
+    normal_x, normal_y = notch_y, 1.0 - notch_x
+    length = math.hypot(normal_x, normal_y)
+    return ((radius * np.cos(angle) - 1.0) * normal_x + radius * np.sin(angle) * normal_y) / length
+
+
+def _cross(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    x, y = np.abs(x), np.abs(y)
+    return np.minimum(np.maximum(x - 0.28, y - 0.95), np.maximum(x - 0.95, y - 0.28))
+
+
+def _heart(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """A square on its corner with a half disc on each upper side."""
+    half, x, y = 0.55, np.abs(x), y + 0.08
+    lobe = half / math.sqrt(2)
+    tip = (x + np.abs(y)) / math.sqrt(2) - half
+    return np.minimum(tip, np.hypot(x - lobe, y - lobe) - half)
+
+
+# Approximate signed distances to shapes of about unit radius, y up: negative inside, in units of the radius.
+_DISTANCES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "circle": lambda x, y: np.hypot(x, y) - 0.9,
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.8,
+    "triangle": lambda x, y: np.maximum(-y - 0.7, 0.866 * np.abs(x) + 0.5 * (y + 0.2) - 0.5),
+    "diamond": lambda x, y: (np.abs(x) / 0.6 + np.abs(y) - 1.0) / math.hypot(1 / 0.6, 1.0),
+    "star": _star,
+    "cross": _cross,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.7) - 0.2,
+    "heart": _heart,
+    "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 0.92, 0.72 - np.hypot(x - 0.45, y)),
+}
+
+CLASS_NAMES: tuple[str, ...] = tuple(f"{color} {shape}" for color in _COLORS for shape in _DISTANCES)
+TEMPLATES: tuple[str, ...] = (
+    "a small {} in the center on white",
+    "a large {} in the middle on a gray background",
+    "a tiny {} at the top left on black",
+    "a big {} at the bottom right on a brown background",
+    "on navy, a little {} in the upper right",
+    "on white, a huge {} in the lower left",
+    "at the top, a large {} on gray",
+    "small {} at the bottom, black background",
+    "a large {} on the left on brown",
+    "a small {} on the right on navy",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thing:
+    """One object: its named attributes, and where and how it is drawn (`angle` in radians, counter-clockwise)."""
+
+    shape: str
+    color: str
+    center: tuple[float, float]
+    radius: float
+    angle: float
+    rgb: _RGB
+
+    @property
+    def name(self) -> str:
+        """The class name, such as "red circle"."""
+        return f"{self.color} {self.shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A background with one object (`size` and `place` set) or two (`relation`: the first is e.g. "left of" the other).
+
+    `background_rgb` is the colour at the image centre, `slope` the relative change of its brightness per image side.
+    """
+
+    things: tuple[Thing, ...]
+    background: str
+    background_rgb: _RGB
+    slope: tuple[float, float]
+    size: str | None = None
+    place: str | None = None
+    relation: str | None = None
+
+
+class Sample(NamedTuple):
+    """`image` uint8 [S, S, 3]; `caption` ASCII; `label` index into `CLASS_NAMES`, -1 for scenes with two objects."""
+
+    image: np.ndarray
+    caption: str
+    label: int
+
+
+class _Draws:
+    """The random choices of one sample: Philox keyed by (split, index), so that no two samples share a stream."""
+
+    def __init__(self, split: str, index: int):
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        key = np.array([SPLITS.index(split), index], dtype=np.uint64)
+        # One call for all draws: a scalar draw costs as much as the whole vector.
+        self._uniform = iter(np.random.Generator(np.random.Philox(key=key)).random(64).tolist())
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * next(self._uniform)
+
+    def choice(self, options: Sequence[_T]) -> _T:
+        return options[int(next(self._uniform) * len(options))]
+
+    def shade(self, rgb: _RGB) -> _RGB:
+        """`rgb`, a little brighter or darker and a little off in hue."""
+        light = self.uniform(0.9, 1.1)
+        red, green, blue = (min(max(value * light + self.uniform(-6, 6), 0.0), 255.0) for value in rgb)
+        return red, green, blue
+
+    def thing(
+        self, name: str, center: tuple[float, float], jitter: tuple[float, float], radii: tuple[float, float]
+    ) -> Thing:
+        color, shape = name.split(" ")
+        x, y = (c + self.uniform(-j, j) for c, j in zip(center, jitter, strict=True))
+        angle = self.uniform(-0.2, 0.2)
+        return Thing(shape, color, (x, y), self.uniform(*radii), angle, self.shade(_COLORS[color]))
+
+
+def _scene(split: str, index: int, draws: _Draws) -> Scene:
+    background = draws.choice(tuple(_BACKGROUNDS))
+    backdrop = (draws.shade(_BACKGROUNDS[background]), (draws.uniform(-0.15, 0.15), draws.uniform(-0.15, 0.15)))
+    if split == "zero_shot":
+        name = CLASS_NAMES[index % len(CLASS_NAMES)]  # balanced classes
+    else:
+        name = draws.choice(CLASS_NAMES)
+        if draws.choice((False, True)):
+            return _pair(name, background, backdrop, draws)
+    size, place = draws.choice(tuple(_RADII)), draws.choice(tuple(_PLACES))
+    thing = draws.thing(name, _PLACES[place], (0.035, 0.035), _RADII[size])
+    return Scene((thing,), background, *backdrop, size=size, place=place)
+
+
+def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]], draws: _Draws) -> Scene:
+    other = CLASS_NAMES[(CLASS_NAMES.index(name) + draws.choice(range(1, len(CLASS_NAMES)))) % len(CLASS_NAMES)]
+    relation = draws.choice(tuple(_RELATIONS))
+    dx, dy = _RELATIONS[relation]
+    # Along the relation the centres stay further apart than two radii, across it they may slide.
+    jitter = (0.04, 0.10) if dx else (0.10, 0.04)
+    first = draws.thing(name, (0.5 + 0.23 * dx, 0.5 + 0.23 * dy), jitter, _PAIR_RADII)
+    second = draws.thing(other, (0.5 - 0.23 * dx, 0.5 - 0.23 * dy), jitter, _PAIR_RADII)
+    return Scene((first, second), background, *backdrop, relation=relation)
+
+
+def sample_scene(split: str, index: int) -> Scene:
+    """The scene of a sample.
+
+    Args:
+      split: one of `SPLITS`.
+      index: non-negative.
+
+    Returns:
+      The scene that `render` draws.
+
+    Raises:
+      ValueError: the split is unknown.
+    """
+    return _scene(split, index, _Draws(split, index))
+
+
+def phrases(attribute: str) -> tuple[str, ...]:
+    """What a caption may say for a discrete attribute such as "cyan", "top left" or "above"."""
+    return _SYNONYMS.get(attribute, (attribute,))
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def _describe(thing: Thing, draws: _Draws) -> str:
+    color, shape = draws.choice(phrases(thing.color)), draws.choice(phrases(thing.shape))
+    return f"{_article(color)} {color} {shape}"
+
+
+def _caption(scene: Scene, draws: _Draws) -> str:
+    background = draws.choice(phrases(scene.background))
+    if scene.relation is not None:
+        first, second = (_describe(thing, draws) for thing in scene.things)
+        relation = draws.choice(phrases(scene.relation))
+        return draws.choice(TWO_FORMS).format(
+            first=first, second=second, relation=relation, reversed=_REVERSED[scene.relation], background=background
+        )
+    assert scene.size is not None and scene.place is not None
+    (thing,) = scene.things
+    keys = {"size": scene.size, "color": thing.color, "shape": thing.shape, "place": scene.place}
+    words = {slot: draws.choice(phrases(key)) for slot, key in keys.items()}
+    return draws.choice(ONE_FORMS).format(a=_article(words["size"]), background=background, **words)
+
+
+@functools.cache
+def _grid(image_size: int) -> tuple[np.ndarray, np.ndarray]:
+    centers = (np.arange(image_size, dtype=np.float32) + np.float32(0.5)) / np.float32(image_size)
+    return centers[None, :], centers[:, None]
+
+
+def draw(scene: Scene, image_size: int) -> np.ndarray:
+    """Draws a scene, anti-aliased.
+
+    Args:
+      scene: what to draw.
+      image_size: side S in pixels.
+
+    Returns:
+      uint8 [S, S, 3].
+    """
+    x, y = _grid(image_size)
+    light = 1.0 + scene.slope[0] * (x - 0.5) + scene.slope[1] * (y - 0.5)
+    canvas = light[..., None] * np.array(scene.background_rgb, np.float32)
+    for thing in scene.things:
+        right, up = (x - thing.center[0]) / thing.radius, (thing.center[1] - y) / thing.radius
+        cos, sin = math.cos(thing.angle), math.sin(thing.angle)
+        distance = _DISTANCES[thing.shape](cos * right + sin * up, cos * up - sin * right)
+        coverage = np.clip(0.5 - distance * (thing.radius * image_size), 0.0, 1.0)[..., None]
+        canvas += coverage * (np.array(thing.rgb, np.float32) - canvas)
+    return np.clip(canvas + 0.5, 0.0, 255.0).astype(np.uint8)
+
+
+def render(split: str, index: int, image_size: int) -> Sample:
+    """One sample; equal arguments give equal samples, in any order and in any process.
+
+    Args:
+      split: "train" and "validation" mix scenes of one and of two objects; "zero_shot" has one object and balanced
+        classes. The splits share no random stream.
+      index: non-negative.
+      image_size: side S in pixels; the scene does not depend on it.
+
+    Returns:
+      `Sample`: image uint8 [S, S, 3], caption of at most `MAX_CAPTION_BYTES` ASCII bytes, label.
+
+    Raises:
+      ValueError: the split is unknown.
+    """
+    draws = _Draws(split, index)
+    scene = _scene(split, index, draws)
+    label = CLASS_NAMES.index(scene.things[0].name) if len(scene.things) == 1 else -1
+    return Sample(draw(scene, image_size), _caption(scene, draws), label)
+
+
+def _encode_block(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
+    examples = []
+    for index in indices:
+        image, caption, label = render(split, index, image_size)
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, format="png", compress_level=1)
+        examples.append({"image": buffer.getvalue(), "caption": caption, "label": label})
+    return examples
+
+
+def _exit_with_parent() -> None:
+    """Ends a pool process once its parent is gone: a killed parent cannot tell it to, and it would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> Iterator[list[dict[str, Any]]]:
+    """Blocks of encoded examples in order, from all cores where there are enough of them to pay for the processes."""
+    blocks = [range(start, min(start + block, count)) for start in range(0, count, block)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores == 1 or len(blocks) < 8:
+        yield from (_encode_block(split, indices, image_size) for indices in blocks)
+        return
+    context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
+    with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=_exit_with_parent) as pool:
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
+        try:
+            for indices in blocks:
+                pending.append(pool.submit(_encode_block, split, indices, image_size))
+                if len(pending) > 4 * cores:  # bounds the memory when writing is the slower side
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ShapesConfig(tfds.core.BuilderConfig):
+    """Image side in pixels, and the number of examples of each split."""
+
+    image_size: int
+    train: int
+    validation: int
+    zero_shot: int
+
+
+class Shapes(tfds.core.GeneratorBasedBuilder):
+    """The dataset as TFDS: record i of a split is `render(split, i, image_size)`. Written and read without TensorFlow.
+
+    Prepare it with `file_format="array_record"`. Large configs are rendered by spawned processes: call
+    `download_and_prepare` from a module whose top level is guarded by `if __name__ == "__main__"`.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+    url_infos = None  # nothing is downloaded; TFDS would look for checksums, with a package it does not declare
+    BUILDER_CONFIGS: ClassVar[list[ShapesConfig]] = [
+        ShapesConfig(name="quickstart", image_size=32, train=32768, validation=1024, zero_shot=1024),
+        ShapesConfig(name="full", image_size=64, train=262144, validation=8192, zero_shot=8192),
+    ]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        side = self.builder_config.image_size
+        features = tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(shape=(side, side, 3), encoding_format="png"),
+                "caption": tfds.features.Text(),
+                "label": tfds.features.ClassLabel(names=CLASS_NAMES),
+            }
+        )
+        description = "Coloured shapes, alone or in pairs, with captions from a grammar."
+        return tfds.core.DatasetInfo(builder=self, description=description, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
+        del dl_manager  # nothing to download
+        return {split: self._generate_examples(split) for split in SPLITS}
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        config = self.builder_config
+        key = 0
+        for block in _encode_all(split, getattr(config, split), config.image_size):
+            for example in block:
+                yield key, example
+                key += 1

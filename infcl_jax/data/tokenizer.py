@@ -1,0 +1,86 @@
+"""Text to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+_PAD, _FIRST_BYTE, _START, _END = 0, 1, 257, 258
+
+
+class Tokenizer(Protocol):
+    """What the pipeline and the evaluators need of a tokenizer. It must be picklable, for worker processes."""
+
+    vocab_size: int
+    context_length: int
+
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Returns int32 [n, context_length]; a single string is a batch of one."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of one row of ids."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: pad 0, byte v is 1 + v, start 257, end 258.
+
+    The end token has the largest id and appears once, so that a text tower can pool at the argmax of the ids, as CLIP
+    does (Radford et al. 2021, section 2.4). A text that is too long is cut so that the end token stays, in the last
+    place.
+
+    Attributes:
+      vocab_size: 259.
+      context_length: the length of every row of ids, start and end included.
+    """
+
+    vocab_size: int = 259
+
+    def __init__(self, context_length: int = 77):
+        if context_length < 3:
+            raise ValueError(f"context_length must be at least 3 (start, one byte, end), got {context_length}")
+        self.context_length = context_length
+
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Encodes one text or several.
+
+        Args:
+          texts: a string, or n strings.
+
+        Returns:
+          int32 [n, context_length] (n = 1 for a string): start, bytes, end, padding.
+        """
+        rows = [texts] if isinstance(texts, str) else texts
+        ids = np.full((len(rows), self.context_length), _PAD, dtype=np.int32)
+        ids[:, 0] = _START
+        for row, text in zip(ids, rows, strict=True):
+            data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)[: self.context_length - 2]
+            row[1 : 1 + data.size] = data
+            row[1 : 1 + data.size] += _FIRST_BYTE
+            row[1 + data.size] = _END
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decodes one row, up to its end token; a character that truncation cut apart becomes U+FFFD.
+
+        Args:
+          ids: token ids, with or without the start token and padding.
+
+        Returns:
+          The text.
+
+        Raises:
+          ValueError: an id is outside the vocabulary.
+        """
+        data = bytearray()
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token ids must be in [0, {self.vocab_size}), got {token}")
+            if token == _END:
+                break
+            if _FIRST_BYTE <= token < _START:
+                data.append(int(token) - _FIRST_BYTE)
+        return data.decode("utf-8", errors="replace")

@@ -1,0 +1,21 @@
+"""Evaluation of dual encoders: features of a split, zero-shot accuracy, retrieval recall, whole-split loss, plots."""
+
+from infcl_jax.evaluation.contrastive import split_loss
+from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
+from infcl_jax.evaluation.retrieval import retrieval_recall
+from infcl_jax.evaluation.suite import EvaluationConfig, Suite
+from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
+
+__all__ = [
+    "EvaluationConfig",
+    "Features",
+    "Suite",
+    "class_embeddings",
+    "encode_split",
+    "plot_curves",
+    "plot_retrieval_grid",
+    "retrieval_recall",
+    "split_loss",
+    "zero_shot_accuracy",
+]

@@ -1,0 +1,50 @@
+"""The contrastive loss of a whole split as one batch."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import infcl_jax
+from infcl_jax.distributed import replicate, to_host
+from infcl_jax.evaluation.features import shard_rows
+
+
+def split_loss(
+    image: np.ndarray, text: np.ndarray, logit_scale: float, mesh: Mesh, implementation: str | None = None
+) -> float:
+    """The exact symmetric contrastive loss with every other sample of the split as a negative.
+
+    Unlike a mean over evaluation batches it does not depend on the batch size, so runs trained with different batch
+    sizes can be compared by it; it grows with the size of the split as the logarithm does. Rows that fill up the mesh
+    are masked out. The loss is that of CLIP (arXiv:2103.00020, figure 3).
+
+    Args:
+        image: [N, D] normalised image features, the same on every process; row i is paired with row i of `text`.
+        text: [N, D] normalised text features.
+        logit_scale: factor of the similarities (the exponential of the usual parameter).
+        mesh: mesh with an axis "data", over which the pairs are sharded.
+        implementation: passed to `infcl_jax.clip_loss`.
+
+    Returns:
+        The loss in nats, the mean of both directions; the same on every process.
+
+    Raises:
+        ValueError: features of different shapes, not [N, D], or empty.
+    """
+    if image.ndim != 2 or image.shape != text.shape or 0 in image.shape:
+        raise ValueError(f"expected image and text features of one shape [N, D], got {image.shape} and {text.shape}")
+    mask = shard_rows(mesh, np.ones(len(image), np.bool_), fill=False)
+    rows = (shard_rows(mesh, np.asarray(features, np.float32)) for features in (image, text))
+    scale = replicate(mesh, np.asarray(logit_scale, np.float32))
+    return float(to_host(_loss(*rows, scale, mask, mesh=mesh, implementation=implementation)))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "implementation"))
+def _loss(
+    image: jax.Array, text: jax.Array, scale: jax.Array, mask: jax.Array, *, mesh: Mesh, implementation: str | None
+) -> jax.Array:
+    return infcl_jax.clip_loss(image, text, scale, mesh=mesh, mask=mask, implementation=implementation)

@@ -1,0 +1,162 @@
+"""All evaluations of a run in one call: zero-shot accuracy, retrieval, and the loss over a whole split."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from infcl_jax.data import classes, eval_batches, load_source
+from infcl_jax.data.sources import Source
+from infcl_jax.data.tokenizer import Tokenizer
+from infcl_jax.distributed import is_lead
+from infcl_jax.evaluation.contrastive import split_loss
+from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.plots import plot_retrieval_grid
+from infcl_jax.evaluation.retrieval import retrieval_recall
+from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
+
+GRID_QUERIES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What to evaluate on.
+
+    Attributes:
+      batch_size: images (and captions) encoded at once, over all devices.
+      retrieval_dataset: dataset for retrieval and the whole-split loss, a name of `infcl_jax.data.load_source`; None:
+        skip.
+      retrieval_split: its split.
+      gallery: retrieval among this many first examples of the split; None: among all.
+      zero_shot_dataset: dataset for zero-shot classification, one with classes; None: skip.
+      zero_shot_split: its split.
+    """
+
+    batch_size: int = 256
+    retrieval_dataset: str | None = None
+    retrieval_split: str = "validation"
+    gallery: int | None = None
+    zero_shot_dataset: str | None = None
+    zero_shot_split: str = "validation"
+
+
+class Suite:
+    """Evaluates a model on all devices of a mesh. Every process must call it; every process gets the results."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        image_size: int,
+        data_dir: str | Path,
+        mesh: Mesh,
+        implementation: str | None = None,
+    ):
+        """Opens the datasets.
+
+        Args:
+          config: what to evaluate on.
+          model: a `CLIP` module.
+          tokenizer: for captions and prompts.
+          image_size: pixels of the square images the model takes.
+          data_dir: folder of the prepared datasets.
+          mesh: devices to use.
+          implementation: of the whole-split loss, see `infcl_jax.pairwise_lse`.
+
+        Raises:
+          FileNotFoundError: a dataset is not prepared.
+          ValueError: an unknown dataset or split, or a zero-shot dataset without classes.
+        """
+        self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
+        self._gallery = self._zero_shot = None
+        if config.retrieval_dataset:
+            self._gallery = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
+        if config.zero_shot_dataset:
+            self._zero_shot = load_source(config.zero_shot_dataset, config.zero_shot_split, data_dir)
+            self._classes = classes(config.zero_shot_dataset, data_dir)
+            if self._classes is None:
+                raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
+
+    def __call__(self, params: Any, grid_path: str | Path | None = None) -> dict[str, float]:
+        """Evaluates `params`.
+
+        Args:
+          params: the model's parameters, on the mesh.
+          grid_path: where to draw the first captions of the gallery with their most similar images, if anywhere.
+
+        Returns:
+          `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r1` (and 5, 10, and the other direction) as
+          fractions, `validation/loss` in nats, as far as configured.
+        """
+        metrics: dict[str, float] = {}
+        if self._gallery is not None:
+            features = self._encode(self._gallery, params)
+            scale, _ = self._model.apply({"params": params}, method="logit_scale_and_bias")
+            metrics["validation/loss"] = split_loss(
+                features.image, features.text, float(scale), self._mesh, self._implementation
+            )
+            image, text = features.image[: self._config.gallery], features.text[: self._config.gallery]
+            recall = retrieval_recall(image, text, self._mesh)
+            metrics |= {f"retrieval/{name}": value for name, value in recall.items()}
+            if grid_path is not None and is_lead():
+                self._draw_grid(image, text, grid_path)
+        if self._zero_shot is not None:
+            metrics |= {f"zero_shot/{name}": value for name, value in self._classify(params).items()}
+        return metrics
+
+    def _classify(self, params: Any) -> dict[str, float]:
+        embeddings = class_embeddings(
+            self._encode_text,
+            params,
+            self._tokenizer,
+            self._classes.names,
+            self._classes.templates,
+            self._mesh,
+            batch_size=self._config.batch_size,
+        )
+        features = self._encode(self._zero_shot, params)
+        return zero_shot_accuracy(features.image, features.label, embeddings, self._mesh)
+
+    def _encode(self, source: Source, params: Any) -> Features:
+        batches = eval_batches(
+            source,
+            tokenizer=self._tokenizer,
+            image_size=self._image_size,
+            batch_size=self._config.batch_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        return encode_split(self._encode_image, self._encode_text, params, batches, self._mesh)
+
+    def _encode_image(self, params: Any, image: jax.Array) -> jax.Array:
+        return cast(jax.Array, self._model.apply({"params": params}, image, method="encode_image"))
+
+    def _encode_text(self, params: Any, text: jax.Array) -> jax.Array:
+        return cast(jax.Array, self._model.apply({"params": params}, text, method="encode_text"))
+
+    def _draw_grid(self, image: np.ndarray, text: np.ndarray, path: str | Path) -> None:
+        queries = range(min(GRID_QUERIES, len(text)))
+        captions = [self._gallery[i]["caption"] for i in queries]
+        plot_retrieval_grid(captions, _Images(self._gallery, len(image)), text[: len(queries)] @ image.T, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Images(Sequence[np.ndarray]):
+    """The first images of a source, read when looked at."""
+
+    source: Source
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.source[index]["image"]

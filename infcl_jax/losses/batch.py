@@ -1,0 +1,91 @@
+"""What every loss shares: running where the batch is sharded, and means over the global batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from infcl_jax.pairwise.ring import AxisName
+from infcl_jax.pairwise.tiles import Array, accumulation_dtype
+
+
+def over_mesh(
+    loss: Callable[..., Array], sharded: Any, shared: Any, *, axis_name: AxisName | None, mesh: Mesh | None
+) -> Array:
+    """Calls `loss(axis_name, sharded, shared)` on each device's part of the batch.
+
+    Args:
+      loss: the loss as seen from inside `shard_map`; its scalar must be the same on every device.
+      sharded: pytree of arrays `[b, ...]`; None for what is absent.
+      shared: pytree of arrays that all devices share.
+      axis_name: with a mesh, its axis (or axes) over which the batch is sharded, the first by default; without one, the
+        axis of the enclosing `shard_map`, or None for one device.
+      mesh: given outside `shard_map`, under `jit`; None otherwise.
+
+    Raises:
+      ValueError: the mesh has no such axis, or its devices cannot share the batch evenly.
+    """
+    if mesh is None:
+        return loss(axis_name, sharded, shared)
+    axis_name = mesh.axis_names[0] if axis_name is None else axis_name
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if unknown := set(axes) - set(mesh.axis_names):
+        raise ValueError(f"expected axis_name to be among the mesh's axes {mesh.axis_names}, got {sorted(unknown)}")
+    devices = 1
+    for axis in axes:
+        devices *= mesh.shape[axis]
+    for array in jax.tree.leaves(sharded):
+        if array.shape[0] % devices:
+            raise ValueError(
+                f"expected a batch that {devices} devices can share evenly, got {array.shape[0]} rows; pad it and pass "
+                "a mask that is False for the padding"
+            )
+    spec = PartitionSpec(axis_name)
+    body = jax.shard_map(
+        lambda sharded, shared: loss(axis_name, sharded, shared),
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    return body(sharded, shared)
+
+
+def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -> Array:
+    """Mean of `[b/n]` values over all devices, over those whose mask is True; 0 if there are none."""
+    if mask is None:
+        total, count = values.sum(), jnp.asarray(values.size, values.dtype)
+    else:
+        total = jnp.where(mask, values, jnp.zeros_like(values)).sum()
+        count = mask.sum().astype(values.dtype)
+    total, count = global_sum(total, axis_name), global_sum(count, axis_name)
+    return total / jnp.maximum(count, jnp.ones_like(count))
+
+
+def global_sum(value: Array, axis_name: AxisName | None) -> Array:
+    """Sum over all devices."""
+    return value if axis_name is None else lax.psum(value, axis_name)
+
+
+def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
+    """`value` as a scalar of at least fp32.
+
+    Raises:
+      ValueError: it is not a scalar.
+    """
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise ValueError(f"expected {name} to be a scalar, got shape {value.shape}")
+    return value.astype(accumulation_dtype(like.dtype))
+
+
+def check_pairs(image: Array, text: Array) -> None:
+    """Checks that row i of one side can be the positive of row i of the other.
+
+    Raises:
+      ValueError: shapes differ or are not `[b, D]`.
+    """
+    if image.ndim != 2 or image.shape != text.shape:
+        raise ValueError(f"expected image and text features of the same shape [b, D], got {image.shape}, {text.shape}")

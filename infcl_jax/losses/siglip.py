@@ -1,0 +1,148 @@
+"""The pairwise sigmoid loss of SigLIP on the ring: a plain sum over pairs, one sweep forward and one backward."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
+from infcl_jax.pairwise import ring
+from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
+from infcl_jax.pairwise.tiles import accumulation_dtype, as_varying, constant, matmul, similarities
+
+# implementation -> rows of one strip (None: the whole block of a ring step at once)
+_STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
+
+
+def siglip_loss(
+    image: Array,
+    text: Array,
+    logit_scale: Array | float,
+    logit_bias: Array | float,
+    *,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    mask: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """`1/b sum_ij softplus(-z_ij (scale * s_ij + bias))` over the global batch, with z = 1 on the diagonal, else -1.
+
+    Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1 and section 3.3 (text travels round the devices).
+
+    Args:
+      image: `[b, D]` L2-normalised features, bf16, fp16, fp32 or fp64.
+      text: `[b, D]`, same dtype; row i belongs to row i of `image`.
+      logit_scale: scalar inverse temperature.
+      logit_bias: scalar bias.
+      axis_name: as in `clip_loss`.
+      mesh: as in `clip_loss`.
+      mask: bool `[b]`, False for pairs that do not exist; b is then the number of those that do.
+      implementation: None (the best for the platform), "xla" (ring, strips inside the device), "ring" (whole blocks).
+
+    Returns:
+      Scalar in fp32 (fp64 for fp64 features), the same on every device.
+
+    Raises:
+      ValueError: shapes, dtypes or the implementation do not fit.
+    """
+    check_pairs(image, text)
+    implementation = implementation or "xla"
+    if implementation not in _STRIP_ROWS:
+        raise ValueError(f"expected implementation to be None or one of {tuple(_STRIP_ROWS)}, got {implementation!r}")
+    if image.dtype != text.dtype or not jnp.issubdtype(image.dtype, jnp.floating):
+        raise ValueError(
+            f"expected features of one floating dtype, got {image.dtype} and {text.dtype}; cast them first"
+        )
+    if image.dtype == jnp.float16:
+        image, text = image.astype(jnp.float32), text.astype(jnp.float32)
+
+    def loss(axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
+        image, text, mask = sharded
+        plan = _Plan(axis_name, _STRIP_ROWS[implementation])
+        operands = (image, text, *shared, mask)
+        if axis_name is not None:
+            axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+            operands = jax.tree.map(lambda a: as_varying(a, axes), operands)
+        return global_mean(_row_sums(plan, *operands), mask, axis_name)
+
+    shared = (checked_scalar("logit_scale", logit_scale, image), checked_scalar("logit_bias", logit_bias, image))
+    return over_mesh(loss, (image, text, mask), shared, axis_name=axis_name, mesh=mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of one call."""
+
+    axis_name: AxisName | None
+    strip_rows: int | None
+
+
+class _Strip(NamedTuple):
+    x: Array
+    labels: Array
+    mask: Array | None
+    weight: Array | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row_sums(plan: _Plan, x: Array, y: Array, scale: Array, bias: Array, mask: Array | None) -> Array:
+    """`[b/n]`: each row's sum over the columns of all devices."""
+
+    def compare(travelling: tuple, own: bool) -> tuple[Array, None]:
+        y, y_mask = travelling
+
+        def strip(carry: None, rows: _Strip) -> tuple[None, Array]:
+            logits = scale * similarities(rows.x, y) + bias
+            signed = jnp.where(is_positive(rows.labels, y), -logits, logits) if own else logits
+            return carry, _where_valid(rows, y_mask, jax.nn.softplus(signed)).sum(1)
+
+        return scan_strips(strip, None, _rows(plan, x, mask), plan.strip_rows)[1], None
+
+    return ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name)[0]
+
+
+def _forward(plan: _Plan, *operands: Array | None) -> tuple[Array, tuple]:
+    return _row_sums(plan, *operands), operands
+
+
+def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
+    x, y, scale, bias, mask = operands
+    dtype = accumulation_dtype(x.dtype)
+
+    def compare(travelling: tuple, own: bool) -> tuple[tuple, Array]:
+        y, y_mask = travelling
+
+        def strip(carry: tuple, rows: _Strip) -> tuple[tuple, Array]:
+            d_y, d_scale, d_bias = carry
+            s = similarities(rows.x, y)
+            logits = scale * s + bias
+            slope = jax.nn.sigmoid(logits)
+            if own:  # sigmoid(z) - 1 = -sigmoid(-z), without the cancellation
+                slope = jnp.where(is_positive(rows.labels, y), -jax.nn.sigmoid(-logits), slope)
+            slope = _where_valid(rows, y_mask, rows.weight[:, None] * slope)
+            d_s = (scale * slope).astype(x.dtype)
+            carry = (d_y + matmul(d_s, rows.x, contract=(0, 0)), d_scale + (slope * s).sum(), d_bias + slope.sum())
+            return carry, matmul(d_s, y, contract=(1, 0))
+
+        zeros = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (y.shape, (), ()))
+        (d_y, d_scale, d_bias), d_x = scan_strips(strip, zeros, _rows(plan, x, mask, weight), plan.strip_rows)
+        return (d_x, d_scale, d_bias), d_y
+
+    (d_x, d_scale, d_bias), d_y = ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name)
+    return d_x.astype(x.dtype), d_y.astype(y.dtype), d_scale, d_bias, None
+
+
+_row_sums.defvjp(_forward, _backward)
+
+
+def _rows(plan: _Plan, x: Array, mask: Array | None, weight: Array | None = None) -> _Strip:
+    labels = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return _Strip(x, labels, padding_mask(mask, x.shape[0], plan.strip_rows), weight)
+
+
+def _where_valid(rows: _Strip, y_mask: Array | None, values: Array) -> Array:
+    valid = valid_pairs(rows.mask, y_mask)
+    return values if valid is None else jnp.where(valid, values, jnp.zeros_like(values))

@@ -1,0 +1,43 @@
+"""Dual encoders: image and text towers, the CLIP model over them, and the registry of named configurations."""
+
+from infcl_jax.models.clip import (
+    CLIP,
+    MAX_LOGIT_SCALE,
+    OPENAI_IMAGE_MEAN,
+    OPENAI_IMAGE_STD,
+    CLIPOutput,
+    clamp_logit_scale,
+    l2_normalize,
+    normalize_image,
+)
+from infcl_jax.models.registry import (
+    CLIPConfig,
+    TextConfig,
+    VisionConfig,
+    build_model,
+    create_model,
+    model_config,
+    model_names,
+)
+from infcl_jax.models.text import TextTransformer
+from infcl_jax.models.vit import VisionTransformer
+
+__all__ = [
+    "CLIP",
+    "MAX_LOGIT_SCALE",
+    "OPENAI_IMAGE_MEAN",
+    "OPENAI_IMAGE_STD",
+    "CLIPConfig",
+    "CLIPOutput",
+    "TextConfig",
+    "TextTransformer",
+    "VisionConfig",
+    "VisionTransformer",
+    "build_model",
+    "clamp_logit_scale",
+    "create_model",
+    "l2_normalize",
+    "model_config",
+    "model_names",
+    "normalize_image",
+]

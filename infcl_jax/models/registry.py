@@ -1,0 +1,268 @@
+"""Model configurations by name, and the models built from them.
+
+    model = create_model("ViT-B/16", **{"dtype": "bfloat16", "vision.remat": "dots"})
+
+The named shapes are those of OpenCLIP's configurations of the same name, so its weights fit.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Any, get_args
+
+from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
+from infcl_jax.models.text import TextTransformer
+from infcl_jax.models.transformer import (
+    Activation,
+    AttentionImplementation,
+    Remat,
+    TransformerConfig,
+    check_choice,
+    check_positive_int,
+    check_rate,
+    float_dtype_name,
+)
+from infcl_jax.models.vit import Pool, VisionTransformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """What both towers choose for themselves; see `TransformerConfig` for the meaning and the limits of each field."""
+
+    width: int
+    layers: int
+    heads: int
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    remat: Remat | None = None
+    attention: AttentionImplementation = "xla"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig(TowerConfig):
+    """The image tower.
+
+    Attributes:
+      image_size: height and width of the input in pixels; a multiple of `patch_size`.
+      patch_size: height and width of a patch in pixels.
+      pool: "tok" (class token) or "avg" (mean over patches).
+      patch_dropout: share of the patches left out when training (FLIP, Li et al. 2023).
+
+    Raises:
+      ValueError: a field outside its values.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    pool: Pool = "tok"
+    patch_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive_int("vision.image_size", self.image_size)
+        check_positive_int("vision.patch_size", self.patch_size)
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                "vision.image_size must be a multiple of vision.patch_size; "
+                f"got {self.image_size} and {self.patch_size}."
+            )
+        check_choice("vision.pool", self.pool, get_args(Pool))
+        check_rate("vision.patch_dropout", self.patch_dropout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(TowerConfig):
+    """The text tower.
+
+    Attributes:
+      vocab_size: number of token ids (49408 for CLIP's byte pairs, 259 for bytes).
+      context_length: the longest sequence, start and end tokens included.
+
+    Raises:
+      ValueError: a field outside its values.
+    """
+
+    vocab_size: int = 49408
+    context_length: int = 77
+
+    def __post_init__(self) -> None:
+        check_positive_int("text.vocab_size", self.vocab_size)
+        check_positive_int("text.context_length", self.context_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPConfig:
+    """A dual encoder.
+
+    Attributes:
+      embed_dim: size of the shared features.
+      vision: image tower.
+      text: text tower.
+      activation: of both towers' MLPs, "gelu" or "quick_gelu" (for OpenAI's weights).
+      dtype: of activations and matrix products.
+      param_dtype: of the towers' parameters; the logit scale and bias are always float32.
+      feature_dtype: of the normalised features; None for `dtype`.
+      image_mean: per channel, for images in [0, 1].
+      image_std: per channel, for images in [0, 1], positive.
+      init_logit_scale: initial logarithm of the logit scale (log 10 in SigLIP).
+      init_logit_bias: initial logit bias (-10 in SigLIP); None for a model without a bias.
+
+    Raises:
+      ValueError: a field outside its values.
+    """
+
+    embed_dim: int
+    vision: VisionConfig
+    text: TextConfig
+    activation: Activation = "gelu"
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    feature_dtype: str | None = None
+    image_mean: tuple[float, float, float] = OPENAI_IMAGE_MEAN
+    image_std: tuple[float, float, float] = OPENAI_IMAGE_STD
+    init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive_int("embed_dim", self.embed_dim)
+        for name in ("dtype", "param_dtype", "feature_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
+        for name in ("image_mean", "image_std"):
+            values = tuple(getattr(self, name))
+            if len(values) != 3 or (name == "image_std" and min(values) <= 0):
+                raise ValueError(f"{name} must be three numbers, of a std all positive; got {values}.")
+            object.__setattr__(self, name, values)  # a list from a config file would not hash
+        transformer_config(self, "vision")
+        transformer_config(self, "text")
+
+
+def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
+    """The transformer of one tower, "vision" or "text".
+
+    Raises:
+      ValueError: the tower's fields contradict each other or the model's dtype; the message starts with the tower.
+    """
+    own = getattr(config, tower)
+    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(TowerConfig)}
+    try:
+        return TransformerConfig(
+            **fields,
+            causal=tower == "text",
+            activation=config.activation,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+        )
+    except ValueError as error:
+        raise ValueError(f"{tower}: {error}") from None
+
+
+def _tiny(width: int, layers: int, heads: int, patch_size: int) -> CLIPConfig:
+    """Byte-level text and 32-pixel images, one width throughout."""
+    return CLIPConfig(
+        embed_dim=width,
+        vision=VisionConfig(width=width, layers=layers, heads=heads, image_size=32, patch_size=patch_size),
+        text=TextConfig(width=width, layers=layers, heads=heads, vocab_size=259),
+    )
+
+
+def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: int) -> CLIPConfig:
+    """OpenCLIP's family: heads of 64 in both towers, 12 text layers."""
+    return CLIPConfig(
+        embed_dim=embed_dim,
+        vision=VisionConfig(width=width, layers=layers, heads=width // 64, patch_size=patch_size),
+        text=TextConfig(width=text_width, layers=12, heads=text_width // 64),
+    )
+
+
+_CONFIGS: dict[str, CLIPConfig] = {
+    "tiny": _tiny(width=64, layers=2, heads=2, patch_size=8),
+    "tiny-shapes": _tiny(width=96, layers=3, heads=3, patch_size=4),
+    "ViT-S/16": _vit(embed_dim=384, width=384, layers=12, patch_size=16, text_width=384),
+    "ViT-B/32": _vit(embed_dim=512, width=768, layers=12, patch_size=32, text_width=512),
+    "ViT-B/16": _vit(embed_dim=512, width=768, layers=12, patch_size=16, text_width=512),
+    "ViT-L/14": _vit(embed_dim=768, width=1024, layers=24, patch_size=14, text_width=768),
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """The names that `model_config` and `create_model` know."""
+    return tuple(_CONFIGS)
+
+
+def model_config(name: str, **overrides: Any) -> CLIPConfig:
+    """The configuration of a named model.
+
+    Args:
+      name: one of `model_names()`.
+      **overrides: new values by field, with a dot for a tower's: `{"dtype": "bfloat16", "vision.remat": "full"}`.
+
+    Returns:
+      The configuration with the overrides applied together, so they may depend on each other.
+
+    Raises:
+      ValueError: an unknown name or key (the message lists the known ones), or a value outside a field's values.
+    """
+    if name not in _CONFIGS:
+        raise ValueError(f"Unknown model {name!r}; the models are: {', '.join(model_names())}.")
+    config = _CONFIGS[name]
+    known = _override_keys(config)
+    if unknown := [key for key in overrides if key not in known]:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"Unknown model override {unknown[0]!r}; {hint}The keys are: {', '.join(known)}.")
+    own: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
+    for tower in ("vision", "text"):
+        prefix = f"{tower}."
+        changes = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+        own[tower] = dataclasses.replace(getattr(config, tower), **changes)
+    return dataclasses.replace(config, **own)
+
+
+def _override_keys(config: CLIPConfig) -> list[str]:
+    keys: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        nested = dataclasses.fields(value) if isinstance(value, TowerConfig) else ()
+        keys += [f"{field.name}.{sub.name}" for sub in nested] or [field.name]
+    return keys
+
+
+def build_model(config: CLIPConfig) -> CLIP:
+    """The module of a configuration; equal configurations give equal modules, so compiled functions are shared."""
+    vision, text = config.vision, config.text
+    return CLIP(
+        visual=VisionTransformer(
+            config=transformer_config(config, "vision"),
+            embed_dim=config.embed_dim,
+            image_size=vision.image_size,
+            patch_size=vision.patch_size,
+            pool=vision.pool,
+            patch_dropout=vision.patch_dropout,
+        ),
+        text=TextTransformer(
+            config=transformer_config(config, "text"),
+            embed_dim=config.embed_dim,
+            vocab_size=text.vocab_size,
+            context_length=text.context_length,
+        ),
+        feature_dtype=config.feature_dtype or config.dtype,
+        image_mean=config.image_mean,
+        image_std=config.image_std,
+        init_logit_scale=config.init_logit_scale,
+        init_logit_bias=config.init_logit_bias,
+    )
+
+
+def create_model(name: str, **overrides: Any) -> CLIP:
+    """Builds a named model; arguments and errors are those of `model_config`.
+
+    Example:
+      model = create_model("tiny", **{"vision.layers": 4, "init_logit_bias": -10.0})
+      image, text = jnp.zeros((1, 32, 32, 3), jnp.uint8), jnp.zeros((1, 77), jnp.int32)
+      variables = model.init(jax.random.key(0), image, text)
+      output = model.apply(variables, image, text)
+
+    Returns:
+      A `CLIP` module; its variables come from `init`.
+    """
+    return build_model(model_config(name, **overrides))

@@ -1,0 +1,70 @@
+"""The text tower of CLIP: a causal transformer pooled at the end-of-text token."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
+
+
+def pool_at_end(states: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Takes each sequence's state at its end token, the token with the largest id.
+
+    Args:
+      states: [b, t, width], any dtype.
+      tokens: integer [b, t]. The first position wins where the largest id occurs twice.
+
+    Returns:
+      [b, width] in the dtype of `states`.
+    """
+    end = jnp.argmax(tokens, axis=1)
+    return jnp.take_along_axis(states, end[:, None, None], axis=1)[:, 0]
+
+
+class TextTransformer(nn.Module):
+    """Text tower of CLIP (Radford et al. 2021, section 2.4).
+
+    Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [context_length, width], `transformer`,
+    `ln_final`, `text_projection`. Since attention is causal and the state is taken at the end token, what follows
+    that token has no influence and needs no mask.
+
+    Attributes:
+      config: shape and numerics of the transformer.
+      embed_dim: size of the features.
+      vocab_size: number of token ids.
+      context_length: the longest sequence; shorter ones use the first positions.
+    """
+
+    config: TransformerConfig
+    embed_dim: int
+    vocab_size: int
+    context_length: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+        """Encodes token ids.
+
+        Args:
+          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. An id outside the vocabulary,
+            which cannot raise inside compiled code, gives NaN features.
+          train: turns dropout on; it then needs the "dropout" rng if the rate is not 0.
+
+        Returns:
+          float32 [b, embed_dim], not normalised.
+        """
+        x = Transformer(self.config, name="transformer")(self._embed(tokens), train=train)
+        x = layer_norm(self.config, pool_at_end(x, tokens), "ln_final")
+        return feature_projection(self.config, self.embed_dim, "text_projection")(x)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        """Token plus position, [b, t, width] in the compute dtype.
+
+        Gathered and added in float32: the gradient of a frequent token (the start token occurs in every caption) sums
+        over the batch, where bfloat16 would stop counting after a few hundred terms.
+        """
+        c = self.config
+        table = self.param("token_embedding", nn.initializers.normal(0.02), (self.vocab_size, c.width), c.param_dtype)
+        shape = (self.context_length, c.width)
+        positions = self.param("positional_embedding", nn.initializers.normal(0.01), shape, c.param_dtype)
+        rows = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(jnp.float32)
+        return (rows + positions[None, : tokens.shape[1]].astype(jnp.float32)).astype(c.dtype)

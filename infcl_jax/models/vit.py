@@ -1,0 +1,108 @@
+"""The image tower of CLIP: a Vision Transformer with a class token and a LayerNorm before its first block."""
+
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
+
+Pool = Literal["tok", "avg"]
+
+
+class PatchEmbedding(nn.Module):
+    """A convolution with stride equal to its kernel and no bias: `kernel` [patch, patch, 3, width].
+
+    It is computed as one matrix product over unfolded patches. The numbers are those of the convolution, and the
+    product falls under the remat policies and needs no convolution kernel for three input channels.
+    """
+
+    config: TransformerConfig
+    patch_size: int
+
+    @nn.compact
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Maps [b, H, W, 3] to [b, (H / patch) (W / patch), width], rows of patches first, in the compute dtype."""
+        c, p = self.config, self.patch_size
+        # Uniform within fan_in^-1/2, PyTorch's default for a convolution and so OpenCLIP's start.
+        init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        kernel = self.param("kernel", init, (p, p, image.shape[-1], c.width), c.param_dtype)
+        b, height, width, channels = image.shape
+        patches = image.astype(c.dtype).reshape(b, height // p, p, width // p, p, channels)
+        patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, p * p * channels)
+        return patches @ kernel.reshape(-1, c.width).astype(c.dtype)
+
+
+def drop_patches(rng: jax.Array, tokens: jax.Array, rate: float) -> jax.Array:
+    """Keeps a random subset of every sample's patches (FLIP, Li et al. 2023, section 3).
+
+    Args:
+      rng: PRNG key.
+      tokens: [b, n, width], any dtype.
+      rate: share of patches to drop, in [0, 1).
+
+    Returns:
+      [b, max(1, int(n (1 - rate))), width]; each sample has its own subset, in random order.
+    """
+    b, n, _ = tokens.shape
+    keep = max(1, int(n * (1 - rate)))
+    kept = jnp.argsort(jax.random.uniform(rng, (b, n)), axis=1)[:, :keep]
+    return jnp.take_along_axis(tokens, kept[:, :, None], axis=1)
+
+
+class VisionTransformer(nn.Module):
+    """Vision Transformer of CLIP (Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1).
+
+    Parameters: `conv1`, `class_embedding` [width], `positional_embedding` [1 + patches, width], `ln_pre`,
+    `transformer`, `ln_post`, `proj`. They start as the original implementation starts its text tower (for the image
+    tower it leaves most weights at PyTorch's defaults): normal weights scaled by width and depth, biases zero.
+
+    Attributes:
+      config: shape and numerics of the transformer.
+      embed_dim: size of the features.
+      image_size: height and width of the input in pixels; a multiple of `patch_size`.
+      patch_size: height and width of a patch in pixels.
+      pool: what is projected: "tok", the class token, or "avg", the mean over patches.
+      patch_dropout: share of the patches that each training sample leaves out; the class token always stays.
+    """
+
+    config: TransformerConfig
+    embed_dim: int
+    image_size: int
+    patch_size: int
+    pool: Pool = "tok"
+    patch_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+        """Encodes images.
+
+        Args:
+          image: floating [b, image_size, image_size, 3], mean and standard deviation already normalised.
+          train: turns dropout and patch dropout on; they need the "dropout" rng.
+
+        Returns:
+          float32 [b, embed_dim], not normalised.
+        """
+        x = layer_norm(self.config, self._embed(image, train), "ln_pre").astype(self.config.dtype)
+        x = Transformer(self.config, name="transformer")(x, train=train)
+        if self.pool == "tok":
+            x = layer_norm(self.config, x[:, 0], "ln_post")
+        else:
+            x = layer_norm(self.config, x[:, 1:], "ln_post").mean(axis=1)
+        return feature_projection(self.config, self.embed_dim, "proj")(x)
+
+    def _embed(self, image: jax.Array, train: bool) -> jax.Array:
+        """Float32 tokens [b, 1 + kept patches, width]; float32 so that the embeddings' gradients sum in float32."""
+        c = self.config
+        patches = PatchEmbedding(c, self.patch_size, name="conv1")(image).astype(jnp.float32)
+        b, n, _ = patches.shape
+        init = nn.initializers.normal(c.width**-0.5)
+        class_embedding = self.param("class_embedding", init, (c.width,), c.param_dtype).astype(jnp.float32)
+        positions = self.param("positional_embedding", init, (1 + n, c.width), c.param_dtype).astype(jnp.float32)
+        patches = patches + positions[None, 1:]
+        if train and self.patch_dropout > 0:
+            patches = drop_patches(self.make_rng("dropout"), patches, self.patch_dropout)
+        first = jnp.broadcast_to(class_embedding + positions[0], (b, 1, c.width))
+        return jnp.concatenate([first, patches], axis=1)

@@ -1,0 +1,270 @@
+"""`pairwise_lse`: validation, choice of implementation, and the differentiation rule."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from infcl_jax.pairwise import gather, reference, ring
+from infcl_jax.pairwise.tiles import Array, Backend, Block, Cotangents, LogSum, Wanted, accumulation_dtype, as_varying
+from infcl_jax.pairwise.xla import XlaStrips
+
+AxisName = ring.AxisName
+
+
+class PairwiseLSE(NamedTuple):
+    """Result of `pairwise_lse`, in fp32 (fp64 for fp64 features).
+
+    Attributes:
+      row: `[bx]` log-sum-exp of each row over all columns of all devices.
+      col: `[by]` log-sum-exp of each column over all rows, or None if not asked for.
+      positive: `[bx]` similarity of each row with its positive, not scaled.
+    """
+
+    row: Array
+    col: Array | None
+    positive: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blockwise:
+    """A strategy whose gradient is written by hand, with the backend that compares its blocks."""
+
+    backend: Backend
+    forward: Callable
+    backward: Callable
+
+
+_BLOCKWISE = {
+    "disco": _Blockwise(XlaStrips(rows=None), gather.disco_forward, gather.disco_backward),
+    "ring": _Blockwise(XlaStrips(rows=None), ring.forward, ring.backward),
+    "xla": _Blockwise(XlaStrips(), ring.forward, ring.backward),
+}
+_GATHERED = {"dense": gather.dense, "local": gather.local}
+IMPLEMENTATIONS = (*_GATHERED, *_BLOCKWISE)
+
+
+def pairwise_lse(
+    x: Array,
+    y: Array,
+    x_scale: Array | float,
+    y_scale: Array | float | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    positives: str = "include",
+    labels: Array | None = None,
+    x_mask: Array | None = None,
+    y_mask: Array | None = None,
+    columns: bool = True,
+    implementation: str | None = None,
+) -> PairwiseLSE:
+    """Row and column log-sum-exp over all pairs of a batch, without storing the pair matrix.
+
+    With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
+
+        row_i = log sum_j exp(x_scale_i * s_ij)
+        col_j = log sum_i exp(y_scale_j * s_ij)
+        positive_i = s_{i, labels_i}
+
+    Every contrastive loss of this package is a function of these vectors. Differentiable in `x`, `y`, `x_scale` and
+    `y_scale`; only the gradients that are asked for are computed. Inside `shard_map` (with its default
+    `check_vma=True`) the gradient of a sum over all devices is exact, also that of arguments that all devices share.
+
+    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions from one sweep.
+
+    Args:
+      x: `[bx, D]` row features of this device, bf16, fp16, fp32 or fp64. Usually L2-normalised; need not be.
+      y: `[by, D]` column features of this device, same dtype.
+      x_scale: inverse temperature of the rows, scalar or `[bx]`.
+      y_scale: inverse temperature of the columns, scalar or `[by]`; `x_scale` if None.
+      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`; None for one device.
+      positives: "include" them in the sums or "exclude" them.
+      labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A label out of range
+        is an error where its value is known, and gives a NaN `positive` where it is traced.
+      x_mask: bool `[bx]`, False for rows that do not exist (padding): they are in no sum, and their results are 0.
+      y_mask: bool `[by]`, likewise for columns.
+      columns: False if only rows are needed (one-directional retrieval); `col` is None then.
+      implementation: None (the best for the platform) or one of `IMPLEMENTATIONS`.
+
+    Returns:
+      `PairwiseLSE`. A log-sum-exp over no pair at all is -inf, with zero gradient.
+
+    Raises:
+      ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described.
+    """
+    if implementation is None:
+        implementation = "xla"
+    _check(x, y, positives, axis_name, implementation)
+    labels = _checked_labels(labels, x.shape[0], y.shape[0])
+    x_mask, y_mask = _checked_mask("x_mask", x_mask, x.shape[0]), _checked_mask("y_mask", y_mask, y.shape[0])
+    if x.dtype == jnp.float16:  # fp16's range is too narrow for products of probabilities
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    x_scale, y_scale = _checked_scales(x_scale, y_scale, x, y, columns)
+    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
+    if axis_name is not None:
+        axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+        block = jax.tree.map(lambda a: as_varying(a, axes), block)
+    exclude = positives == "exclude"
+    if implementation in _GATHERED:
+        row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
+    else:
+        plan = _Plan(implementation, axis_name, exclude, columns)
+        row, column, positive = _blockwise(plan, *block)
+    return PairwiseLSE(
+        _zero_where_masked(row, x_mask),
+        _zero_where_masked(column, y_mask) if columns else None,
+        _zero_where_masked(positive, x_mask),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of one call."""
+
+    implementation: str
+    axis_name: AxisName | None
+    exclude: bool
+    columns: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(
+    plan: _Plan,
+    x: Array,
+    y: Array,
+    x_scale: Array,
+    y_scale: Array | None,
+    x_mask: Array | None,
+    y_mask: Array | None,
+    labels: Array,
+) -> tuple[Array, Array | None, Array]:
+    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
+    row, column = _log_sums(plan, block)
+    return row.log(), None if column is None else column.log(), reference.positives(x, y, labels)
+
+
+def _log_sums(plan: _Plan, block: Block) -> tuple[LogSum, LogSum | None]:
+    strategy = _BLOCKWISE[plan.implementation]
+    return strategy.forward(
+        strategy.backend, block, axis_name=plan.axis_name, exclude=plan.exclude, columns=plan.columns
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StaticWanted:
+    """Carries the static `Wanted` from the forward rule to the backward rule."""
+
+    wanted: Wanted
+
+
+def _blockwise_forward(plan: _Plan, *primals: CustomVJPPrimal) -> tuple:
+    block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
+    wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
+    row, column = _log_sums(plan, block)
+    out = (row.log(), None if column is None else column.log(), reference.positives(block.x, block.y, block.labels))
+    return out, (block, row, column, _StaticWanted(wanted))
+
+
+def _blockwise_backward(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple:
+    block, row, column, static = residuals
+    d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
+    strategy = _BLOCKWISE[plan.implementation]
+    gradient = strategy.backward(
+        strategy.backend,
+        block,
+        Cotangents(row, d_row, column, d_column, d_positive),
+        axis_name=plan.axis_name,
+        exclude=plan.exclude,
+        wanted=static.wanted,
+    )
+    d_x = None if gradient.x is None else gradient.x.astype(block.x.dtype)
+    d_y = None if gradient.y is None else gradient.y.astype(block.y.dtype)
+    return d_x, d_y, gradient.x_scale, gradient.y_scale, None, None, None
+
+
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward, symbolic_zeros=True)
+
+
+def _is_primal(value: object) -> bool:
+    return isinstance(value, CustomVJPPrimal)
+
+
+def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array | None:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _zero_where_masked(array: Array, mask: Array | None) -> Array:
+    return array if mask is None else jnp.where(mask, array, jnp.zeros_like(array))
+
+
+def _check(x: Array, y: Array, positives: str, axis_name: AxisName | None, implementation: str) -> None:
+    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"expected features [bx, D] and [by, D] with the same D, got {x.shape} and {y.shape}")
+    if 0 in x.shape or 0 in y.shape:
+        raise ValueError(f"expected at least one row, one column and one feature, got {x.shape} and {y.shape}")
+    if x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"expected features of one floating dtype, got {x.dtype} and {y.dtype}; cast them first")
+    if positives not in ("include", "exclude"):
+        raise ValueError(f'expected positives="include" or "exclude", got {positives!r}')
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"expected implementation to be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if axis_name is not None:
+        _check_axis(axis_name)
+
+
+def _check_axis(axis_name: AxisName) -> None:
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not an axis of an enclosing shard_map; call this inside shard_map over that "
+            "axis, or leave axis_name out (one device)"
+        ) from None
+
+
+def _checked_labels(labels: Array | None, x_rows: int, y_rows: int) -> Array:
+    if labels is None:
+        if y_rows < x_rows:
+            raise ValueError(f"expected labels, or at least as many rows in y as in x, got {x_rows} and {y_rows} rows")
+        return jnp.arange(x_rows, dtype=jnp.int32)
+    if labels.shape != (x_rows,) or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"expected integer labels of shape ({x_rows},), got {labels.dtype}{list(labels.shape)}")
+    if not isinstance(labels, jax.core.Tracer):
+        low, high = int(np.min(labels)), int(np.max(labels))
+        if low < 0 or high >= y_rows:
+            raise ValueError(f"expected labels in [0, {y_rows}), the rows of y, got values from {low} to {high}")
+    return jnp.asarray(labels).astype(jnp.int32)
+
+
+def _checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
+    if mask is not None and (mask.shape != (rows,) or mask.dtype != bool):
+        raise ValueError(f"expected {name} to be bool of shape ({rows},), got {mask.dtype}{list(mask.shape)}")
+    return None if mask is None else jnp.asarray(mask)
+
+
+def _checked_scales(
+    x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
+) -> tuple[Array, Array | None]:
+    if y_scale is not None and not columns:
+        raise ValueError("y_scale has no meaning with columns=False; leave one of them out")
+    x_scale = _checked_scale("x_scale", x_scale, x)
+    if y_scale is None and (x_scale.ndim == 0 or not columns):
+        return x_scale, None
+    y_scale = _checked_scale("y_scale", x_scale if y_scale is None else y_scale, y)
+    return jnp.broadcast_to(x_scale, x.shape[:1]), jnp.broadcast_to(y_scale, y.shape[:1])
+
+
+def _checked_scale(name: str, scale: Array | float, features: Array) -> Array:
+    scale = jnp.asarray(scale)
+    if scale.shape not in ((), features.shape[:1]):
+        raise ValueError(f"expected {name} to be a scalar or of shape ({features.shape[0]},), got {scale.shape}")
+    return scale.astype(accumulation_dtype(features.dtype))

@@ -1,0 +1,57 @@
+"""The oracle: the same quantities from the whole pair matrix, differentiated by JAX, in fp64 when given fp64."""
+
+import jax
+import jax.numpy as jnp
+
+from infcl_jax.pairwise.strips import is_positive, valid_pairs
+from infcl_jax.pairwise.tiles import Array, Block, accumulation_dtype, finite_reference, similarities
+
+
+def dense(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple[Array, Array | None, Array]:
+    """Row log-sum-exp `[bx]`, column log-sum-exp `[by]` and positives `[bx]` of one block held whole.
+
+    Features are promoted to at least fp32 first, so the gradients of both terms of a positive meet before any rounding.
+    Sums over nothing are -inf. Columns use `y_scale`, or the shared scale if it is None.
+
+    Args:
+      block: rows and columns to compare; labels are required.
+      exclude: leave the positives out of the sums.
+      columns: whether column sums are asked for (None is returned otherwise).
+    """
+    x, y = (a.astype(accumulation_dtype(a.dtype)) for a in (block.x, block.y))
+    s = similarities(x, y)
+    not_positive = ~is_positive(block.labels, y) if exclude else jnp.ones_like(s, bool)
+    valid = valid_pairs(block.x_mask, block.y_mask, not_positive)
+    x_scale = jnp.broadcast_to(block.x_scale, x.shape[:1])[:, None]
+    column = None
+    if columns:
+        y_scale = block.x_scale if block.y_scale is None else block.y_scale
+        y_scale = jnp.broadcast_to(y_scale, y.shape[:1])[None, :]
+        column = _masked_log_sum_exp(y_scale * s, valid, axis=0)
+    return (
+        _masked_log_sum_exp(x_scale * s, valid, axis=1),
+        column,
+        # Taken from the matrix, so that its gradient joins those of the sums before the products round them.
+        _known(block.labels, y, jnp.take_along_axis(s, block.labels[:, None], axis=1, mode="clip")[:, 0]),
+    )
+
+
+def positives(x: Array, y: Array, labels: Array) -> Array:
+    """`<x_i, y_labels[i]>` `[bx]` in the accumulation dtype; NaN where the label is not a row of `y`."""
+    dtype = accumulation_dtype(x.dtype)
+    chosen = jnp.take(y, labels, axis=0, mode="clip")
+    s = (x.astype(dtype) * chosen.astype(dtype)).sum(1)
+    return _known(labels, y, s)
+
+
+def _known(labels: Array, y: Array, values: Array) -> Array:
+    return jnp.where((labels >= 0) & (labels < y.shape[0]), values, jnp.full_like(values, jnp.nan))
+
+
+def _masked_log_sum_exp(z: Array, valid: Array, axis: int) -> Array:
+    z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
+    reference = finite_reference(jax.lax.stop_gradient(z.max(axis)))
+    total = jnp.where(valid, jnp.exp(z - jnp.expand_dims(reference, axis)), jnp.zeros_like(z)).sum(axis)
+    some = total > 0
+    log = jnp.log(jnp.where(some, total, jnp.ones_like(total)))
+    return jnp.where(some, reference + log, jnp.full_like(log, -jnp.inf))

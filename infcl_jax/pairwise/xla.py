@@ -1,0 +1,294 @@
+"""The backend that runs anywhere: strips of rows in plain XLA.
+
+Two ways to the same exact answer. With one shared scale and features in the usual range every exponential is taken
+against one shared reference, so that a single exponential serves the row sum, the column sum and both gradients.
+Sums that leave the range in which that is exact, or per-sample scales, take the general way: maxima per row and per
+column, two exponentials.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
+from infcl_jax.pairwise.tiles import (
+    Array,
+    Block,
+    Cotangents,
+    Gradient,
+    LogSum,
+    Wanted,
+    accumulation_dtype,
+    constant,
+    empty_log_sum,
+    finite_reference,
+    matmul,
+    similarities,
+)
+
+# exp(scale * s - reference) is at most e^60 for normalised features: summed over 1e10 pairs still finite in fp32.
+SHARED_TOP = 60.0
+# Terms under e^-87 vanish in fp32. A sum of n terms at least n * e^-71 has lost less than e^-16 of itself.
+LOST_BELOW = -87.0
+NEGLIGIBLE = -16.0
+# Keeps the reciprocal of a sum a normal fp32 number.
+LARGEST_SUM = 1e37
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaStrips:
+    """Compares a block strip by strip.
+
+    Attributes:
+      rows: rows of one strip, which holds `rows * by` similarities at a time; None: the whole block at once.
+    """
+
+    rows: int | None = STRIP_ROWS
+
+    def forward(self, block: Block, *, exclude: bool, columns: bool) -> tuple[LogSum, LogSum | None]:
+        """See `tiles.Backend.forward`."""
+        block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
+        if not _is_shared(block):
+            return self._general_forward(block, exclude, columns)
+        row, column = self._shared_sums(block, exclude)
+        reference = shared_reference(block.x_scale)
+        exact = _within_range(row, block.x_mask, block.y.shape[0]) & (
+            _within_range(column, block.y_mask, block.x.shape[0]) if columns else True
+        )
+
+        def accept() -> tuple[LogSum, LogSum | None]:
+            return _against(reference, row), _against(reference, column) if columns else None
+
+        return lax.cond(exact, accept, lambda: self._general_forward(_per_sample(block, columns), exclude, columns))
+
+    def backward(self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted) -> Gradient:
+        """See `tiles.Backend.backward`."""
+        block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
+        size = _largest_weight(cotangents)
+        unit = cotangents._replace(
+            row_weight=cotangents.row_weight / size,
+            column_weight=None if cotangents.column_weight is None else cotangents.column_weight / size,
+            positive_weight=cotangents.positive_weight / size,
+        )
+        if _is_shared(block):
+            gradient = self._shared_or_general_backward(block, unit, exclude, wanted)
+        else:
+            gradient = self._general_backward(block, unit, exclude, wanted)
+        # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
+        return jax.tree.map(lambda g: g * size, gradient)
+
+    def _shared_sums(self, block: Block, exclude: bool) -> tuple[Array, Array]:
+        reference = shared_reference(block.x_scale)
+
+        def strip(column: Array, rows: _Rows) -> tuple[Array, Array]:
+            e = _shared_exponentials(block, rows, reference, exclude)[1]
+            return column + e.sum(0), e.sum(1)
+
+        column, row = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
+        return row, column
+
+    def _general_forward(self, block: Block, exclude: bool, columns: bool) -> tuple[LogSum, LogSum | None]:
+        def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, LogSum]:
+            s = similarities(rows.x, block.y)
+            valid = _valid(block, rows, exclude)
+            row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
+            if column is not None:
+                column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
+            return column, row
+
+        start = empty_log_sum(_column_zeros(block)) if columns else None
+        column, row = scan_strips(strip, start, _rows(block), self.rows)
+        return row, column
+
+    def _shared_or_general_backward(
+        self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted
+    ) -> Gradient:
+        reference = shared_reference(block.x_scale)
+        sums = [s for s in (cotangents.row, cotangents.column) if s is not None]
+        exact = jnp.stack([jnp.all((s.reference == reference) | (s.total == 0)) for s in sums]).all()
+
+        def general() -> Gradient:
+            columns = cotangents.column is not None
+            g = self._general_backward(_per_sample(block, columns), cotangents, exclude, wanted)
+            scale_parts = [part.sum() for part in (g.x_scale, g.y_scale) if part is not None]
+            return Gradient(g.x, g.y, sum(scale_parts[1:], scale_parts[0]) if scale_parts else None, None)
+
+        wanted = wanted._replace(y_scale=wanted.x_scale)
+        return lax.cond(exact, lambda: self._shared_backward(block, cotangents, exclude, wanted), general)
+
+    def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
+        scale, reference = block.x_scale, shared_reference(block.x_scale)
+        column_factor = None if cotangents.column is None else _factor(cotangents.column, cotangents.column_weight)
+
+        def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
+            d_y, d_scale = carry
+            s, e = _shared_exponentials(block, rows.rows, reference, exclude)
+            factor = _factor(rows.sums, rows.weight)[:, None]
+            if column_factor is not None:
+                factor = factor + column_factor[None, :]
+            probability = e * factor
+            d_s = _with_positive(block, rows, scale * probability)
+            if d_scale is not None:
+                d_scale = d_scale + (probability * s).sum()
+            d_y, d_x = _products(block, rows, d_s, d_y, wanted)
+            return (d_y, d_scale), d_x
+
+        start = (_zeros(block, block.y.shape) if wanted.y else None, _zeros(block, ()) if wanted.x_scale else None)
+        (d_y, d_scale), d_x = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
+        return Gradient(d_x, d_y, d_scale, None)
+
+    def _general_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
+        column = cotangents.column
+
+        def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, tuple]:
+            d_y, d_y_scale = carry
+            s = similarities(rows.rows.x, block.y)
+            valid = _valid(block, rows.rows, exclude)
+            alpha = rows.rows.scale[:, None]
+            p_row = _probability(alpha * s, _column_vector(rows.sums), rows.weight[:, None], valid)
+            d_s = alpha * p_row
+            if column is not None:
+                beta = block.y_scale[None, :]
+                p_column = _probability(beta * s, _row_vector(column), cotangents.column_weight[None, :], valid)
+                d_s = d_s + beta * p_column
+                if d_y_scale is not None:
+                    d_y_scale = d_y_scale + (p_column * s).sum(0)
+            d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, wanted)
+            return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if wanted.x_scale else None)
+
+        want_y_scale = wanted.y_scale and column is not None
+        start = (_zeros(block, block.y.shape) if wanted.y else None, _column_zeros(block) if want_y_scale else None)
+        (d_y, d_y_scale), (d_x, d_x_scale) = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
+        return Gradient(d_x, d_y, d_x_scale, d_y_scale)
+
+
+class _Rows(NamedTuple):
+    """What belongs to the rows of a block, and is cut into strips."""
+
+    x: Array
+    scale: Array | None
+    mask: Array | None
+    labels: Array | None
+
+
+class _BackwardRows(NamedTuple):
+    rows: _Rows
+    sums: LogSum
+    weight: Array
+    positive_weight: Array | None
+
+
+def _rows(block: Block) -> _Rows:
+    return _Rows(block.x, None if _is_shared(block) else block.x_scale, block.x_mask, block.labels)
+
+
+def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
+    positive_weight = None if block.labels is None else cotangents.positive_weight
+    return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
+
+
+def shared_reference(scale: Array) -> Array:
+    """The reference `c` of the shared way: `exp(scale * s - c)` stays under `e^60` for normalised features."""
+    return jnp.maximum(scale - SHARED_TOP, jnp.zeros_like(scale))
+
+
+def _is_shared(block: Block) -> bool:
+    return block.x_scale.ndim == 0
+
+
+def _per_sample(block: Block, columns: bool) -> Block:
+    """The same block with its shared scale written out per row and per column."""
+    x_scale = jnp.broadcast_to(block.x_scale, block.x.shape[:1])
+    return block._replace(
+        x_scale=x_scale, y_scale=jnp.broadcast_to(block.x_scale, block.y.shape[:1]) if columns else None
+    )
+
+
+def _shared_exponentials(block: Block, rows: _Rows, reference: Array, exclude: bool) -> tuple[Array, Array]:
+    s = similarities(rows.x, block.y)
+    e = jnp.exp(block.x_scale * s - reference)
+    valid = _valid(block, rows, exclude)
+    return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
+
+
+def _valid(block: Block, rows: _Rows, exclude: bool) -> Array | None:
+    not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
+    return valid_pairs(rows.mask, block.y_mask, not_positive)
+
+
+def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
+    if valid is not None:
+        z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
+    reference = z.max(axis)
+    total = jnp.exp(z - jnp.expand_dims(finite_reference(reference), axis)).sum(axis)
+    return LogSum(reference, total)
+
+
+def _against(reference: Array, total: Array) -> LogSum:
+    """A sum taken against the shared reference; a sum over nothing must not claim that reference when merged."""
+    return LogSum(jnp.where(total > 0, reference, -jnp.inf), total)
+
+
+def _within_range(total: Array, mask: Array | None, terms: int) -> Array:
+    """Whether all sums that count are exact (see the constants above)."""
+    smallest = terms * math.exp(LOST_BELOW - NEGLIGIBLE)
+    good = (total >= smallest) & (total <= LARGEST_SUM)
+    return jnp.all(good if mask is None else good | ~mask)
+
+
+def _largest_weight(cotangents: Cotangents) -> Array:
+    weights = [cotangents.row_weight, cotangents.column_weight, cotangents.positive_weight]
+    largest = jnp.stack([jnp.abs(w).max() for w in weights if w is not None]).max()
+    return jnp.where(largest > 0, largest, jnp.ones_like(largest))
+
+
+def _factor(sums: LogSum, weight: Array) -> Array:
+    """`weight / total`, zero for a sum over nothing."""
+    some = sums.total > 0
+    return jnp.where(some, weight, jnp.zeros_like(weight)) / jnp.where(some, sums.total, jnp.ones_like(sums.total))
+
+
+def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
+    """`weight * exp(z - lse)` without rounding the log-sum-exp."""
+    p = jnp.exp(z - finite_reference(sums.reference)) * _factor(sums, weight)
+    return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
+
+
+def _column_vector(sums: LogSum) -> LogSum:
+    return LogSum(sums.reference[:, None], sums.total[:, None])
+
+
+def _row_vector(sums: LogSum) -> LogSum:
+    return LogSum(sums.reference[None, :], sums.total[None, :])
+
+
+def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
+    """Adds the positives' term in full precision: probability minus one cancels, rounding first would leave noise."""
+    if rows.positive_weight is None or rows.rows.labels is None:
+        return d_s
+    return d_s + jnp.where(
+        is_positive(rows.rows.labels, block.y),
+        rows.positive_weight[:, None],
+        jnp.zeros_like(rows.positive_weight[:, None]),
+    )
+
+
+def _products(
+    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, wanted: Wanted
+) -> tuple[Array | None, Array | None]:
+    d_s = d_s.astype(block.x.dtype)
+    if d_y is not None:
+        d_y = d_y + matmul(d_s, rows.rows.x, contract=(0, 0))
+    return d_y, matmul(d_s, block.y, contract=(1, 0)) if wanted.x else None
+
+
+def _zeros(block: Block, shape: tuple[int, ...]) -> Array:
+    return constant(shape, 0, accumulation_dtype(block.x.dtype), varying_like=block.x)
+
+
+def _column_zeros(block: Block) -> Array:
+    return _zeros(block, block.y.shape[:1])

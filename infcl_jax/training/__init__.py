@@ -1,0 +1,29 @@
+"""The training loop's parts: state, step, optimizer, checkpoints, metrics."""
+
+from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
+from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
+from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
+from infcl_jax.training.preemption import Preemption
+from infcl_jax.training.state import TrainState, create_state, parameter_count
+from infcl_jax.training.step import check_finite, make_loss, make_train_step
+
+__all__ = [
+    "METRICS_FILE",
+    "Checkpointer",
+    "MetricWriter",
+    "OptimizerConfig",
+    "Preemption",
+    "ProgressPrinter",
+    "TrainState",
+    "check_finite",
+    "create_state",
+    "learning_rate_schedule",
+    "load_config",
+    "make_loss",
+    "make_optimizer",
+    "make_train_step",
+    "parameter_count",
+    "prepare_workdir",
+    "read_metrics",
+    "save_config",
+]

@@ -1,0 +1,140 @@
+"""Checkpoints of the whole run: state and data position, written in the background, found again by themselves."""
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+
+CONFIG_FILE = "config.json"
+
+
+class DataIterator(Protocol):
+    """What a data iterator needs to be checkpointed: a JSON-serialisable state, the same on every process."""
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues from that position."""
+
+
+class Checkpointer:
+    """Saves and restores a run in `workdir/checkpoints`, with orbax.
+
+    A checkpoint is written in the background and appears under its name only when it is complete: a run killed at any
+    moment finds the one before. All processes call every method together.
+
+    Example:
+      with Checkpointer(workdir, keep=3) as checkpoints:
+          state = checkpoints.restore_latest(state, data)
+          checkpoints.save(step, state, data)
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2):
+        """Opens the folder.
+
+        Args:
+          workdir: the run's directory, made if it is not there.
+          keep: how many of the latest checkpoints to keep.
+        """
+        self._manager = ocp.CheckpointManager(
+            (Path(workdir) / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
+        )
+
+    def latest_step(self) -> int | None:
+        """The step of the latest complete checkpoint, None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, data: DataIterator) -> None:
+        """Starts to save `state` and the position of `data` as step `step`; does nothing if it is there already."""
+        if step == self._manager.latest_step():
+            return
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_saved(state)), data=ocp.args.JsonSave(data.get_state()))
+        self._manager.save(step, args=args)
+
+    def restore_latest(self, state: Any, data: DataIterator | None = None) -> Any:
+        """The latest checkpoint's state, placed as `state` is; `state` itself if there is no checkpoint.
+
+        Args:
+          state: a train state of the same structure, for its shapes, dtypes and shardings.
+          data: iterator to be moved to the saved position; None leaves it out, for evaluation.
+
+        Raises:
+          ValueError: the checkpoint is of another model or optimizer, or of other data settings.
+        """
+        step = self.latest_step()
+        if step is None:
+            return state
+        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(state))
+        args = {"state": ocp.args.StandardRestore(template)}
+        if data is not None:
+            args["data"] = ocp.args.JsonRestore()
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**args))
+        except (ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"the checkpoint of step {step} does not fit this configuration (another model or optimizer?): {reason}"
+            ) from error
+        if data is not None:
+            data.set_state(restored["data"])
+        return state.replace(**restored["state"])
+
+    def wait(self) -> None:
+        """Returns when everything is on disk."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Checkpointer":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Waits for the last write and closes."""
+        self._manager.close()
+
+
+def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
+    """Makes the run's directory and checks that it can be written to.
+
+    Raises:
+      ValueError: it cannot be; the message says why.
+    """
+    workdir = Path(workdir)
+    probe = workdir / f".writable-{jax.process_index()}"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(f"cannot write to workdir {workdir} ({reason}); choose another --workdir") from error
+    return workdir
+
+
+def save_config(workdir: Path, config: dict[str, Any]) -> None:
+    """Writes the run's configuration where `experiments.evaluate` finds it, in one atomic rename."""
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    temporary = workdir / f"{CONFIG_FILE}.new"
+    temporary.write_text(text)
+    temporary.replace(workdir / CONFIG_FILE)
+
+
+def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The configuration that `save_config` wrote.
+
+    Raises:
+      FileNotFoundError: there is no run in `workdir`.
+    """
+    path = Path(workdir) / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {workdir} ({CONFIG_FILE} is missing); train one with this --workdir first")
+    return json.loads(path.read_text())
+
+
+def _saved(state: Any) -> dict[str, Any]:
+    return {"step": state.step, "params": state.params, "opt_state": state.opt_state}

@@ -1,0 +1,97 @@
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorflow_datasets as tfds
+
+from experiments.prepare_data import prepare
+from infcl_jax.data import load_source
+
+
+def start(*flags, output=subprocess.PIPE):
+    command = [sys.executable, "-m", "experiments.prepare_data", *flags]
+    return subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+
+def finish(*flags):
+    process = start(*flags)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out.strip().splitlines(), err.strip().splitlines()
+
+
+def children(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def is_running(pid):
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"  # a container's init may leave zombies
+
+
+def wait_for(condition, timeout=30.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def test_digits_need_nothing(tmp_path):
+    code, out, err = finish("--dataset=digits", f"--data_dir={tmp_path}")
+    assert (code, out, err) == (0, ["digits: nothing to prepare, scikit-learn has it"], [])
+    assert not any(tmp_path.iterdir())
+
+
+class PreparedOnce(tfds.core.GeneratorBasedBuilder):
+    """A dataset of the TFDS catalogue, as far as `prepare` can tell."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    url_infos = None
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"caption": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(20), "test": self._generate_examples(4)}
+
+    def _generate_examples(self, count):
+        yield from ((index, {"caption": "a"}) for index in range(count))
+
+
+def test_prepares_once_in_one_line(tmp_path, capfd):
+    line = prepare("prepared_once", tmp_path)
+    match = re.fullmatch(r"prepared_once: (.*) in [0-9.]+ s, (.*)", line)
+    assert set(match[1].split(", ")) == {"20 train", "4 test"}
+    assert len(list(pathlib.Path(match[2]).glob("*.array_record*"))) == 2
+    assert capfd.readouterr().out == ""
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert prepare("prepared_once", tmp_path) == f"prepared_once: already prepared in {match[2]}"
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+@pytest.mark.parametrize("flags", [["--dataset=shapes/huge"], ["--dataset=nope"], ["--data_dir=/dev/null/x"]])
+def test_mistakes_end_in_one_line(tmp_path, flags):
+    code, out, err = finish(f"--data_dir={tmp_path}", *flags)
+    assert code == 1 and not out
+    assert len(err) == 1 and err[0].startswith("error: ")
+
+
+@pytest.mark.skipif(not pathlib.Path(f"/proc/{os.getpid()}/task").is_dir(), reason="needs /proc to see child processes")
+def test_killed_preparation_leaves_nothing_that_looks_complete(tmp_path):
+    process = start("--dataset=shapes/quickstart", f"--data_dir={tmp_path}", output=subprocess.DEVNULL)
+    # Two pool processes and multiprocessing's resource tracker.
+    wait_for(lambda: list(tmp_path.glob("shapes/quickstart/incomplete*")) and len(children(process.pid)) > 1)
+    started = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with pytest.raises(FileNotFoundError, match="prepare_data"):
+        load_source("shapes/quickstart", "train", tmp_path)
+    wait_for(lambda: not any(is_running(pid) for pid in started))

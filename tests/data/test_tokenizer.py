@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from infcl_jax.data import ByteTokenizer
+
+
+def test_ids():
+    ids = ByteTokenizer(context_length=6)(["ab", ""])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [[257, 98, 99, 258, 0, 0], [257, 258, 0, 0, 0, 0]]
+
+
+def test_string_is_a_batch_of_one():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer("a red circle") == tokenizer(["a red circle"])).all()
+    assert tokenizer("a red circle").shape == (1, 77)
+
+
+@pytest.mark.parametrize("text", ["", "a red circle", "grün ≠ 绿", "x" * 75, "\x00\xff"])
+def test_decode_inverts(text):
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer(text)[0]) == text
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 100])
+def test_end_token_has_the_largest_id_and_survives_truncation(length):
+    tokenizer = ByteTokenizer(context_length=8)
+    ids = tokenizer("\xff" * length)[0]
+    data = min(2 * length, 6)
+    assert ids.argmax() == data + 1 and ids.max() == 258 == tokenizer.vocab_size - 1
+    assert (ids == 258).sum() == 1 and (ids[data + 2 :] == 0).all()
+
+
+def test_cut_character_is_marked():
+    assert ByteTokenizer(context_length=5).decode(ByteTokenizer(context_length=5)("abé")[0]) == "ab\ufffd"
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="at least 3"):
+        ByteTokenizer(context_length=2)
+    with pytest.raises(ValueError, match=r"\[0, 259\), got 259"):
+        ByteTokenizer().decode([257, 259])

@@ -1,0 +1,61 @@
+"""The loss of a whole split against the dense definition in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+import infcl_jax
+from infcl_jax.distributed import data_mesh
+from infcl_jax.evaluation import split_loss
+
+
+def pairs(samples, dim=12, seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.normal(size=(samples, dim))
+    text = image + rng.normal(size=(samples, dim))
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (image, text)]
+    return unit[0].astype(np.float32), unit[1].astype(np.float32)
+
+
+def dense_loss(image, text, scale):
+    logits = scale * image.astype(np.float64) @ text.astype(np.float64).T
+    positive = np.diag(logits)
+    rows, columns = (np.logaddexp.reduce(logits, axis=axis) for axis in (1, 0))
+    return float(np.mean(rows + columns - 2 * positive) / 2)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("samples", [1, 8, 13, 101])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_equals_the_dense_loss(devices, samples, scale):
+    image, text = pairs(samples)
+    loss = split_loss(image, text, scale, data_mesh(jax.devices()[:devices]))
+    assert isinstance(loss, float)
+    assert loss == pytest.approx(dense_loss(image, text, scale), rel=1e-5, abs=1e-5)
+
+
+def test_the_order_of_the_pairs_does_not_matter():
+    image, text = pairs(37)
+    order = np.random.default_rng(1).permutation(37)
+    mesh = data_mesh()
+    assert split_loss(image[order], text[order], 20.0, mesh) == pytest.approx(split_loss(image, text, 20.0, mesh))
+
+
+def test_the_loss_is_computed_on_the_mesh_by_the_implementation_asked_for(monkeypatch):
+    seen, clip_loss = [], infcl_jax.clip_loss
+
+    def recorded(*arrays, **options):
+        seen.append(options)
+        return clip_loss(*arrays, **options)
+
+    monkeypatch.setattr(infcl_jax, "clip_loss", recorded)
+    image, text = pairs(23)
+    mesh = data_mesh()
+    assert split_loss(image, text, 5.0, mesh, "dense") == pytest.approx(dense_loss(image, text, 5.0), rel=1e-5)
+    assert (seen[0]["mesh"], seen[0]["implementation"]) == (mesh, "dense")
+
+
+@pytest.mark.parametrize("shapes", [((4, 3), (5, 3)), ((4, 3), (4, 2)), ((4,), (4,)), ((0, 3), (0, 3))])
+def test_shapes_that_do_not_fit_are_named(shapes):
+    with pytest.raises(ValueError, match="one shape"):
+        split_loss(np.zeros(shapes[0]), np.zeros(shapes[1]), 1.0, data_mesh())

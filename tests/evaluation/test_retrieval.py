@@ -1,0 +1,135 @@
+"""Recall against a brute-force ranking, and what ties, NaN and repeated captions do to it."""
+
+import jax
+import numpy as np
+import pytest
+
+from infcl_jax.distributed import data_mesh, replicate
+from infcl_jax.evaluation import retrieval, retrieval_recall
+from infcl_jax.evaluation.features import shard_rows
+
+
+def brute_force(image, text, owner, ks):
+    """Sorts every gallery in float64, one query at a time."""
+    image, text = image.astype(np.float64), text.astype(np.float64)
+    image /= np.linalg.norm(image, axis=1, keepdims=True)
+    text /= np.linalg.norm(text, axis=1, keepdims=True)
+    similarity = image @ text.T
+    first_caption = [int(np.flatnonzero(owner[np.argsort(-row)] == i)[0]) for i, row in enumerate(similarity)]
+    image_rank = [int(np.flatnonzero(np.argsort(-column) == owner[j])[0]) for j, column in enumerate(similarity.T)]
+    ranks = {"image_to_text": first_caption, "text_to_image": image_rank}
+    return {f"{name}_r{k}": float(np.mean(np.array(rank) < k)) for name, rank in ranks.items() for k in ks}
+
+
+def correlated(rng, images, owner, dim=8, noise=1.0):
+    image = rng.normal(size=(images, dim)).astype(np.float32)
+    text = image[owner] + noise * rng.normal(size=(len(owner), dim)).astype(np.float32)
+    return image, text.astype(np.float32)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("blocks", [None, (7, 3)])
+@pytest.mark.parametrize("samples", [1, 13, 101])
+def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, blocks, samples):
+    if blocks:
+        monkeypatch.setattr(retrieval, "_QUERY_BLOCK", blocks[0])
+        monkeypatch.setattr(retrieval, "_GALLERY_BLOCK", blocks[1])
+    rng = np.random.default_rng(samples)
+    owner = np.arange(samples)
+    image, text = correlated(rng, samples, owner)
+    recall = retrieval_recall(image, text, data_mesh(jax.devices()[:devices]))
+    assert recall == brute_force(image, text, owner, (1, 5, 10))
+    assert samples == 1 or 0 < recall["image_to_text_r1"] < recall["image_to_text_r10"]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_equals_brute_force_with_several_captions_an_image(devices):
+    rng = np.random.default_rng(7)
+    # One to five captions an image, and the captions of an image are not neighbours.
+    owner = rng.permutation(np.repeat(np.arange(41), rng.integers(1, 6, 41)))
+    image, text = correlated(rng, 41, owner, noise=1.5)
+    recall = retrieval_recall(image, text, data_mesh(jax.devices()[:devices]), ks=(1, 3), text_image=owner)
+    assert recall == brute_force(image, text, owner, (1, 3))
+    assert set(recall) == {"image_to_text_r1", "image_to_text_r3", "text_to_image_r1", "text_to_image_r3"}
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_similarity_is_the_cosine(scale):
+    rng = np.random.default_rng(8)
+    image, text = correlated(rng, 40, np.arange(40))
+    lengths = rng.uniform(1, 5, (40, 1)).astype(np.float32) * scale
+    mesh = data_mesh()
+    assert retrieval_recall(image * lengths, text, mesh) == retrieval_recall(image, text, mesh)
+
+
+@pytest.mark.parametrize("dim", [3, 512, 4096])
+def test_collapsed_features_score_zero(dim):
+    point = np.random.default_rng(dim).normal(size=(1, dim)).astype(np.float32)
+    features = np.repeat(point, 37, axis=0)
+    recall = retrieval_recall(features, features, data_mesh(), ks=(1, 10, 36, 37))
+    assert {k: v for k, v in recall.items() if not k.endswith("37")} == dict.fromkeys(
+        (f"{way}_r{k}" for way in ("image_to_text", "text_to_image") for k in (1, 10, 36)), 0.0
+    )
+    assert recall["image_to_text_r37"] == recall["text_to_image_r37"] == 1.0
+
+
+def test_zero_and_nan_features_score_zero():
+    for value in (0.0, np.nan, np.inf):
+        bad = np.full((20, 4), value, np.float32)
+        assert set(retrieval_recall(bad, bad, data_mesh(), ks=(1, 10)).values()) == {0.0}
+
+
+def test_one_nan_caption_counts_against_every_image():
+    features = np.eye(12, dtype=np.float32)
+    text = features.copy()
+    text[4] = np.nan
+    recall = retrieval_recall(features, text, data_mesh(), ks=(1, 2))
+    assert recall["text_to_image_r1"] == pytest.approx(11 / 12)
+    assert recall["image_to_text_r1"] == 0.0
+    assert recall["image_to_text_r2"] == pytest.approx(11 / 12)
+
+
+def test_repeated_captions_of_two_images_tie_and_of_one_image_do_not():
+    image = np.eye(9, dtype=np.float32)
+    text = image.copy()
+    text[3] = text[2] = image[2] + image[3]
+    recall = retrieval_recall(image, text, data_mesh(), ks=(1, 2))
+    assert recall["image_to_text_r1"] == pytest.approx(7 / 9)
+    assert recall["image_to_text_r2"] == 1.0
+    text = np.repeat(image, 2, axis=0)
+    assert set(retrieval_recall(image, text, data_mesh(), text_image=np.arange(18) // 2).values()) == {1.0}
+
+
+def test_no_device_holds_more_than_a_tile_of_the_similarities(monkeypatch):
+    monkeypatch.setattr(retrieval, "_GALLERY_BLOCK", 16)
+    mesh, samples, block = data_mesh(), 4096, 32
+    gallery = shard_rows(mesh, np.zeros((samples, 2), np.float32))
+    group = shard_rows(mesh, np.zeros(samples, np.int32))
+    queries = replicate(
+        mesh, (np.zeros((block, 2), np.float32), np.zeros(block, np.int32), np.zeros(block, np.float32))
+    )
+    compiled = retrieval._count_block.lower(queries, gallery, group, mesh=mesh, tile=16).compile()
+    # Counts of each tile are int32 [tiles, block] on a device; the similarities would be float32 [samples / 8, block].
+    tiles = samples // mesh.size // 16
+    similarities = samples // mesh.size * block * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * (tiles * block * 4 + 16 * block * 4) < similarities
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"text": np.zeros((4, 3))}, "none empty"),
+        ({"text": np.zeros((5, 2))}, "pass text_image"),
+        ({"image": np.zeros((0, 2)), "text": np.zeros((0, 2))}, "none empty"),
+        ({"ks": (0, 1)}, "ks >= 1"),
+        ({"ks": ()}, "ks >= 1"),
+        ({"text_image": np.array([0, 1, 2])}, "integer text_image"),
+        ({"text_image": np.array([0.0, 1, 2, 3])}, "integer text_image"),
+        ({"text_image": np.array([0, 1, 2, 4])}, r"\[0, 4\)"),
+        ({"text_image": np.array([0, 1, 2, 2])}, "caption for every image"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    defaults = {"image": np.zeros((4, 2)), "text": np.zeros((4, 2))}
+    with pytest.raises(ValueError, match=message):
+        retrieval_recall(mesh=data_mesh(), **(defaults | arguments))

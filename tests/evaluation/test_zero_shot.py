@@ -1,0 +1,107 @@
+"""Prompt ensembles and top-k accuracy against plain NumPy."""
+
+import jax
+import numpy as np
+import pytest
+
+from infcl_jax.distributed import data_mesh, replicate
+from infcl_jax.evaluation import class_embeddings, zero_shot_accuracy
+
+LENGTH, DIM = 40, 6
+TEMPLATES = ("a photo of a {}", "{}: the {}", lambda name: f"many {name}s")
+
+
+def tokenize(texts):
+    ids = np.zeros((len(texts), LENGTH), np.int32)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+    return ids
+
+
+def encode_text(params, ids):
+    return params[ids].sum(axis=1)
+
+
+def reference_embeddings(params, names):
+    classes = []
+    for name in names:
+        prompts = [f"a photo of a {name}", f"{name}: the {name}", f"many {name}s"]
+        features = params[tokenize(prompts)].astype(np.float64).sum(axis=1)
+        mean = (features / np.linalg.norm(features, axis=1, keepdims=True)).mean(axis=0)
+        classes.append(mean / np.linalg.norm(mean))
+    return np.array(classes)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("batch_size", [1, 10, 512])
+@pytest.mark.parametrize("classes", [1, 7])
+def test_the_ensemble_is_the_normalised_mean_of_normalised_prompts(devices, batch_size, classes):
+    params = np.random.default_rng(0).normal(size=(256, DIM)).astype(np.float32)
+    names = ["cat", "dog", "red circle", "{x}", "owl", "ant", "emu"][:classes]
+    mesh = data_mesh(jax.devices()[:devices])
+    embeddings = class_embeddings(
+        encode_text, replicate(mesh, params), tokenize, names, TEMPLATES, mesh, batch_size=batch_size
+    )
+    assert (embeddings.shape, embeddings.dtype) == ((classes, DIM), np.float32)
+    np.testing.assert_allclose(embeddings, reference_embeddings(params, names), atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("samples", "classes"), [(101, 13), (3, 2), (50, 40)])
+def test_accuracy_equals_sorting(devices, samples, classes):
+    rng = np.random.default_rng(samples)
+    embeddings = rng.normal(size=(classes, DIM)).astype(np.float32)
+    labels = rng.integers(0, classes, samples)
+    image = embeddings[labels] + 2 * rng.normal(size=(samples, DIM)).astype(np.float32)
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    ranking = np.argsort(-(image.astype(np.float64) @ unit.T), axis=1)
+    accuracy = zero_shot_accuracy(image, labels, embeddings, data_mesh(jax.devices()[:devices]), topk=(1, 2, 5))
+    for k in (1, 2, 5):
+        assert accuracy[f"top{k}"] == np.mean([label in row[:k] for label, row in zip(labels, ranking, strict=True)])
+
+
+def test_samples_without_a_class_are_left_out():
+    embeddings = np.eye(4, dtype=np.float32)
+    labels = np.array([0, -1, 1, -1, 3])
+    image = embeddings[[0, 2, 2, 2, 3]]
+    assert zero_shot_accuracy(image, labels, embeddings, data_mesh(), topk=(1,)) == {"top1": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, np.nan])
+def test_collapsed_embeddings_score_zero(value):
+    embeddings = np.full((10, 64), value, np.float32)
+    image = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
+    assert zero_shot_accuracy(image, np.arange(20) % 10, embeddings, data_mesh()) == {"top1": 0.0, "top5": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"class_names": []}, "classes and templates"),
+        ({"templates": []}, "classes and templates"),
+        ({"templates": "a {}"}, "put it in a list"),
+        ({"templates": ["a photo"]}, "where the class name goes"),
+        ({"batch_size": 0}, "batch_size >= 1"),
+    ],
+)
+def test_bad_prompts_are_named(change, message):
+    mesh = data_mesh()
+    arguments = {"class_names": ["cat"], "templates": ["a {}"]} | change
+    with pytest.raises(ValueError, match=message):
+        class_embeddings(encode_text, np.zeros((256, DIM), np.float32), tokenize, mesh=mesh, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("labels", "topk", "message"),
+    [
+        (np.array([0, 1, 4]), (1,), "class names of this source"),
+        (np.array([0, 1, -2]), (1,), "class names of this source"),
+        (np.array([-1, -1, -1]), (1,), "none among 3"),
+        (np.array([0, 1]), (1,), "integer labels"),
+        (np.array([0.0, 1.0, 2.0]), (1,), "integer labels"),
+        (np.array([0, 1, 2]), (0,), "topk >= 1"),
+    ],
+)
+def test_bad_labels_are_named(labels, topk, message):
+    with pytest.raises(ValueError, match=message):
+        zero_shot_accuracy(np.zeros((3, 4)), labels, np.zeros((4, 4)), data_mesh(), topk=topk)

@@ -1,0 +1,185 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax import clip_loss
+from infcl_jax.pairwise import IMPLEMENTATIONS
+
+SCALES = (1.0, 14.3, 100.0)
+
+
+@functools.cache
+def value_and_grad(implementation, devices):
+    mesh = oracle.mesh_of(devices)
+    return jax.jit(
+        jax.value_and_grad(lambda *args: clip_loss(*args, mesh=mesh, implementation=implementation), argnums=(0, 1, 2))
+    )
+
+
+def assert_matches_oracle(implementation, devices, rows, dim, dtype, kind, scale):
+    b = devices * rows
+    image, text = oracle.features(kind, b, b, dim, dtype)
+    loss, (d_image, d_text, d_scale) = value_and_grad(implementation, devices)(image, text, jnp.float32(scale))
+    expected_loss, (expected_image, expected_text, expected_scale) = oracle.clip(image, text, np.float32(scale))
+    rounding = float(jnp.finfo(jnp.float32).eps)
+    assert loss == pytest.approx(expected_loss, rel=1e-6, abs=rounding * scale)
+    assert d_scale == pytest.approx(expected_scale, rel=1e-5, abs=10 * rounding)
+    assert d_image.dtype == d_text.dtype == dtype
+    for got, expected in ((d_image, expected_image), (d_text, expected_text)):
+        tolerance = (1e-2 if dtype == jnp.bfloat16 else 1e-5) * np.linalg.norm(expected)
+        if kind == "aligned":  # the true gradient all but cancels: an absolute bound, wider where JAX differentiates
+            roundings = 2 if implementation in ("dense", "local") else 1
+            tolerance = max(tolerance, roundings * float(jnp.finfo(dtype).eps) * scale / np.sqrt(b))
+        assert oracle.absolute_error(got, expected) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dim", [33, 96, 384, 640])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_matches_oracle(implementation, devices, dim, dtype):
+    for kind in oracle.KINDS:
+        for scale in SCALES:
+            assert_matches_oracle(implementation, devices, 13, dim, dtype, kind, scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", oracle.KINDS)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_odd_strips(devices, kind, dtype):
+    for scale in SCALES:
+        assert_matches_oracle("xla", devices, 1003, 33, dtype, kind, scale)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_gradients_on_any_number_of_devices(implementation):
+    image, text = oracle.features("random", 48, 48, 33)
+    with jax.enable_x64(True):
+        args = [jnp.asarray(a, jnp.float64) for a in (image, text, 14.3)]
+        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 4, 8)]
+        for other in results[1:]:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_two_runs_are_bitwise_equal(implementation):
+    args = (*oracle.features("random", 104, 104, 33), jnp.float32(100))
+    first, second = (value_and_grad(implementation, 8)(*args) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_finite_differences_of_the_scale(implementation):
+    mesh = oracle.mesh_of(4)
+    with jax.enable_x64(True):
+        image, text = (jnp.asarray(a, jnp.float64) for a in oracle.features("random", 24, 24, 33))
+        loss = jax.jit(lambda scale: clip_loss(image, text, scale, mesh=mesh, implementation=implementation))
+        for scale in SCALES:
+            step = 1e-5 * scale
+            difference = (loss(scale + step) - loss(scale - step)) / (2 * step)
+            assert jax.grad(loss)(scale) == pytest.approx(float(difference), rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_mask_equals_leaving_out(implementation, devices):
+    b = 8 * devices
+    image, text = oracle.features("random", b, b, 33)
+    keep = np.random.default_rng(1).random(b) < 0.6
+    keep[-8:] = devices == 1  # a device with nothing but padding
+    keep[0] = True
+    mesh = oracle.mesh_of(devices)
+
+    def loss(image, text, scale):
+        return clip_loss(image, text, scale, mesh=mesh, mask=keep, implementation=implementation)
+
+    loss, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(image, text, jnp.float32(14.3))
+    expected_loss, (d_image, d_text, d_scale) = oracle.clip(image[keep], text[keep], np.float32(14.3))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert gradients[2] == pytest.approx(d_scale, rel=1e-5)
+    for got, expected in zip(gradients[:2], (d_image, d_text), strict=True):
+        assert oracle.relative_error(got[keep], expected) <= 1e-5
+        assert not np.any(np.asarray(got)[~keep])
+
+
+def test_no_valid_pair_gives_zero():
+    image, text = oracle.features("random", 8, 8, 5)
+    loss, gradients = jax.value_and_grad(clip_loss, argnums=(0, 1, 2))(image, text, 10.0, mask=np.zeros(8, bool))
+    assert loss == 0
+    assert not any(np.any(g) for g in gradients)
+
+
+def test_fp16_and_per_device_call():
+    image, text = oracle.features("random", 32, 32, 33, jnp.float16)
+    mesh = oracle.mesh_of(8)
+    inside = jax.shard_map(
+        lambda i, t: clip_loss(i, t, 20.0, axis_name="data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    assert jax.jit(inside)(image, text) == pytest.approx(oracle.clip(image, text, 20.0)[0], rel=1e-5)
+
+
+def test_gradient_inside_shard_map_is_the_gradient_of_the_global_mean():
+    image, text = oracle.features("random", 32, 32, 33)
+    mesh = oracle.mesh_of(4)
+
+    def gradients(image, text, scale):
+        return jax.grad(lambda *a: clip_loss(*a, axis_name="data"), argnums=(0, 1, 2))(image, text, scale)
+
+    sharded = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(P("data"), P("data"), P()), out_specs=(P("data"), P("data"), P())
+    )
+    got = jax.jit(sharded)(image, text, jnp.float32(14.3))
+    for a, b in zip(got, oracle.clip(image, text, np.float32(14.3))[1], strict=True):
+        assert oracle.relative_error(a, b) <= 1e-5
+
+
+def test_mesh_with_two_batch_axes_and_explicit_axes():
+    image, text = oracle.features("random", 32, 32, 33)
+    expected = oracle.clip(image, text, 20.0)[0]
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    for axes in ("data", ("replica", "data"), None):
+        assert jax.jit(lambda i, t, a=axes: clip_loss(i, t, 20.0, mesh=mesh, axis_name=a))(
+            image, text
+        ) == pytest.approx(expected, rel=1e-6)
+    explicit = jax.make_mesh((8,), ("data",))
+    assert jax.jit(lambda i, t: clip_loss(i, t, 20.0, mesh=explicit))(image, text) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_memory_is_linear_in_the_batch(devices):
+    def workspace(b):
+        f = shapes = jax.ShapeDtypeStruct((b, 64), jnp.bfloat16)
+        f = value_and_grad("xla", devices)
+        return f.lower(shapes, shapes, jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
+
+    small, large = workspace(4096), workspace(16384)
+    assert large.temp_size_in_bytes <= 4.2 * small.temp_size_in_bytes
+    assert large.temp_size_in_bytes < 16384 * 16384 / devices  # far from the pair matrix
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": np.zeros((8, 4), np.float32)}, "same shape"),
+        ({"image": np.zeros((8, 3), np.int32), "text": np.zeros((8, 3), np.int32)}, "floating dtype"),
+        ({"text": np.zeros((8, 3), np.float16)}, "floating dtype"),
+        ({"implementation": "fastest"}, "implementation"),
+        ({"logit_scale": np.ones(8, np.float32)}, "logit_scale"),
+        ({"mask": np.ones(7, bool)}, "x_mask"),
+        ({"axis_name": "rows"}, "'rows' is not an axis"),
+        ({"axis_name": "rows", "devices": 2}, "mesh's axes"),
+        ({"devices": 3}, "share evenly"),
+    ],
+)
+def test_bad_input_is_a_one_line_error(change, message):
+    devices = change.pop("devices", None)
+    args = {"image": np.ones((8, 3), np.float32), "text": np.ones((8, 3), np.float32), "logit_scale": 1.0} | change
+    with pytest.raises(ValueError, match=message) as error:
+        clip_loss(**args, mesh=oracle.mesh_of(devices) if devices else None)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,84 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from infcl_jax import siglip_loss
+
+
+def siglip(image, text, scale, bias):
+    """Loss and gradients over features, scale and bias in NumPy fp64 (Zhai et al., eq. 1)."""
+    x, y = np.asarray(image, np.float64), np.asarray(text, np.float64)
+    s, b = x @ y.T, len(x)
+    z = 2 * np.eye(b) - 1
+    margin = z * (scale * s + bias)
+    d_logits = -z / (1 + np.exp(margin)) / b
+    d_s = scale * d_logits
+    loss = np.logaddexp(0, -margin).sum() / b
+    return loss, (d_s @ y, d_s.T @ x, (d_logits * s).sum(), d_logits.sum())
+
+
+@functools.cache
+def value_and_grad(implementation, devices, masked=False):
+    mesh = oracle.mesh_of(devices)
+
+    def loss(*args, mask=None):
+        return siglip_loss(*args, mesh=mesh, implementation=implementation, mask=mask)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dim", [33, 384])
+@pytest.mark.parametrize(("devices", "rows"), [(1, 1003), (2, 600), (4, 13), (8, 13)])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
+def test_matches_oracle(implementation, devices, rows, dim, dtype):
+    for kind in ("random", "duplicates", "adversarial"):
+        for scale, bias in ((1.0, 0.0), (10.0, -10.0), (100.0, -30.0)):
+            image, text = oracle.features(kind, devices * rows, devices * rows, dim, dtype)
+            loss, gradients = value_and_grad(implementation, devices)(
+                image, text, jnp.float32(scale), jnp.float32(bias)
+            )
+            expected_loss, expected = siglip(image, text, scale, bias)
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+            tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+            for got, want in zip(gradients[:2], expected[:2], strict=True):
+                assert oracle.relative_error(got, want) <= tolerance
+            for got, want in zip(gradients[2:], expected[2:], strict=True):
+                assert got == pytest.approx(want, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
+def test_mask_equals_leaving_out(implementation):
+    image, text = oracle.features("random", 32, 32, 33)
+    keep = np.random.default_rng(2).random(32) < 0.6
+    keep[8:16] = False
+    loss, gradients = value_and_grad(implementation, 4)(
+        image, text, jnp.float32(10), jnp.float32(-5), mask=jnp.asarray(keep)
+    )
+    expected_loss, expected = siglip(image[keep], text[keep], 10.0, -5.0)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients[3] == pytest.approx(expected[3], rel=1e-5)
+    assert oracle.relative_error(gradients[0][keep], expected[0]) <= 1e-5
+    assert oracle.relative_error(gradients[1][keep], expected[1]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": np.zeros((8, 4), np.float32)}, "same shape"),
+        ({"image": np.zeros((8, 3), np.int32), "text": np.zeros((8, 3), np.int32)}, "floating dtype"),
+        ({"implementation": "dense"}, "implementation"),
+        ({"logit_bias": np.ones(8, np.float32)}, "logit_bias"),
+        ({"axis_name": "rows"}, "'rows' is not an axis"),
+        ({"mask": np.ones(7, bool)}, "mask"),
+    ],
+)
+def test_bad_input_is_a_one_line_error(change, message):
+    args = {"image": np.ones((8, 3), np.float32), "text": np.ones((8, 3), np.float32)}
+    args |= {"logit_scale": 1.0, "logit_bias": 0.0} | change
+    with pytest.raises(ValueError, match=message):
+        siglip_loss(**args)

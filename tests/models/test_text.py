@@ -1,0 +1,99 @@
+"""The text tower: causality, pooling at the end token, embeddings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infcl_jax.models.text import TextTransformer, pool_at_end
+from infcl_jax.models.transformer import TransformerConfig
+
+VOCAB, CONTEXT, WIDTH = 20, 10, 16
+END = VOCAB - 1
+
+
+def tower(dtype="float32"):
+    config = TransformerConfig(width=WIDTH, layers=1, heads=2, causal=True, dtype=dtype)
+    return TextTransformer(config=config, embed_dim=8, vocab_size=VOCAB, context_length=CONTEXT)
+
+
+def captions(n=4, end=5, seed=0):
+    """Random tokens with the end token at `end`."""
+    tokens = np.random.default_rng(seed).integers(1, END, (n, CONTEXT), dtype=np.int32)
+    tokens[:, end] = END
+    return tokens
+
+
+def random_variables(module, *inputs):
+    """Random values for every parameter, also those that start at zero or one; faster than compiling `init`."""
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
+
+
+@functools.cache
+def variables():
+    return random_variables(tower(), captions())
+
+
+@functools.cache
+def encode():
+    return jax.jit(functools.partial(tower().apply, variables()))
+
+
+def test_tokens_after_the_end_do_not_matter():
+    tokens, other = captions(), captions()
+    other[:, 6:] = np.random.default_rng(9).integers(0, END, other[:, 6:].shape)
+    np.testing.assert_array_equal(encode()(tokens), encode()(other))
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_every_token_before_the_end_matters(position):
+    tokens, other = captions(), captions()
+    other[:, position] = tokens[:, position] % (END - 1) + 1
+    assert not np.isclose(encode()(tokens), encode()(other), rtol=1e-3, atol=1e-4).all(axis=1).any()
+
+
+def test_shorter_batches_give_the_same_features():
+    tokens = captions()
+    np.testing.assert_allclose(encode()(tokens), encode()(tokens[:, :6]), rtol=1e-5, atol=1e-5)
+
+
+def test_pool_takes_the_first_largest_id():
+    tokens = np.array([[1, 9, 0], [9, 2, 9], [3, 4, 9]], np.int32)
+    states = jnp.arange(9, dtype=jnp.float32).reshape(3, 3, 1)
+    np.testing.assert_array_equal(pool_at_end(states, tokens)[:, 0], [1, 3, 8])
+
+
+@pytest.mark.parametrize("token", [VOCAB, VOCAB + 100])
+def test_a_token_outside_the_vocabulary_is_loud(token):
+    tokens = captions()
+    tokens[0, 2] = token
+    features = encode()(tokens)
+    assert np.isnan(features[0]).all() and np.isfinite(features[1:]).all()
+
+
+def test_embedding_gradients_sum_in_float32():
+    """1024 equal captions give 1024 times one caption's gradient; a bfloat16 sum stalls after 256 equal terms."""
+
+    @jax.jit
+    def gradient(tokens):
+        def loss(variables):
+            return jnp.sum(tower("bfloat16").apply(variables, tokens)[:, 0])
+
+        return jax.grad(loss)(variables())["params"]
+
+    one = captions(n=1)
+    few, many = gradient(one), gradient(np.repeat(one, 1024, axis=0))
+    for name in ("token_embedding", "positional_embedding"):
+        want = np.asarray(few[name])
+        assert np.abs(want).max() > 0
+        np.testing.assert_allclose(many[name] / 1024, want, rtol=1e-2, atol=1e-2 * np.abs(want).max(), err_msg=name)
+
+
+def test_initial_embeddings_have_the_papers_scales():
+    params = jax.jit(tower().init)(jax.random.key(0), captions())["params"]
+    assert np.std(params["token_embedding"]) == pytest.approx(0.02, rel=0.15)
+    assert np.std(params["positional_embedding"]) == pytest.approx(0.01, rel=0.2)
+    assert np.std(params["text_projection"]["kernel"]) == pytest.approx(WIDTH**-0.5, rel=0.25)

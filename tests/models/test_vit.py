@@ -1,0 +1,119 @@
+"""The image tower: patches, pooling, patch dropout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infcl_jax.models.transformer import TransformerConfig
+from infcl_jax.models.vit import PatchEmbedding, VisionTransformer, drop_patches
+
+SIZE, PATCH, WIDTH = 16, 4, 16
+CONFIG = TransformerConfig(width=WIDTH, layers=1, heads=2)
+
+
+def tower(**changes):
+    return VisionTransformer(**({"config": CONFIG, "embed_dim": 8, "image_size": SIZE, "patch_size": PATCH} | changes))
+
+
+def images(n=3, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((n, SIZE, SIZE, 3), np.float32))
+
+
+def random_variables(module, *inputs):
+    """Random values for every parameter, also those that start at zero or one; faster than compiling `init`."""
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
+
+
+@functools.cache
+def variables():
+    return random_variables(tower(), images())
+
+
+@functools.cache
+def encode(**changes):
+    return jax.jit(tower(**changes).apply)
+
+
+def test_patch_embedding_is_a_strided_convolution():
+    module = PatchEmbedding(CONFIG, PATCH)
+    image = images()
+    got, params = module.init_with_output(jax.random.key(0), image)
+    want = jax.lax.conv_general_dilated(
+        image, params["params"]["kernel"], (PATCH, PATCH), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(got, want.reshape(3, -1, WIDTH), rtol=1e-5, atol=1e-5)
+
+
+def test_features_depend_on_where_a_patch_is():
+    image = images()
+    shifted = jnp.roll(image, PATCH, axis=2)  # the same patches in other places
+    assert not np.allclose(encode()(variables(), image), encode()(variables(), shifted), atol=1e-3)
+
+
+def test_pools_differ_and_share_parameters():
+    tok, avg = (encode(pool=pool)(variables(), images()) for pool in ("tok", "avg"))
+    assert tok.shape == avg.shape == (3, 8)
+    assert tok.dtype == avg.dtype == jnp.float32
+    assert not np.allclose(tok, avg, atol=1e-3)
+
+
+def test_average_pooling_leaves_the_class_token_out():
+    """Without blocks that mix tokens (zero output projections), the class embedding cannot reach the features."""
+    silent = jax.tree.map(lambda p: p, variables())
+    for block in silent["params"]["transformer"].values():
+        block["attn"]["out_proj"]["kernel"] *= 0.0
+    moved = jax.tree.map(lambda p: p, silent)
+    moved["params"]["class_embedding"] = silent["params"]["class_embedding"][::-1]
+    before, after = (encode(pool="avg")(v, images()) for v in (silent, moved))
+    np.testing.assert_array_equal(before, after)
+    before, after = (encode(pool="tok")(v, images()) for v in (silent, moved))
+    assert not np.allclose(before, after, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.5, 8), (0.3, 11), (0.99, 1)])
+def test_drop_patches_keeps_distinct_patches_of_the_same_sample(rate, kept):
+    tokens = jnp.arange(4 * 16, dtype=jnp.float32).reshape(4, 16, 1)
+    got = np.asarray(drop_patches(jax.random.key(0), tokens, rate))[..., 0]
+    assert got.shape == (4, kept)
+    for sample, row in enumerate(got):
+        assert len(set(row)) == kept
+        assert set(row) <= set(np.asarray(tokens[sample, :, 0]))
+    assert len({tuple(sorted(row % 16)) for row in got}) > 1  # samples draw their own subsets
+
+
+def test_every_patch_is_kept_equally_often():
+    tokens = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32)[None, :, None], (4000, 16, 1))
+    counts = np.bincount(np.asarray(drop_patches(jax.random.key(0), tokens, 0.5), int).ravel(), minlength=16)
+    np.testing.assert_allclose(counts / 4000, 0.5, atol=0.04)  # five standard deviations
+
+
+def test_patch_dropout_is_seeded_and_only_in_training():
+    module = tower(patch_dropout=0.5)
+    train = jax.jit(
+        lambda seed: module.apply(variables(), images(), train=True, rngs={"dropout": jax.random.key(seed)})
+    )
+    np.testing.assert_array_equal(train(0), train(0))
+    assert not np.allclose(train(0), train(1), atol=1e-4)
+    np.testing.assert_array_equal(encode(patch_dropout=0.5)(variables(), images()), encode()(variables(), images()))
+
+
+def test_patch_dropout_shortens_the_sequence():
+    def lengths(rate):
+        module = tower(patch_dropout=rate)
+        call = functools.partial(module.apply, train=True, rngs={"dropout": jax.random.key(0)})
+        return str(jax.make_jaxpr(call)(variables(), images())).count(f"f32[3,9,{3 * WIDTH}]")
+
+    assert lengths(0.0) == 0
+    assert lengths(0.5) > 0
+
+
+def test_initial_embeddings_have_the_papers_scales():
+    params = jax.jit(tower().init)(jax.random.key(0), images())["params"]
+    assert np.std(params["positional_embedding"]) == pytest.approx(WIDTH**-0.5, rel=0.2)
+    assert np.std(params["proj"]["kernel"]) == pytest.approx(WIDTH**-0.5, rel=0.25)
+    fan_in = 3 * PATCH**2
+    assert 0.9 * fan_in**-0.5 < np.abs(params["conv1"]["kernel"]).max() <= fan_in**-0.5

@@ -1,0 +1,61 @@
+"""Features of every kind, and the CLIP loss with its gradients written out in NumPy fp64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infcl_jax.distributed import data_mesh
+
+KINDS = ("random", "aligned", "duplicates", "adversarial")
+
+
+def mesh_of(devices: int):
+    return data_mesh(jax.devices()[:devices])
+
+
+def unit(a: np.ndarray) -> np.ndarray:
+    return a / np.linalg.norm(a, axis=1, keepdims=True)
+
+
+def features(kind: str, bx: int, by: int, dim: int, dtype=np.float32, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column features `[bx, dim]`, `[by, dim]`, normalised in fp64 and rounded to `dtype`."""
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(bx, dim)), rng.normal(size=(by, dim))
+    rows = min(bx, by)
+    if kind == "aligned":
+        y[:rows] = unit(x[:rows]) + 1e-3 * y[:rows]
+    elif kind == "duplicates":
+        x, y = x[np.arange(bx) % 3], y[np.arange(by) % 5]
+    elif kind == "adversarial":  # some rows and columns are opposite to everything: e^-100 against everyone's e^70
+        x, y = 0.05 * unit(x), 0.05 * unit(y)
+        x[:, 0] += 1.0
+        y[:, 0] += 1.0
+        x[::5, 0] -= 2.0
+        y[3::7, 0] -= 2.0
+    dtype = jnp.dtype(dtype)
+    return unit(x).astype(dtype), unit(y).astype(dtype)
+
+
+def log_sum_exp(z: np.ndarray, axis: int) -> np.ndarray:
+    top = z.max(axis, keepdims=True)
+    return np.squeeze(top, axis) + np.log(np.exp(z - top).sum(axis))
+
+
+def clip(image: np.ndarray, text: np.ndarray, scale: float) -> tuple[float, tuple]:
+    """Loss, and its gradients over image features, text features and scale, in fp64."""
+    x, y, scale = np.asarray(image, np.float64), np.asarray(text, np.float64), float(scale)
+    s, b = x @ y.T, len(x)
+    row, col, positive = log_sum_exp(scale * s, 1), log_sum_exp(scale * s, 0), np.diagonal(s)
+    loss = ((row + col) / 2 - scale * positive).mean()
+    d_logits = (np.exp(scale * s - row[:, None]) + np.exp(scale * s - col[None, :])) / (2 * b) - np.eye(b) / b
+    d_s = scale * d_logits
+    return loss, (d_s @ y, d_s.T @ x, (d_logits * s).sum())
+
+
+def relative_error(got, expected) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-300))
+
+
+def absolute_error(got, expected) -> float:
+    return float(np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64)))

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.pairwise.ring import AxisName
-from infcl_jax.pairwise.tiles import Array, accumulation_dtype
+from infcl_jax.pairwise.tiles import Array, AxisName, accumulation_dtype
 
 
 def over_mesh(
@@ -44,6 +43,8 @@ def over_mesh(
                 "a mask that is False for the padding"
             )
     spec = PartitionSpec(axis_name)
+    if AxisType.Explicit in mesh.axis_types:  # there a sharding is part of the type, and must be the one asked for
+        sharded = jax.tree.map(lambda a: jax.sharding.reshard(a, NamedSharding(mesh, spec)), sharded)
     body = jax.shard_map(
         lambda sharded, shared: loss(axis_name, sharded, shared),
         mesh=mesh,

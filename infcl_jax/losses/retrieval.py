@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from infcl_jax.losses.batch import Array, AxisName, checked_scalar, global_mean, over_mesh
 from infcl_jax.pairwise import pairwise_lse
+from infcl_jax.pairwise.checks import check_label_range
 
 
 def retrieval_loss(
@@ -55,7 +54,7 @@ def retrieval_loss(
             f"{passage.shape[0]} passages"
         )
     if mesh is not None and labels is not None:
-        _check_known_labels(labels, passage.shape[0])
+        check_label_range(labels, passage.shape[0])
 
     def loss(axis_name_here: AxisName | None, sharded: Any, scale: Array) -> Array:
         query, passage, labels, mask, passage_mask = sharded
@@ -77,11 +76,3 @@ def retrieval_loss(
     scale = checked_scalar("scale", scale, query)
     sharded = (query, passage, labels, mask, passage_mask)
     return over_mesh(loss, sharded, scale, axis_name=axis_name, mesh=mesh)
-
-
-def _check_known_labels(labels: Array, passages: int) -> None:
-    if isinstance(labels, jax.core.Tracer):
-        return
-    low, high = int(np.min(labels)), int(np.max(labels))
-    if low < 0 or high >= passages:
-        raise ValueError(f"expected labels in [0, {passages}), the rows of passage, got values from {low} to {high}")

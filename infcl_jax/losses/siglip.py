@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
 from infcl_jax.pairwise import ring
+from infcl_jax.pairwise.checks import check_axis, check_choice, check_features, checked_mask
 from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
-from infcl_jax.pairwise.tiles import accumulation_dtype, as_varying, constant, matmul, similarities
+from infcl_jax.pairwise.tiles import accumulation_dtype, constant, matmul, similarities, varying_over
 
 # implementation -> rows of one strip (None: the whole block of a ring step at once)
 _STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
@@ -50,22 +51,17 @@ def siglip_loss(
     """
     check_pairs(image, text)
     implementation = implementation or "xla"
-    if implementation not in _STRIP_ROWS:
-        raise ValueError(f"expected implementation to be None or one of {tuple(_STRIP_ROWS)}, got {implementation!r}")
-    if image.dtype != text.dtype or not jnp.issubdtype(image.dtype, jnp.floating):
-        raise ValueError(
-            f"expected features of one floating dtype, got {image.dtype} and {text.dtype}; cast them first"
-        )
+    check_choice("implementation", implementation, tuple(_STRIP_ROWS))
+    check_features(image, text)
+    mask = checked_mask("mask", mask, image.shape[0])
     if image.dtype == jnp.float16:
         image, text = image.astype(jnp.float32), text.astype(jnp.float32)
 
     def loss(axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
+        check_axis(axis_name)
         image, text, mask = sharded
         plan = _Plan(axis_name, _STRIP_ROWS[implementation])
-        operands = (image, text, *shared, mask)
-        if axis_name is not None:
-            axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-            operands = jax.tree.map(lambda a: as_varying(a, axes), operands)
+        operands = varying_over((image, text, *shared, mask), axis_name)
         return global_mean(_row_sums(plan, *operands), mask, axis_name)
 
     shared = (checked_scalar("logit_scale", logit_scale, image), checked_scalar("logit_bias", logit_bias, image))

@@ -7,15 +7,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from infcl_jax.pairwise import gather, reference, ring
-from infcl_jax.pairwise.tiles import Array, Backend, Block, Cotangents, LogSum, Wanted, accumulation_dtype, as_varying
+from infcl_jax.pairwise import gather, ring
+from infcl_jax.pairwise.checks import (
+    check_axis,
+    check_choice,
+    check_features,
+    checked_labels,
+    checked_mask,
+    checked_scales,
+)
+from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Sums, Wanted, varying_over
 from infcl_jax.pairwise.xla import XlaStrips
-
-AxisName = ring.AxisName
 
 
 class PairwiseLSE(NamedTuple):
@@ -100,22 +104,23 @@ def pairwise_lse(
     """
     if implementation is None:
         implementation = "xla"
-    _check(x, y, positives, axis_name, implementation)
-    labels = _checked_labels(labels, x.shape[0], y.shape[0])
-    x_mask, y_mask = _checked_mask("x_mask", x_mask, x.shape[0]), _checked_mask("y_mask", y_mask, y.shape[0])
+    check_features(x, y)
+    check_choice("positives", positives, ("include", "exclude"))
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_axis(axis_name)
+    labels = checked_labels(labels, x.shape[0], y.shape[0])
+    x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
     if x.dtype == jnp.float16:  # fp16's range is too narrow for products of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    x_scale, y_scale = _checked_scales(x_scale, y_scale, x, y, columns)
-    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
-    if axis_name is not None:
-        axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-        block = jax.tree.map(lambda a: as_varying(a, axes), block)
+    x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
+    block = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
     exclude = positives == "exclude"
     if implementation in _GATHERED:
         row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
     else:
         plan = _Plan(implementation, axis_name, exclude, columns)
         row, column, positive = _blockwise(plan, *block)
+    positive = jnp.where((labels >= 0) & (labels < y.shape[0]), positive, jnp.full_like(positive, jnp.nan))
     return PairwiseLSE(
         _zero_where_masked(row, x_mask),
         _zero_where_masked(column, y_mask) if columns else None,
@@ -144,16 +149,18 @@ def _blockwise(
     y_mask: Array | None,
     labels: Array,
 ) -> tuple[Array, Array | None, Array]:
-    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
-    row, column = _log_sums(plan, block)
-    return row.log(), None if column is None else column.log(), reference.positives(x, y, labels)
+    return _logarithms(_sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)))
 
 
-def _log_sums(plan: _Plan, block: Block) -> tuple[LogSum, LogSum | None]:
+def _sums(plan: _Plan, block: Block) -> Sums:
     strategy = _BLOCKWISE[plan.implementation]
     return strategy.forward(
         strategy.backend, block, axis_name=plan.axis_name, exclude=plan.exclude, columns=plan.columns
     )
+
+
+def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
+    return sums.row.log(), None if sums.column is None else sums.column.log(), sums.positive
 
 
 @jax.tree_util.register_static
@@ -167,9 +174,8 @@ class _StaticWanted:
 def _blockwise_forward(plan: _Plan, *primals: CustomVJPPrimal) -> tuple:
     block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
     wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
-    row, column = _log_sums(plan, block)
-    out = (row.log(), None if column is None else column.log(), reference.positives(block.x, block.y, block.labels))
-    return out, (block, row, column, _StaticWanted(wanted))
+    sums = _sums(plan, block)
+    return _logarithms(sums), (block, sums.row, sums.column, _StaticWanted(wanted))
 
 
 def _blockwise_backward(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple:
@@ -204,67 +210,3 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
 
 def _zero_where_masked(array: Array, mask: Array | None) -> Array:
     return array if mask is None else jnp.where(mask, array, jnp.zeros_like(array))
-
-
-def _check(x: Array, y: Array, positives: str, axis_name: AxisName | None, implementation: str) -> None:
-    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
-        raise ValueError(f"expected features [bx, D] and [by, D] with the same D, got {x.shape} and {y.shape}")
-    if 0 in x.shape or 0 in y.shape:
-        raise ValueError(f"expected at least one row, one column and one feature, got {x.shape} and {y.shape}")
-    if x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"expected features of one floating dtype, got {x.dtype} and {y.dtype}; cast them first")
-    if positives not in ("include", "exclude"):
-        raise ValueError(f'expected positives="include" or "exclude", got {positives!r}')
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"expected implementation to be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if axis_name is not None:
-        _check_axis(axis_name)
-
-
-def _check_axis(axis_name: AxisName) -> None:
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name {axis_name!r} is not an axis of an enclosing shard_map; call this inside shard_map over that "
-            "axis, or leave axis_name out (one device)"
-        ) from None
-
-
-def _checked_labels(labels: Array | None, x_rows: int, y_rows: int) -> Array:
-    if labels is None:
-        if y_rows < x_rows:
-            raise ValueError(f"expected labels, or at least as many rows in y as in x, got {x_rows} and {y_rows} rows")
-        return jnp.arange(x_rows, dtype=jnp.int32)
-    if labels.shape != (x_rows,) or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"expected integer labels of shape ({x_rows},), got {labels.dtype}{list(labels.shape)}")
-    if not isinstance(labels, jax.core.Tracer):
-        low, high = int(np.min(labels)), int(np.max(labels))
-        if low < 0 or high >= y_rows:
-            raise ValueError(f"expected labels in [0, {y_rows}), the rows of y, got values from {low} to {high}")
-    return jnp.asarray(labels).astype(jnp.int32)
-
-
-def _checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
-    if mask is not None and (mask.shape != (rows,) or mask.dtype != bool):
-        raise ValueError(f"expected {name} to be bool of shape ({rows},), got {mask.dtype}{list(mask.shape)}")
-    return None if mask is None else jnp.asarray(mask)
-
-
-def _checked_scales(
-    x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
-) -> tuple[Array, Array | None]:
-    if y_scale is not None and not columns:
-        raise ValueError("y_scale has no meaning with columns=False; leave one of them out")
-    x_scale = _checked_scale("x_scale", x_scale, x)
-    if y_scale is None and (x_scale.ndim == 0 or not columns):
-        return x_scale, None
-    y_scale = _checked_scale("y_scale", x_scale if y_scale is None else y_scale, y)
-    return jnp.broadcast_to(x_scale, x.shape[:1]), jnp.broadcast_to(y_scale, y.shape[:1])
-
-
-def _checked_scale(name: str, scale: Array | float, features: Array) -> Array:
-    scale = jnp.asarray(scale)
-    if scale.shape not in ((), features.shape[:1]):
-        raise ValueError(f"expected {name} to be a scalar or of shape ({features.shape[0]},), got {scale.shape}")
-    return scale.astype(accumulation_dtype(features.dtype))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.pairwise import reference
-from infcl_jax.pairwise.ring import AxisName
-from infcl_jax.pairwise.tiles import Array, Backend, Block, Cotangents, Gradient, LogSum, Wanted, empty_log_sum
+from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Gradient, Sums, Wanted, empty_log_sum
 
 
 def dense(
@@ -59,19 +58,17 @@ def local(
     return row, column, (positive + positive_again) / 2
 
 
-def disco_forward(
-    backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[LogSum, LogSum | None]:
+def disco_forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
     """DisCo-CLIP: compares as `local`, keeps nothing. Chen et al., "DisCo-CLIP", section 3.
 
     Arguments and results as `ring.forward`.
     """
     if axis_name is None:
         return backend.forward(block, exclude=exclude, columns=columns)
-    row, _ = backend.forward(_all_columns(block, axis_name), exclude=exclude, columns=False)
+    sums = backend.forward(_all_columns(block, axis_name), exclude=exclude, columns=False)
     if not columns:
-        return row, None
-    return row, backend.forward(_all_rows(block, axis_name), exclude=exclude, columns=True)[1]
+        return sums
+    return sums._replace(column=backend.forward(_all_rows(block, axis_name), exclude=exclude, columns=True).column)
 
 
 def disco_backward(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.pairwise.strips import is_positive, valid_pairs
+from infcl_jax.pairwise.strips import is_positive, positives, valid_pairs
 from infcl_jax.pairwise.tiles import Array, Block, accumulation_dtype, finite_reference, similarities
 
 
@@ -11,7 +11,7 @@ def dense(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple
     """Row log-sum-exp `[bx]`, column log-sum-exp `[by]` and positives `[bx]` of one block held whole.
 
     Features are promoted to at least fp32 first, so the gradients of both terms of a positive meet before any rounding.
-    Sums over nothing are -inf. Columns use `y_scale`, or the shared scale if it is None.
+    Sums over nothing are -inf, positives that are not in the block 0. Columns use `y_scale`, the shared scale if None.
 
     Args:
       block: rows and columns to compare; labels are required.
@@ -31,21 +31,8 @@ def dense(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple
     return (
         _masked_log_sum_exp(x_scale * s, valid, axis=1),
         column,
-        # Taken from the matrix, so that its gradient joins those of the sums before the products round them.
-        _known(block.labels, y, jnp.take_along_axis(s, block.labels[:, None], axis=1, mode="clip")[:, 0]),
+        positives(s, block.labels),
     )
-
-
-def positives(x: Array, y: Array, labels: Array) -> Array:
-    """`<x_i, y_labels[i]>` `[bx]` in the accumulation dtype; NaN where the label is not a row of `y`."""
-    dtype = accumulation_dtype(x.dtype)
-    chosen = jnp.take(y, labels, axis=0, mode="clip")
-    s = (x.astype(dtype) * chosen.astype(dtype)).sum(1)
-    return _known(labels, y, s)
-
-
-def _known(labels: Array, y: Array, values: Array) -> Array:
-    return jnp.where((labels >= 0) & (labels < y.shape[0]), values, jnp.full_like(values, jnp.nan))
 
 
 def _masked_log_sum_exp(z: Array, valid: Array, axis: int) -> Array:

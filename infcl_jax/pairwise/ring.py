@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from infcl_jax.pairwise.tiles import Backend, Block, Cotangents, Gradient, LogSum, Wanted
-
-AxisName = str | tuple[str, ...]
+from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Gradient, LogSum, Sums, Wanted
 
 # Straight-line code lets the scheduler put a hop under the previous comparison; longer rings are unrolled in pieces.
 MAX_UNROLL = 16
@@ -58,23 +56,23 @@ def sweep(
     return home, hop(away)
 
 
-def forward(
-    backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[LogSum, LogSum | None]:
-    """Row sums of this device's rows over all columns, and column sums of its columns over all rows.
+def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
+    """Sums of this device's rows over all columns, of its columns over all rows, and its rows' positives.
 
     Args:
       backend: compares one block.
       block: this device's rows and columns; its labels index into its own columns.
       axis_name: the ring's mesh axis, None for one device.
       exclude: leave positives out.
-      columns: whether column sums are asked for (None is returned otherwise).
+      columns: whether column sums are asked for.
     """
 
-    def compare(travelling: tuple, own: bool) -> tuple[LogSum, LogSum | None]:
-        return backend.forward(_arrived(block, travelling, own), exclude=exclude, columns=columns)
+    def compare(travelling: tuple, own: bool) -> tuple[tuple[LogSum, Array], LogSum | None]:
+        part = backend.forward(_arrived(block, travelling, own), exclude=exclude, columns=columns)
+        return (part.row, part.positive), part.column
 
-    return sweep(compare, _travelling(block), _merge_log_sums, axis_name)
+    (row, positive), column = sweep(compare, _travelling(block), _merge, axis_name)
+    return Sums(row, column, positive)
 
 
 def backward(
@@ -113,5 +111,10 @@ def _arrived(block: Block, travelling: tuple, own: bool) -> Block:
     return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=block.labels if own else None)
 
 
-def _merge_log_sums(a: LogSum | None, b: LogSum | None) -> LogSum | None:
-    return None if a is None or b is None else a.merge(b)
+def _merge(a: Any, b: Any) -> Any:
+    """Log-sum-exps are merged, everything else is added."""
+
+    def is_log_sum(value: Any) -> bool:
+        return isinstance(value, LogSum)
+
+    return jax.tree.map(lambda a, b: a.merge(b) if is_log_sum(a) else a + b, a, b, is_leaf=is_log_sum)

@@ -61,6 +61,12 @@ def is_positive(labels: Array, y: Array) -> Array:
     return labels[:, None] == jnp.arange(y.shape[0], dtype=labels.dtype)[None, :]
 
 
+def positives(s: Array, labels: Array) -> Array:
+    """Each row's similarity with its positive `[rows]` out of `s` `[rows, columns]`; 0 where that is not a column."""
+    chosen = jnp.take_along_axis(s, labels[:, None], axis=1, mode="clip")[:, 0]
+    return jnp.where((labels >= 0) & (labels < s.shape[1]), chosen, jnp.zeros_like(chosen))
+
+
 def _division(count: int, strip_rows: int | None) -> tuple[int, int]:
     """Number of strips and rows of each, as equal as can be."""
     strips = 1 if strip_rows is None else max(1, math.ceil(count / strip_rows))

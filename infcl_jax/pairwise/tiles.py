@@ -4,13 +4,14 @@ A backend compares the rows of one `Block` with its columns on one device. It kn
 strategy knows no kernel. What they exchange is defined here.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
+AxisName = str | tuple[str, ...]
 
 
 class Block(NamedTuple):
@@ -70,6 +71,21 @@ def empty_log_sum(like: Array) -> LogSum:
     return LogSum(zeros - jnp.inf, zeros)
 
 
+class Sums(NamedTuple):
+    """What a forward comparison finds.
+
+    Attributes:
+      row: log-sum-exp of each row over the columns `[bx]`.
+      column: log-sum-exp of each column over the rows `[by]`, or None when columns were not asked for.
+      positive: similarity of each row's positive `[bx]`, from the same products as the sums, so that their rounding
+        errors cancel in the loss; 0 for a row whose positive is in another block.
+    """
+
+    row: LogSum
+    column: LogSum | None
+    positive: Array
+
+
 class Cotangents(NamedTuple):
     """What a backward block needs of the forward results and of their cotangents; vectors in the accumulation dtype.
 
@@ -116,10 +132,10 @@ class Wanted(NamedTuple):
 class Backend(Protocol):
     """Compares one block on one device, exactly, whatever its size."""
 
-    def forward(self, block: Block, *, exclude: bool, columns: bool) -> tuple[LogSum, LogSum | None]:
-        """Row sums `[bx]` over the block's columns and, if `columns`, column sums `[by]` over its rows.
+    def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
+        """Row sums over the block's columns, column sums over its rows if `columns`, and its positives.
 
-        `exclude` leaves the positives out of both. Sums of masked rows or columns are arbitrary but finite or empty.
+        `exclude` leaves the positives out of both sums. Sums of masked rows or columns are arbitrary but never NaN.
         """
 
     def backward(self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted) -> Gradient:
@@ -147,10 +163,16 @@ def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     )
 
 
-def as_varying(array: Array, axes: frozenset[str] | set[str]) -> Array:
+def as_varying(array: Array, axes: frozenset[str]) -> Array:
     """`array` typed as different on each device along `axes`, so that its gradient is summed over them by JAX."""
     missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
     return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
+    """`as_varying` over the axes of `axis_name`, for a pytree; nothing to do for None."""
+    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    return jax.tree.map(lambda a: as_varying(a, frozenset(axes)), tree)
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:

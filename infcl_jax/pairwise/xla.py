@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
+from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, positives, scan_strips, valid_pairs
 from infcl_jax.pairwise.tiles import (
     Array,
     Block,
     Cotangents,
     Gradient,
     LogSum,
+    Sums,
     Wanted,
     accumulation_dtype,
     constant,
@@ -49,19 +50,19 @@ class XlaStrips:
 
     rows: int | None = STRIP_ROWS
 
-    def forward(self, block: Block, *, exclude: bool, columns: bool) -> tuple[LogSum, LogSum | None]:
+    def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """See `tiles.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         if not _is_shared(block):
             return self._general_forward(block, exclude, columns)
-        row, column = self._shared_sums(block, exclude)
+        row, column, positive = self._shared_forward(block, exclude)
         reference = shared_reference(block.x_scale)
-        exact = _within_range(row, block.x_mask, block.y.shape[0]) & (
-            _within_range(column, block.y_mask, block.x.shape[0]) if columns else True
-        )
+        exact = _within_range(row, block.x_mask, block.y.shape[0])
+        if columns:
+            exact &= _within_range(column, block.y_mask, block.x.shape[0])
 
-        def accept() -> tuple[LogSum, LogSum | None]:
-            return _against(reference, row), _against(reference, column) if columns else None
+        def accept() -> Sums:
+            return Sums(_against(reference, row), _against(reference, column) if columns else None, positive)
 
         return lax.cond(exact, accept, lambda: self._general_forward(_per_sample(block, columns), exclude, columns))
 
@@ -81,28 +82,28 @@ class XlaStrips:
         # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
         return jax.tree.map(lambda g: g * size, gradient)
 
-    def _shared_sums(self, block: Block, exclude: bool) -> tuple[Array, Array]:
+    def _shared_forward(self, block: Block, exclude: bool) -> tuple[Array, Array, Array]:
         reference = shared_reference(block.x_scale)
 
-        def strip(column: Array, rows: _Rows) -> tuple[Array, Array]:
-            e = _shared_exponentials(block, rows, reference, exclude)[1]
-            return column + e.sum(0), e.sum(1)
+        def strip(column: Array, rows: _Rows) -> tuple[Array, tuple[Array, Array]]:
+            s, e = _shared_exponentials(block, rows, reference, exclude)
+            return column + e.sum(0), (e.sum(1), _positives(s, rows.labels))
 
-        column, row = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
-        return row, column
+        column, (row, positive) = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
+        return row, column, positive
 
-    def _general_forward(self, block: Block, exclude: bool, columns: bool) -> tuple[LogSum, LogSum | None]:
-        def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, LogSum]:
+    def _general_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
+        def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, tuple[LogSum, Array]]:
             s = similarities(rows.x, block.y)
             valid = _valid(block, rows, exclude)
             row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
             if column is not None:
                 column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
-            return column, row
+            return column, (row, _positives(s, rows.labels))
 
         start = empty_log_sum(_column_zeros(block)) if columns else None
-        column, row = scan_strips(strip, start, _rows(block), self.rows)
-        return row, column
+        column, (row, positive) = scan_strips(strip, start, _rows(block), self.rows)
+        return Sums(row, column, positive)
 
     def _shared_or_general_backward(
         self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted
@@ -218,6 +219,10 @@ def _shared_exponentials(block: Block, rows: _Rows, reference: Array, exclude: b
 def _valid(block: Block, rows: _Rows, exclude: bool) -> Array | None:
     not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
     return valid_pairs(rows.mask, block.y_mask, not_positive)
+
+
+def _positives(s: Array, labels: Array | None) -> Array:
+    return jnp.zeros_like(s[:, 0]) if labels is None else positives(s, labels)
 
 
 def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:

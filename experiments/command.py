@@ -1,6 +1,7 @@
 """What every command shares: configurations, devices, and mistakes reported in one line."""
 
 import ast
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,18 +24,17 @@ def run(command: Callable[[str], Any]) -> None:
     """Parses the flags and calls `command(workdir)`; a mistake becomes one line on stderr and exit status 1."""
 
     def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
         logging.set_verbosity(logging.WARNING)
         try:
+            if len(argv) > 1:
+                raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
             if not WORKDIR.value:
                 raise ValueError("expected --workdir, the directory of the run, got none")
             command(WORKDIR.value)
         except _MISTAKES as error:
             if _TRACEBACK.value:
                 raise
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(1)
+            sys.exit(_one_line(error))
 
     app.run(main, flags_parser=_parse_flags)
 
@@ -44,26 +44,46 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
-        text = " ".join(str(error).split())
-        hint = "; the keys are in configs/base.py" if isinstance(error, AttributeError | KeyError) else ""
-        print(f"error: {text}{hint}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    """What a mistake says, with what to do where the library that noticed it does not know."""
+    text, hint = str(error), ""
+    if isinstance(error, AttributeError | KeyError):  # str() of a KeyError is the repr of its text
+        text, hint = str(error.args[0]), "; the keys are in configs/base.py"
+    elif "command line flag 'config." in text:  # absl knows these only after --config
+        hint = "; give --config too, such as --config=configs/quickstart.py"
+    elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):
+        text = f"cannot load the --config file: {str(error.__cause__).splitlines()[-1]}"
+        hint = "; give a Python file with get_config(), such as those in configs/"
+    return f"error: {' '.join(text.split())}{hint}"
 
 
 def start_devices(config: ConfigDict) -> Mesh:
     """Joins the other processes, if any, and returns the mesh of all devices.
 
     Raises:
-      ValueError: the batch size does not suit the devices, or the cluster settings are incomplete.
+      ValueError: the batch size does not suit the devices, the cluster settings are incomplete, or JAX has started
+        with another number of simulated devices.
     """
     if config.cpu_devices > 1:
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        _simulate_devices(config.cpu_devices)
     distributed.initialize()
     mesh = distributed.data_mesh()
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:
             raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
     return mesh
+
+
+def _simulate_devices(count: int) -> None:
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
+        ) from error
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -73,7 +93,8 @@ def parse_overrides(text: str) -> dict[str, Any]:
       ValueError: a part is not of the form key=value.
     """
     overrides = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    parts = re.split(r",(?![^()\[\]]*[)\]])", text)  # at commas outside of brackets
+    for part in filter(None, (part.strip() for part in parts)):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"expected model_overrides like 'vision.layers=6,dtype=bfloat16', got {part!r}")

@@ -64,10 +64,11 @@ def draw_curves(workdir: Path) -> None:
 
 def format_results(results: dict[str, float]) -> str:
     """One line: losses in nats, everything else in percent."""
-    return "  ".join(
+    parts = (
         f"{name} {value:.4f}" if name.endswith("loss") else f"{name} {100 * value:.1f} %"
         for name, value in results.items()
     )
+    return "  ".join(parts) or "nothing to evaluate on"
 
 
 def evaluate(workdir: str | Path) -> dict[str, float]:

@@ -9,6 +9,8 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
@@ -18,6 +20,7 @@ from infcl_jax.distributed import is_lead, shard_batch
 from infcl_jax.evaluation import Suite
 from infcl_jax.models import build_model
 from infcl_jax.training import (
+    METRICS_FILE,
     Checkpointer,
     MetricWriter,
     OptimizerConfig,
@@ -32,11 +35,23 @@ from infcl_jax.training import (
     make_train_step,
     parameter_count,
     prepare_workdir,
+    read_metrics,
     save_config,
 )
 from infcl_jax.training.step import Metrics, TrainStep
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "Configuration file.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
+
+
+def train_from_flags(workdir: str) -> None:
+    """Trains with the configuration of `--config`.
+
+    Raises:
+      ValueError: there is none; otherwise see `train`.
+    """
+    if _CONFIG.value is None:
+        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    train(_CONFIG.value, workdir)
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -55,28 +70,47 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       FloatingPointError: the loss or a gradient is no longer finite.
       SystemExit: the run was asked to stop (SIGTERM) and has saved its state.
     """
+    check_counts(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
+    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed)
     data = open_training_data(config)
     suite = evaluate.make_suite(config, mesh)
     state = initial_state(config, mesh)
-    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed)
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         state = checkpoints.restore_latest(state, data)
         start = int(state.step)
+        if start > config.total_steps:
+            raise ValueError(
+                f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
+                "train longer, or choose another --workdir"
+            )
         announce(config, mesh, state, workdir)
         if is_lead():
             save_config(workdir, config.to_dict())
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
-        with writer:
-            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer)
+        with writer, Preemption() as preemption:
+            evaluated = last_evaluated(workdir)
+            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption, evaluated)
             state = run.fit(state, start)
             results = suite(state.params, grid_path=workdir / evaluate.GRID_FILE)
-            writer.write(config.total_steps, results)
+            run.record(config.total_steps, results)
     data.close()
     evaluate.draw_curves(workdir)
     command.say(f"finished: {evaluate.format_results(results)}")
     return results
+
+
+def check_counts(config: ConfigDict) -> None:
+    """Checks the numbers of steps.
+
+    Raises:
+      ValueError: one of them is too small.
+    """
+    least = {"total_steps": 1, "log_every": 1, "keep_checkpoints": 1, "eval_every": 0, "checkpoint_every": 0}
+    for name, low in least.items():
+        if config[name] < low:
+            raise ValueError(f"expected {name} >= {low}, got {config[name]}")
 
 
 def open_training_data(config: ConfigDict) -> TrainIterator:
@@ -104,6 +138,14 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     )
 
 
+def last_evaluated(workdir: Path) -> int:
+    """The last step whose evaluation the metrics hold, 0 if there is none; the same on every process."""
+    steps = [0]
+    if is_lead():
+        steps += [int(line["step"]) for line in read_metrics(workdir / METRICS_FILE) if "loss" not in line]
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(max(steps), np.int32)))
+
+
 def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path) -> None:
     """Says what is about to run."""
     platform = mesh.devices.flat[0].platform
@@ -126,6 +168,8 @@ class Run:
     step_fn: TrainStep
     checkpoints: Checkpointer
     writer: MetricWriter
+    preemption: Preemption
+    evaluated: int  # the last step whose evaluation is recorded already
 
     def fit(self, state: TrainState, start: int) -> TrainState:
         """All steps after `start`, with their checkpoints and evaluations."""
@@ -133,7 +177,8 @@ class Run:
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
         )
-        preemption = Preemption()
+        if self.evaluated < start < config.total_steps and _due(start, config.eval_every):
+            self.evaluate(start, state)  # an earlier run was stopped between its checkpoint and its evaluation
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.total_steps + 1):
             batch = next(self.data)
@@ -142,7 +187,7 @@ class Run:
             if pending:  # one step late: the device already works on the next
                 self.report(*pending, progress)
             pending = (step, metrics)
-            last, stop = step == config.total_steps, preemption.noticed(step)
+            last, stop = step == config.total_steps, self.preemption.noticed(step)
             save = last or stop or _due(step, config.checkpoint_every)
             if save or _due(step, config.eval_every):
                 self.report(*pending, progress)  # nothing is saved or evaluated that is not finite
@@ -174,8 +219,13 @@ class Run:
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluates and records."""
         results = self.suite(state.params)
-        self.writer.write(step, results)
+        self.record(step, results)
         command.say(f"step {step}: {evaluate.format_results(results)}")
+
+    def record(self, step: int, results: dict[str, float]) -> None:
+        """Writes the results of an evaluation, once however often the run is started again."""
+        if results and step > self.evaluated:
+            self.writer.write(step, results)
 
 
 def _due(step: int, every: int) -> bool:
@@ -183,4 +233,4 @@ def _due(step: int, every: int) -> bool:
 
 
 if __name__ == "__main__":
-    command.run(lambda workdir: train(_CONFIG.value, workdir))
+    command.run(train_from_flags)

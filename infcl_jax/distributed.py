@@ -13,7 +13,7 @@ DATA_AXIS = "data"
 
 
 def initialize(environ: Mapping[str, str] | None = None) -> None:
-    """Joins this process to the others of a multi-process run; does nothing for a single process.
+    """Joins this process to the others of a multi-process run; does nothing for a single process or a second time.
 
     The cluster is read from the environment. Explicit settings come first:
     `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise SLURM, Open MPI and the
@@ -25,6 +25,8 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
     Raises:
       ValueError: only some of the three explicit settings are present, or a number among them is not one.
     """
+    if jax.distributed.is_initialized():
+        return
     environ = os.environ if environ is None else environ
     names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
     given = {name: environ[name] for name in names if environ.get(name)}

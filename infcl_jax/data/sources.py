@@ -13,9 +13,10 @@ import tensorflow_datasets as tfds
 from PIL import Image
 
 from infcl_jax.data import shapes
+from infcl_jax.data.shapes_builder import Shapes
 
 DIGITS = "digits"
-BUILT_IN = (*(f"shapes/{config.name}" for config in shapes.Shapes.BUILDER_CONFIGS), DIGITS)
+BUILT_IN = (*(f"shapes/{config.name}" for config in Shapes.BUILDER_CONFIGS), DIGITS)
 
 _PHOTO_TEMPLATES = (
     "a photo of a {}",
@@ -235,7 +236,7 @@ def _caption_key(name: str, features: tfds.features.FeaturesDict) -> str | None:
 def _record_classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
     if "label" not in features or not isinstance(features["label"], tfds.features.ClassLabel):
         return None
-    if name.split("/")[0] == shapes.Shapes.name:
+    if name.split("/")[0] == Shapes.name:
         return Classes(shapes.CLASS_NAMES, shapes.TEMPLATES)
     return Classes(tuple(label.replace("_", " ") for label in features["label"].names), _PHOTO_TEMPLATES)
 
@@ -272,7 +273,7 @@ def check_name(name: str) -> None:
     Raises:
       ValueError: it is not.
     """
-    catalogue = set(tfds.list_builders(with_community_datasets=False)) - {shapes.Shapes.name}
+    catalogue = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
     if name not in BUILT_IN and name.split("/")[0] not in catalogue:
         raise ValueError(
             f"dataset must be one of {', '.join(BUILT_IN)}, or a name of the TFDS catalogue such as coco_captions/2014,"

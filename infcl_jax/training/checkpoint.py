@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 CONFIG_FILE = "config.json"
@@ -44,6 +45,7 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(
             (Path(workdir) / "checkpoints").absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
         )
 
     def latest_step(self) -> int | None:
@@ -71,16 +73,11 @@ class Checkpointer:
         if step is None:
             return state
         template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(state))
+        _check_fits(step, self._manager.item_metadata(step)["state"].tree, template)
         args = {"state": ocp.args.StandardRestore(template)}
         if data is not None:
             args["data"] = ocp.args.JsonRestore()
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-        except (ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"the checkpoint of step {step} does not fit this configuration (another model or optimizer?): {reason}"
-            ) from error
+        restored = self._manager.restore(step, args=ocp.args.Composite(**args))
         if data is not None:
             data.set_state(restored["data"])
         return state.replace(**restored["state"])
@@ -129,11 +126,37 @@ def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no run in `workdir`.
+      ValueError: the file is not JSON.
     """
     path = Path(workdir) / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no run in {workdir} ({CONFIG_FILE} is missing); train one with this --workdir first")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"expected the configuration of a run in {path}, got no JSON ({error}); train again"
+        ) from error
+
+
+def _check_fits(step: int, saved: Any, template: Any) -> None:
+    """Compares what is saved with what is asked for before orbax reads any of it; the first difference is the error."""
+    there, here = _array_types(saved), _array_types(template)
+    for name in sorted(there | here, key=lambda name: (not name.startswith("params/"), name)):
+        if there.get(name) != here.get(name):
+            raise ValueError(
+                f"the checkpoint of step {step} is of another run: {name} is {there.get(name, 'absent')} "
+                f"there and {here.get(name, 'absent')} here; keep the run's settings or choose another --workdir"
+            )
+
+
+def _array_types(tree: Any) -> dict[str, str]:
+    """Types like "float32[3, 4]" by path. Orbax saves tuples with named fields as dicts, so all keys become text."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
 
 
 def _saved(state: Any) -> dict[str, Any]:

@@ -36,15 +36,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # so that NaN is refused too
                 raise ValueError(f"expected optimizer.{name} > 0, got {getattr(self, name)}")
         for name in ("warmup_steps", "final_learning_rate", "weight_decay"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"expected optimizer.{name} >= 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"expected 0 <= optimizer.{name} < 1, got {getattr(self, name)}")
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"expected optimizer.clip_norm > 0 or None, got {self.clip_norm}")
 
 

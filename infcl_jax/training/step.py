@@ -1,5 +1,6 @@
 """One training step: encode, global loss through the ring, update."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.losses import clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
+from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -28,10 +30,12 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
       implementation: see `infcl_jax.pairwise_lse`.
 
     Raises:
-      ValueError: unknown name; when called, a model without the bias that "siglip" needs.
+      ValueError: unknown name or implementation; when called, a model without the bias that "siglip" needs.
     """
     if name not in LOSSES:
         raise ValueError(f"expected loss to be one of {LOSSES}, got {name!r}")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"expected implementation to be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
 
     def loss(output: CLIPOutput) -> jax.Array:
         image, text, scale, bias = output
@@ -65,17 +69,19 @@ def make_train_step(loss_fn: LossFn, seed: int) -> TrainStep:
             return loss_fn(output), output
 
         (loss, output), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        norms = {name: optax.global_norm(grad) for name, grad in grads.items()}
-        finite = {
-            "image features": jnp.isfinite(output.image).all(),
-            "text features": jnp.isfinite(output.text).all(),
-            "the loss": jnp.isfinite(loss),
-            **{f"the gradient of {name}": jnp.isfinite(norm) for name, norm in norms.items()},
+        norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
+        stages = {
+            "image features": output.image,
+            "text features": output.text,
+            "the loss": loss,
+            **{f"the gradient of {name}": norm for name, norm in norms.items()},
         }
+        # Ordered, because jit sorts the keys of a plain dict.
+        finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
         metrics = {
             "loss": loss,
             "logit_scale": output.logit_scale,
-            "grad_norm": optax.global_norm(norms),
+            "grad_norm": optax.tree.norm(norms),
             "finite": finite,
         }
         return state.apply_gradients(grads=grads), metrics

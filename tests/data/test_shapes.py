@@ -1,6 +1,5 @@
 import collections
 import dataclasses
-import io
 import itertools
 import re
 
@@ -177,12 +176,3 @@ def test_labels():
 def test_unknown_split():
     with pytest.raises(ValueError, match="train, validation, zero_shot, got 'test'"):
         shapes.render("test", 0, 32)
-
-
-def test_processes_encode_the_same_examples_in_order():
-    blocks = list(shapes._encode_all("train", 60, 8, block=7))  # enough blocks for a pool where there are two cores
-    assert [len(block) for block in blocks] == [7] * 8 + [4]
-    for index, example in enumerate(example for block in blocks for example in block):
-        sample = shapes.render("train", index, 8)
-        assert (np.asarray(Image.open(io.BytesIO(example["image"]))) == sample.image).all()
-        assert (example["caption"], example["label"]) == sample[1:]

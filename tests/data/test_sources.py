@@ -16,6 +16,7 @@ from infcl_jax.data import (
     eval_batches,
     load_source,
     shapes,
+    shapes_builder,
     train_iterator,
 )
 
@@ -57,8 +58,8 @@ def write_records(folder, features, examples, file_format="array_record"):
 @pytest.fixture(scope="module")
 def shapes_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    config = shapes.ShapesConfig(name="tiny", image_size=16, train=600, validation=40, zero_shot=72)
-    shapes.Shapes(config=config, data_dir=folder, file_format="array_record").download_and_prepare()
+    config = shapes_builder.ShapesConfig(name="tiny", image_size=16, train=600, validation=40, zero_shot=72)
+    shapes_builder.Shapes(config=config, data_dir=folder, file_format="array_record").download_and_prepare()
     return folder
 
 

@@ -1,0 +1,111 @@
+"""The resumable iterator of the training pipeline: chunks from threads or workers, put together to batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import grain
+import numpy as np
+from absl import flags
+
+Batch = dict[str, np.ndarray]
+
+
+class TrainIterator(grain.DatasetIterator):
+    """An endless iterator of process-local batches whose state is the number of batches it has returned.
+
+    The state is independent of the number of processes and of workers: a run may be resumed on another machine. It is
+    JSON-serialisable, as grain's checkpoint handler for orbax expects.
+    """
+
+    def __init__(
+        self,
+        chunks: grain.MapDataset,
+        *,
+        chunks_per_batch: int,
+        identity: Mapping[str, int],
+        num_workers: int,
+        num_threads: int,
+        prefetch_batches: int,
+    ):
+        super().__init__()
+        self._chunks = chunks
+        self._chunks_per_batch = chunks_per_batch
+        self._identity = dict(identity)
+        self._num_workers = num_workers
+        self._num_threads = num_threads
+        self._prefetch_batches = prefetch_batches
+        self._next_batch = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Opens the batches from `_next_batch` on. Threads and workers start with the first one asked for."""
+        chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
+        if self._num_workers:
+            if not flags.FLAGS.is_parsed():  # in notebooks and tests; grain reads its flags to start workers
+                flags.FLAGS.mark_as_parsed()
+            options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
+            read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            dataset = chunks.to_iter_dataset(read).mp_prefetch(options)
+        else:
+            read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
+            dataset = chunks.to_iter_dataset(read)
+        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
+        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
+        # Threads and workers must be gone before the interpreter takes modules apart; `finalize` runs before that.
+        self._batches = [iter(dataset)]
+        self._finalizer = weakref.finalize(self, _close_all, self._batches)
+
+    def __next__(self) -> Batch:
+        self._assert_not_closed()
+        batch = next(self._batches[0])
+        self._next_batch += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the state after the last batch returned."""
+        return {"next_batch": self._next_batch, **self._identity}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Continues from a state of an iterator over the same data.
+
+        Args:
+          state: what `get_state` returned.
+
+        Raises:
+          ValueError: the state is of another dataset size, batch size or seed.
+        """
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise ValueError(
+                    f"the data state was saved with {key}={state.get(key)}, this run has {value}; resume with the same"
+                    " data settings, or start a new run from the weights"
+                )
+        self._assert_not_closed()
+        self._finalizer()
+        self._next_batch = int(state["next_batch"])
+        self._open()
+
+    def start_prefetch(self) -> None:
+        """Starts to prepare batches before the first is asked for."""
+        self._assert_not_closed()
+        self._batches[0].start_prefetch()
+
+    def close(self) -> None:
+        """Stops threads and workers. The iterator cannot be used afterwards."""
+        if not self._closed:
+            self._closed: bool = True
+            if hasattr(self, "_finalizer"):  # absent where the constructor failed
+                self._finalizer()
+
+
+def _concatenate(chunks: Sequence[Batch]) -> Batch:
+    if len(chunks) == 1:
+        return chunks[0]
+    return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+
+
+def _close_all(iterators: list[grain.DatasetIterator]) -> None:
+    while iterators:
+        iterators.pop().close()

@@ -1,0 +1,110 @@
+"""The shapes as a TFDS dataset: rendered and encoded on all cores, written and read without TensorFlow."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import io
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import tensorflow_datasets as tfds
+from PIL import Image
+
+from infcl_jax.data import shapes
+
+
+def _encode_block(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
+    examples = []
+    for index in indices:
+        image, caption, label = shapes.render(split, index, image_size)
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, format="png", compress_level=1)
+        examples.append({"image": buffer.getvalue(), "caption": caption, "label": label})
+    return examples
+
+
+def _exit_with_parent() -> None:
+    """Ends a pool process once its parent is gone: a killed parent cannot tell it to, and it would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> Iterator[list[dict[str, Any]]]:
+    """Blocks of encoded examples in order, from all cores where there are enough of them to pay for the processes."""
+    blocks = [range(start, min(start + block, count)) for start in range(0, count, block)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores == 1 or len(blocks) < 8:
+        yield from (_encode_block(split, indices, image_size) for indices in blocks)
+        return
+    context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
+    with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=_exit_with_parent) as pool:
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
+        try:
+            for indices in blocks:
+                pending.append(pool.submit(_encode_block, split, indices, image_size))
+                if len(pending) > 4 * cores:  # bounds the memory when writing is the slower side
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ShapesConfig(tfds.core.BuilderConfig):
+    """Image side in pixels, and the number of examples of each split."""
+
+    image_size: int
+    train: int
+    validation: int
+    zero_shot: int
+
+
+class Shapes(tfds.core.GeneratorBasedBuilder):
+    """The dataset `shapes` of TFDS: record i of a split is `shapes.render(split, i, image_size)`.
+
+    Prepare it with `file_format="array_record"`. Large configs are rendered by spawned processes: call
+    `download_and_prepare` from a module whose top level is guarded by `if __name__ == "__main__"`.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+    url_infos = None  # nothing is downloaded, so TFDS need not look for checksums
+    BUILDER_CONFIGS: ClassVar[list[ShapesConfig]] = [
+        ShapesConfig(name="quickstart", image_size=32, train=32768, validation=1024, zero_shot=1024),
+        ShapesConfig(name="full", image_size=64, train=262144, validation=8192, zero_shot=8192),
+    ]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        side = self.builder_config.image_size
+        features = tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(shape=(side, side, 3), encoding_format="png"),
+                "caption": tfds.features.Text(),
+                "label": tfds.features.ClassLabel(names=shapes.CLASS_NAMES),
+            }
+        )
+        description = "Coloured shapes, alone or in pairs, with captions from a grammar."
+        return tfds.core.DatasetInfo(builder=self, description=description, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
+        del dl_manager  # nothing to download
+        return {split: self._generate_examples(split) for split in shapes.SPLITS}
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        config = self.builder_config
+        key = 0
+        for block in _encode_all(split, getattr(config, split), config.image_size):
+            for example in block:
+                yield key, example
+                key += 1

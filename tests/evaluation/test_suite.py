@@ -1,0 +1,121 @@
+"""The suite against the same numbers from NumPy, on any number of devices, as far as configured."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import runs
+
+from infcl_jax.data import ByteTokenizer, classes, eval_batches, load_source
+from infcl_jax.distributed import replicate
+from infcl_jax.evaluation import EvaluationConfig, Suite, suite
+
+GALLERY = 50
+BOTH = {"retrieval_dataset": "digits", "zero_shot_dataset": "digits", "zero_shot_split": "zero_shot"}
+TOKENIZER = ByteTokenizer(runs.CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def params():
+    arrays = (runs.batch(1)["image"], runs.batch(1)["text"])
+    return jax.device_get(jax.jit(runs.model().init)(jax.random.key(0), *arrays)["params"])
+
+
+def make_suite(devices=8, **config):
+    return Suite(
+        EvaluationConfig(batch_size=64, **config),
+        runs.model(),
+        TOKENIZER,
+        image_size=runs.SIDE,
+        data_dir="nowhere",
+        mesh=oracle.mesh_of(devices),
+    )
+
+
+@pytest.fixture(scope="module")
+def results(params):
+    return make_suite(gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(8), params))
+
+
+@pytest.fixture(scope="module")
+def encode(params):
+    model = runs.model()
+    jitted = {
+        name: jax.jit(lambda x, name=name: model.apply({"params": params}, x, method=f"encode_{name}"))
+        for name in ("image", "text")
+    }
+
+    def run(split):
+        """Image features, text features and labels of a split of the digits, in fp64."""
+        batches = eval_batches(load_source("digits", split), tokenizer=TOKENIZER, image_size=runs.SIDE, batch_size=300)
+        (batch,) = batches
+        keep = batch["mask"]
+        features = (np.asarray(jitted[name](batch[name]), np.float64)[keep] for name in ("image", "text"))
+        return *features, batch["label"][keep]
+
+    return run, lambda texts: np.asarray(jitted["text"](TOKENIZER(texts)), np.float64)
+
+
+def recall(queries, items, k):
+    scores = queries @ items.T
+    return (scores.argsort(axis=1)[:, -k:] == np.arange(len(queries))[:, None]).any(axis=1).mean()
+
+
+def test_retrieval_and_loss_equal_numpy(params, results, encode):
+    image, text, _ = encode[0]("validation")
+    scale = float(np.exp(params["logit_scale"]))
+    np.testing.assert_allclose(results["validation/loss"], oracle.clip(image, text, scale)[0], rtol=1e-5)
+    image, text = image[:GALLERY], text[:GALLERY]
+    slack = 1 / GALLERY  # captions repeat in the gallery, and equal scores may be ranked either way
+    for k in (1, 5, 10):
+        assert abs(results[f"retrieval/text_to_image_r{k}"] - recall(text, image, k)) <= slack
+    assert set(results) >= {f"retrieval/image_to_text_r{k}" for k in (1, 5, 10)}
+
+
+def test_zero_shot_equals_numpy(results, encode):
+    image, _, label = encode[0]("zero_shot")
+    names, templates = classes("digits")
+    prompts = [np.stack([encode[1]([template.format(name)])[0] for template in templates]) for name in names]
+    embeddings = oracle.unit(np.stack([oracle.unit(prompt).mean(axis=0) for prompt in prompts]))
+    ranked = (image @ embeddings.T).argsort(axis=1)
+    for k in (1, 5):
+        expected = (ranked[:, -k:] == label[:, None]).any(axis=1).mean()
+        assert abs(results[f"zero_shot/top{k}"] - expected) <= 1 / len(label)
+
+
+def test_the_same_on_one_device(params, results):
+    one = make_suite(1, gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(1), params))
+    assert one.keys() == results.keys()
+    for name, value in results.items():
+        np.testing.assert_allclose(one[name], value, rtol=1e-5, atol=0 if name.endswith("loss") else 1 / GALLERY)
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_the_lead_draws_what_it_found(params, tmp_path, monkeypatch, lead):
+    monkeypatch.setattr(suite, "is_lead", lambda: lead)
+    results = make_suite(1, retrieval_dataset="digits")(replicate(oracle.mesh_of(1), params), tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").exists() == lead
+    assert {name.split("/")[0] for name in results} == {"validation", "retrieval"}
+
+
+def test_nothing_configured_evaluates_nothing(params):
+    assert make_suite()(params) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"retrieval_dataset": "shapes/quickstart"}, FileNotFoundError, "experiments.prepare_data"),
+        ({"retrieval_dataset": "digits", "retrieval_split": "test"}, ValueError, "split of digits must be one of"),
+        ({"zero_shot_dataset": "digit"}, ValueError, "dataset must be one of"),
+    ],
+)
+def test_datasets_that_are_not_there_are_refused_at_once(config, error, message):
+    with pytest.raises(error, match=message):
+        make_suite(**config)
+
+
+def test_zero_shot_needs_classes(monkeypatch):
+    monkeypatch.setattr(suite, "classes", lambda name, data_dir: None)
+    with pytest.raises(ValueError, match="zero_shot_dataset with classes, got 'digits'"):
+        make_suite(zero_shot_dataset="digits")

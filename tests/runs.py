@@ -1,0 +1,125 @@
+"""The smallest run there is: its model, its batches, its configuration, and commands as processes of their own."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from configs import base
+from infcl_jax.models import build_model, model_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SIDE, CONTEXT = 16, 32
+MODEL = {
+    "embed_dim": 16,
+    "vision.width": 16,
+    "vision.layers": 1,
+    "vision.image_size": SIDE,
+    "text.width": 16,
+    "text.layers": 1,
+    "text.context_length": CONTEXT,
+}
+OVERRIDES = ",".join(f"{name}={value}" for name, value in MODEL.items())
+
+
+def model(**changes):
+    return build_model(model_config("tiny", **(MODEL | changes)))
+
+
+def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(1, 257, (rows, CONTEXT), dtype=np.int32)
+    text[:, 0], text[:, -1] = 257, 258
+    return {"image": rng.integers(0, 256, (rows, SIDE, SIDE, 3), dtype=np.uint8), "text": text}
+
+
+def config(**changes):
+    """A run on the digits whose optimizer moves every parameter from the first step on."""
+    config = base.get_config()
+    config.update(
+        dataset="digits",
+        model="tiny",
+        model_overrides=OVERRIDES,
+        batch_size=32,
+        total_steps=6,
+        log_every=1,
+        eval_every=0,
+        checkpoint_every=0,
+        optimizer={"warmup_steps": 0, "clip_norm": 1.0},
+        evaluation={
+            "batch_size": 64,
+            "retrieval_dataset": "digits",
+            "gallery": 50,
+            "zero_shot_dataset": "digits",
+            "zero_shot_split": "zero_shot",
+        },
+    )
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def start(module: str, *arguments: str, **environ: str) -> subprocess.Popen:
+    """`python -m module` from the root of the repository, with fast compilation instead of fast programs."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=inherited | settings | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def flags(settings) -> list[str]:
+    """The command-line flags that turn `configs/base.py` into `settings`."""
+    default = base.get_config()
+    changed = []
+    for name, value in _flat(settings):
+        if value is not None and value != _at(default, name):
+            changed.append(f"--config.{name}={value}")
+    return ["--config=configs/base.py", *changed]
+
+
+def _flat(config, prefix=""):
+    for name, value in config.items():
+        if hasattr(value, "items"):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _at(config, path):
+    for name in path.split("."):
+        config = config[name]
+    return config
+
+
+def free_port() -> int:
+    """A port below those that the system gives away by itself, which another process could be given meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def equal_bits(a, b) -> bool:
+    """Whether two trees hold the same arrays, NaN for NaN and bit for bit."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(_bits(x) == _bits(y) for x, y in pairs)
+
+
+def _bits(array):
+    array = np.asarray(array)
+    return array.dtype, array.shape, array.tobytes()

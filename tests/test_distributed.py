@@ -1,0 +1,124 @@
+"""Which clusters are recognised, and arrays on their way to devices and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+from oracle import mesh_of
+
+from infcl_jax import distributed
+from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host
+
+EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The arguments of every call of `jax.distributed.initialize`."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("environ", "calls"),
+    [
+        ({}, []),
+        (EXPLICIT, [{"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}]),
+        (EXPLICIT | {"NUM_PROCESSES": "1", "PROCESS_ID": "0"}, []),
+        ({"COORDINATOR_ADDRESS": "", "NUM_PROCESSES": "", "PROCESS_ID": ""}, []),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, [{}]),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, []),
+        ({"SLURM_NTASKS": "2"}, []),  # an interactive allocation
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [{}]),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, []),
+        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, [{}]),  # mpirun in an allocation
+        (EXPLICIT | {"SLURM_NTASKS": "9", "SLURM_STEP_ID": "0"}, None),
+    ],
+    ids=str,
+)
+def test_the_cluster_is_read_from_the_environment(joined, environ, calls):
+    distributed.initialize(environ)
+    expected = [{"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}] if calls is None else calls
+    assert joined == expected
+
+
+def test_the_environment_of_the_process_is_the_default(joined, monkeypatch):
+    for name, value in EXPLICIT.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize()
+    assert [call["process_id"] for call in joined] == [3]
+
+
+def test_a_process_joins_once(joined, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    distributed.initialize(EXPLICIT)
+    assert joined == []
+
+
+@pytest.mark.parametrize("missing", list(EXPLICIT))
+def test_missing_settings_are_named(joined, missing):
+    environ = {name: value for name, value in EXPLICIT.items() if name != missing}
+    with pytest.raises(ValueError, match=f"^expected all of [^\n]*; missing: {missing}$"):
+        distributed.initialize(environ)
+    assert joined == []
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"), [("4", "4"), ("0", "0"), ("-2", "0"), ("two", "0"), ("2", "1.0"), ("2", "-1")]
+)
+def test_settings_that_are_no_ranks_are_refused(joined, count, rank):
+    with pytest.raises(
+        ValueError, match=f"^expected 0 <= PROCESS_ID < NUM_PROCESSES, got PROCESS_ID={rank}, [^\n]*{count}$"
+    ):
+        distributed.initialize(EXPLICIT | {"NUM_PROCESSES": count, "PROCESS_ID": rank})
+    assert joined == []
+
+
+def test_the_mesh_has_one_axis_over_all_devices():
+    mesh = data_mesh()
+    assert (mesh.axis_names, mesh.size, list(mesh.devices)) == (("data",), len(jax.devices()), jax.devices())
+
+
+def tree(rows):
+    rng = np.random.default_rng(0)
+    return {
+        "image": rng.integers(0, 256, (rows, 3, 2), dtype=np.uint8),
+        "text": rng.integers(-5, 5, (rows,), dtype=np.int32),
+        "mask": rng.random((rows, 1)) < 0.5,
+        "half": rng.normal(size=(rows, 2)).astype(jnp.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_batch_is_shared_in_order_and_comes_back(devices):
+    mesh, batch = mesh_of(devices), tree(16)
+    arrays = shard_batch(mesh, batch)
+    for name, array in arrays.items():
+        assert array.shape == batch[name].shape
+        shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+        parts = np.split(batch[name], devices)
+        assert all(runs.equal_bits(shard.data, part) for shard, part in zip(shards, parts, strict=True))
+    assert runs.equal_bits(to_host(arrays), batch)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_are_whole_on_every_device_and_come_back(devices):
+    values = tree(5) | {"scalar": np.float32(2.5)}
+    arrays = replicate(mesh_of(devices), values)
+    for name, array in arrays.items():
+        assert len(array.addressable_shards) == devices
+        assert all(runs.equal_bits(shard.data, values[name]) for shard in array.addressable_shards)
+    assert runs.equal_bits(to_host(arrays), jax.tree.map(np.asarray, values))
+
+
+def test_rows_that_cannot_be_shared_evenly_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^expected a batch that the 8 devices [^\n]* got 12 rows; choose a batch_size"
+    ):
+        shard_batch(mesh_of(8), tree(12))
+
+
+def test_a_single_process_leads():
+    assert distributed.is_lead()

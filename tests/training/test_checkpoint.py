@@ -1,0 +1,200 @@
+"""Checkpoints bit for bit, on other devices, after crashes; and what a work directory must be."""
+
+import json
+import shutil
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runs
+from oracle import mesh_of
+
+from infcl_jax.training import (
+    Checkpointer,
+    OptimizerConfig,
+    create_state,
+    load_config,
+    make_optimizer,
+    prepare_workdir,
+    save_config,
+)
+
+
+class Towers(nn.Module):
+    """Parameters in the places of a CLIP model's."""
+
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, image, text):
+        self.param("logit_scale", nn.initializers.ones, (), jnp.float32)
+        return nn.Dense(self.width, name="visual")(image.astype(jnp.float32)), nn.Embed(5, self.width, name="text")(
+            text
+        )
+
+
+class Data:
+    """An iterator reduced to its position; it refuses positions of another seed, as the real one does."""
+
+    def __init__(self, position=0, seed=0):
+        self.position, self.seed = position, seed
+
+    def get_state(self):
+        return {"next_batch": self.position, "seed": self.seed}
+
+    def set_state(self, state):
+        if state["seed"] != self.seed:
+            raise ValueError(f"the data state was saved with seed={state['seed']}, this run has {self.seed}")
+        self.position = state["next_batch"]
+
+
+def state_of(devices=8, steps=0, tx=None, **model):
+    """A state after `steps` updates with arbitrary gradients."""
+    tx = make_optimizer(OptimizerConfig(), 100) if tx is None else tx
+    state = create_state(Towers(**model), tx, 2, 3, 0, mesh_of(devices))
+    rng = np.random.default_rng(0)
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
+        for _ in range(steps):
+            state = state.apply_gradients(
+                grads=jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), state.params)
+            )
+    return state
+
+
+def contents(state):
+    return state.step, state.params, state.opt_state
+
+
+def save(workdir, steps, **options):
+    """Checkpoints of each of `steps`, by a run that keeps its data position at ten times the step."""
+    with Checkpointer(workdir, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state_of(steps=step), Data(10 * step))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_run_is_restored_bit_for_bit_on_any_number_of_devices(tmp_path, devices):
+    save(tmp_path, [3])
+    data, template = Data(), state_of(devices)
+    with Checkpointer(tmp_path) as checkpoints:
+        restored = checkpoints.restore_latest(template, data)
+    assert runs.equal_bits(contents(restored), contents(state_of(steps=3)))
+    assert not runs.equal_bits(contents(restored), contents(template))
+    assert (int(restored.step), data.position) == (3, 30)
+    for leaf, like in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding.device_set == like.sharding.device_set
+
+
+def test_without_data_only_the_state_is_restored(tmp_path):
+    save(tmp_path, [2])
+    with Checkpointer(tmp_path) as checkpoints:
+        assert int(checkpoints.restore_latest(state_of()).step) == 2
+
+
+def test_nothing_to_restore_leaves_state_and_data_alone(tmp_path):
+    state, data = state_of(steps=1), Data(7)
+    with Checkpointer(tmp_path / "new" / "folder") as checkpoints:
+        assert checkpoints.latest_step() is None
+        assert checkpoints.restore_latest(state, data) is state
+    assert data.position == 7
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_latest_are_kept(tmp_path, keep):
+    save(tmp_path, [1, 2, 3], keep=keep)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [1, 2, 3][-keep:]
+
+
+def test_a_step_is_saved_once(tmp_path):
+    save(tmp_path, [2])
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(2, state_of(steps=1), Data(99))
+        checkpoints.wait()
+        data = Data()
+        assert int(checkpoints.restore_latest(state_of(), data).step) == 2
+    assert data.position == 20
+
+
+def test_the_state_may_change_while_it_is_written(tmp_path):
+    """A step consumes its state, so the checkpoint must not read from it later."""
+    state = state_of(steps=1)
+    expected = jax.device_get(contents(state))
+    consume = jax.jit(lambda s: jax.tree.map(lambda a: a + jnp.ones_like(a), s), donate_argnums=0)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, Data())
+        jax.block_until_ready(consume(state))
+        checkpoints.wait()
+        assert runs.equal_bits(contents(checkpoints.restore_latest(state_of())), expected)
+
+
+def test_a_checkpoint_that_was_not_finished_is_ignored(tmp_path):
+    save(tmp_path, [1])
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "1", folder / "5.orbax-checkpoint-tmp")
+    shutil.rmtree(folder / "5.orbax-checkpoint-tmp" / "data")
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        data = Data()
+        assert int(checkpoints.restore_latest(state_of(), data).step) == 1
+        checkpoints.save(5, state_of(steps=5), Data(50))
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "message"),
+    [
+        (
+            {"width": 8},
+            Data(),
+            r"params/text/embedding is float32\[5, 4\] there and float32\[5, 8\] here; keep the run's",
+        ),
+        ({"tx": optax.sgd(1e-2)}, Data(), "opt_state/0/count is int32.* there and absent here"),
+        (
+            {"tx": make_optimizer(OptimizerConfig(clip_norm=1.0), 100)},
+            Data(),
+            "opt_state/.* is absent there|absent here",
+        ),
+        ({}, Data(seed=1), "saved with seed=0, this run has 1"),
+    ],
+    ids=["width", "optimizer", "clipping", "data"],
+)
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(tmp_path, changes, data, message):
+    save(tmp_path, [1])
+    with (
+        Checkpointer(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=rf"^[^\n]*{message}[^\n]*$"),
+    ):
+        checkpoints.restore_latest(state_of(**changes), data)
+
+
+def test_a_workdir_is_made_and_left_empty(tmp_path):
+    workdir = prepare_workdir(tmp_path / "a" / "b")
+    assert workdir == tmp_path / "a" / "b"
+    assert list(workdir.iterdir()) == []
+    assert prepare_workdir(str(workdir)) == workdir
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_workdir_that_cannot_be_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^cannot write to workdir [^\n]*file[^\n]*; choose another --workdir$"):
+        prepare_workdir(tmp_path / "file" / below)
+
+
+def test_a_configuration_comes_back(tmp_path):
+    for config in ({"a": 1, "b": {"c": None, "d": [0.9, 1.0]}}, {"a": 2}):
+        save_config(tmp_path, config)
+        assert load_config(tmp_path) == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_no_run_and_a_broken_one_are_told_apart(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no run in {tmp_path} .*train one with this --workdir first"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"a": 1})[:-1])
+    with pytest.raises(ValueError, match=r"^expected the configuration of a run in [^\n]*config.json[^\n]*$"):
+        load_config(tmp_path)

@@ -1,0 +1,56 @@
+"""A fresh state: the same on any number of devices, whole on each of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runs
+from oracle import mesh_of
+
+from infcl_jax.training import create_state, parameter_count
+
+
+def fresh(devices, seed=0):
+    return create_state(runs.model(), optax.adam(1e-3), runs.SIDE, runs.CONTEXT, seed, mesh_of(devices))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return fresh(8)
+
+
+def test_the_same_bits_on_one_device_as_on_eight(state):
+    one = fresh(1)
+    assert runs.equal_bits((one.step, one.params, one.opt_state), (state.step, state.params, state.opt_state))
+    assert int(state.step) == 0
+
+
+def test_every_device_holds_all_of_it(state):
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.is_fully_replicated
+        assert len(leaf.sharding.device_set) == 8
+
+
+def test_another_seed_gives_other_parameters(state):
+    other = fresh(8, seed=1).params
+    assert not runs.equal_bits(other["visual"], state.params["visual"])
+    assert not runs.equal_bits(other["text"], state.params["text"])
+
+
+def test_parameter_count(state):
+    assert parameter_count({"a": jnp.zeros((2, 3)), "b": {"c": jnp.zeros(())}}) == 7
+    assert parameter_count(state.params) == sum(np.size(leaf) for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(
+    ("stored", "slope", "expected"), [(4.6, -1.0, np.log(100.0)), (0.1, 1.0, 0.0), (1.0, 1.0, 0.0)]
+)
+def test_an_update_cannot_carry_the_logit_scale_out_of_its_range(state, stored, slope, expected):
+    params = {**state.params, "logit_scale": jnp.float32(stored)}
+    state = state.replace(params=params, tx=optax.sgd(5.0), opt_state=optax.sgd(5.0).init(params))
+    grads = jax.tree.map(jnp.zeros_like, params) | {"logit_scale": jnp.float32(slope)}
+    updated = state.apply_gradients(grads=grads)
+    np.testing.assert_allclose(updated.params["logit_scale"], expected, rtol=1e-6)
+    assert int(updated.step) == 1
+    assert runs.equal_bits(updated.params["visual"], params["visual"])

@@ -1,0 +1,210 @@
+"""A training step: the same on any number of devices and by any implementation, repeatable, and loud about NaN."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+import runs
+from jax.sharding import NamedSharding, PartitionSpec
+
+from infcl_jax.distributed import shard_batch
+from infcl_jax.models import CLIPOutput
+from infcl_jax.pairwise import IMPLEMENTATIONS
+from infcl_jax.training import check_finite, create_state, make_loss, make_train_step
+
+BATCH = 32
+RATE = 1e-2
+DROPOUT = {"vision.dropout": 0.1, "vision.patch_dropout": 0.25, "text.dropout": 0.1}
+LOG_MAX = np.float32(np.log(100.0))
+
+
+class Linear(nn.Module):
+    """The least dual encoder with every parameter of a real one; it compiles in no time."""
+
+    init_logit_scale: float = 2.0
+    init_logit_bias: float | None = -3.0
+
+    @nn.compact
+    def __call__(self, image, text, *, train=False):
+        pixels = image.reshape(len(image), -1).astype(jnp.float32) / 255
+        features = nn.Dense(8, name="visual")(pixels), nn.Embed(259, 8, name="text")(text).mean(axis=1)
+        scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)
+        bias = self.param("logit_bias", nn.initializers.constant(self.init_logit_bias or 0.0), (), jnp.float32)
+        unit = (f / jnp.linalg.norm(f, axis=1, keepdims=True) for f in features)
+        return CLIPOutput(*unit, jnp.exp(scale), None if self.init_logit_bias is None else bias)
+
+
+def fresh(model):
+    """A state on the host; plain gradient descent, so that equal updates mean equal gradients."""
+    return jax.device_get(create_state(model, optax.sgd(RATE), runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1)))
+
+
+def stepper(devices, loss="clip", implementation=None):
+    """`state on the host -> (state, metrics) after a step, on the host`."""
+    mesh = oracle.mesh_of(devices)
+    step = make_train_step(make_loss(loss, mesh, implementation), seed=0)
+
+    def take(state):
+        placed = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+        return jax.device_get(step(placed, shard_batch(mesh, runs.batch(BATCH))))
+
+    return take
+
+
+def update(after, before):
+    pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(before.params), strict=True)
+    return np.concatenate([np.ravel(a - b) for a, b in pairs])
+
+
+def assert_same_step(got, expected, before):
+    (got_after, got_metrics), (after, metrics) = got, expected
+    np.testing.assert_allclose(got_metrics["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(got_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+    assert oracle.relative_error(update(got_after, before), update(after, before)) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return fresh(Linear())
+
+
+@pytest.fixture(scope="module")
+def linear_steps(linear):
+    """A step on one device with every pair in one matrix, by loss."""
+    return {"clip": stepper(1, "clip", "dense")(linear), "siglip": stepper(1, "siglip", "xla")(linear)}
+
+
+@pytest.fixture(scope="module")
+def clip():
+    return fresh(runs.model())
+
+
+@pytest.fixture(scope="module")
+def clip_step():
+    return stepper(1)
+
+
+def siglip_reference(image, text, scale, bias):
+    logits = scale * image.astype(np.float64) @ text.astype(np.float64).T + bias
+    signs = 2 * np.eye(len(image)) - 1
+    return np.logaddexp(0, -signs * logits).sum() / len(image)
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_the_metrics_are_those_of_the_batch_in_fp64(linear, linear_steps, loss):
+    after, metrics = linear_steps[loss]
+    batch = runs.batch(BATCH)
+    image, text, scale, bias = jax.device_get(linear.apply_fn({"params": linear.params}, batch["image"], batch["text"]))
+    expected = siglip_reference(image, text, scale, bias) if loss == "siglip" else oracle.clip(image, text, scale)[0]
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["logit_scale"], scale, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(update(after, linear)), RATE * metrics["grad_norm"], rtol=1e-4)
+    assert int(after.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "implementation", "devices"),
+    [
+        *(("clip", "xla", devices) for devices in (1, 2, 4, 8)),
+        *(("clip", name, 8) for name in IMPLEMENTATIONS if name != "xla"),
+        ("siglip", "xla", 8),
+        ("siglip", "ring", 4),
+    ],
+)
+def test_a_step_depends_on_neither_devices_nor_implementation(linear, linear_steps, loss, implementation, devices):
+    assert_same_step(stepper(devices, loss, implementation)(linear), linear_steps[loss], linear)
+
+
+def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
+    assert_same_step(stepper(8)(clip), clip_step(clip), clip)
+
+
+@pytest.fixture(scope="module")
+def dropout():
+    return fresh(runs.model(**DROPOUT))
+
+
+@pytest.fixture(scope="module")
+def dropout_step(dropout):
+    """`step number -> (state, metrics)` of a model with every kind of dropout, on eight devices."""
+    take = stepper(8)
+    return lambda number: take(dropout.replace(step=np.asarray(number, dropout.step.dtype)))
+
+
+def test_a_step_repeats_bit_for_bit(dropout_step):
+    assert runs.equal_bits(dropout_step(3), dropout_step(3))
+
+
+def test_every_step_drops_something_else(dropout_step, clip, clip_step):
+    losses = [float(dropout_step(number)[1]["loss"]) for number in range(3)]
+    assert len({*losses, float(clip_step(clip)[1]["loss"])}) == 4
+
+
+def test_dropout_does_not_depend_on_the_devices(dropout, dropout_step, clip_step):
+    assert_same_step(clip_step(dropout), dropout_step(0), dropout)
+
+
+def poisoned(state, name):
+    """The state with NaN in the first parameter under `name`."""
+    leaves, structure = jax.tree.flatten(state.params[name])
+    bad = structure.unflatten([leaves[0] * np.float32("nan"), *leaves[1:]])
+    return state.replace(params={**state.params, name: bad})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "stage"), [("visual", "image features"), ("text", "text features"), ("logit_scale", "the loss")]
+)
+def test_the_first_stage_that_is_not_finite_is_named(clip, clip_step, parameter, stage):
+    _, metrics = clip_step(poisoned(clip, parameter))
+    with pytest.raises(FloatingPointError, match=rf"^step 7: {stage} became NaN[^\n]*lower learning rate[^\n]*$"):
+        check_finite(7, metrics)
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_part(linear):
+    def loss(output):  # finite, but its slope is not
+        return jnp.sqrt(jnp.square(output.text).sum() * jnp.float32(0.0))
+
+    _, metrics = jax.device_get(make_train_step(loss, seed=0)(jax.device_put(linear), runs.batch(BATCH)))
+    assert np.isfinite(metrics["loss"])
+    with pytest.raises(FloatingPointError, match="the gradient of text became NaN"):
+        check_finite(1, metrics)
+
+
+def test_finite_metrics_pass(linear_steps):
+    metrics = linear_steps["clip"][1]
+    check_finite(1, metrics)
+    stages = list(metrics["finite"])
+    assert stages[:3] == ["image features", "text features", "the loss"]
+    assert {f"the gradient of {name}" for name in ("visual", "text", "logit_scale")} <= set(stages[3:])
+
+
+@pytest.mark.parametrize("rate", [1e6, -1e6])
+def test_an_update_leaves_the_logit_scale_in_its_range(linear, rate):
+    take = stepper(1)
+    for stored in (np.float32(0.0), LOG_MAX):
+        state = linear.replace(params={**linear.params, "logit_scale": stored}, tx=optax.scale(rate))
+        after, metrics = take(state)
+        np.testing.assert_allclose(metrics["logit_scale"], np.exp(stored), rtol=1e-6)
+        assert after.params["logit_scale"] in (np.float32(0.0), LOG_MAX)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "message"),
+    [
+        ("contrastive", None, "expected loss to be one of ('clip', 'siglip'), got 'contrastive'"),
+        ("clip", "fast", f"expected implementation to be one of {IMPLEMENTATIONS} or None, got 'fast'"),
+    ],
+)
+def test_unknown_names_are_refused_at_once(name, implementation, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_loss(name, oracle.mesh_of(1), implementation)
+
+
+def test_siglip_needs_a_bias():
+    with pytest.raises(ValueError, match="needs a model with a logit bias; set model_overrides init_logit_bias"):
+        stepper(1, "siglip")(fresh(Linear(init_logit_bias=None)))

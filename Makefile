@@ -5,7 +5,10 @@ DATA ?= data
 WORKDIR ?= runs/quickstart
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart digits test test-gpu lint format clean
+# Large pages for JAX's buffers: a third more speed on the CPU. Where the C library does not know the setting, no effect.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
+.PHONY: quickstart digits test test-slow test-gpu lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, pictures: about 6 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -16,7 +19,10 @@ digits: $(STAMP)  ## Real handwritten digits
 	$(BIN)/python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
 test: $(STAMP)  ## The whole suite on the CPU
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+test-slow: $(STAMP)  ## The quickstart, killed half way, and the digits, with the results they must reach: about 8 minutes
+	$(BIN)/python -m pytest -q -m slow
 
 test-gpu: $(STAMP)  ## What needs a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu

@@ -17,13 +17,14 @@ def get_config() -> ConfigDict:
     config.augmentation.scale = (0.8, 1.0)
     config.augmentation.shift = 3
     config.model = "tiny"
+    config.model_overrides = "text.context_length=48"
     config.batch_size = 64
-    config.total_steps = 600
+    config.total_steps = 1500
     config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 50
+    config.optimizer.warmup_steps = 100
     config.optimizer.clip_norm = 1.0
-    config.eval_every = 200
+    config.eval_every = 500
     config.evaluation.zero_shot_dataset = "digits"
     config.evaluation.zero_shot_split = "zero_shot"
-    config.checkpoint_every = 200
+    config.checkpoint_every = 500
     return config

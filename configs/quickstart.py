@@ -17,15 +17,15 @@ def get_config() -> ConfigDict:
     config.augmentation.scale = (1.0, 1.0)
     config.model = "tiny-shapes"
     config.batch_size = 256
-    config.total_steps = 1200
+    config.total_steps = 1000
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 100
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
-    config.eval_every = 300
+    config.eval_every = 250
     config.evaluation.retrieval_dataset = "shapes/quickstart"
     config.evaluation.gallery = 500
     config.evaluation.zero_shot_dataset = "shapes/quickstart"
     config.evaluation.zero_shot_split = "zero_shot"
-    config.checkpoint_every = 200
+    config.checkpoint_every = 100
     return config

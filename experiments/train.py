@@ -9,8 +9,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
@@ -20,7 +18,6 @@ from infcl_jax.distributed import is_lead, shard_batch
 from infcl_jax.evaluation import Suite
 from infcl_jax.models import build_model
 from infcl_jax.training import (
-    METRICS_FILE,
     Checkpointer,
     MetricWriter,
     OptimizerConfig,
@@ -35,7 +32,6 @@ from infcl_jax.training import (
     make_train_step,
     parameter_count,
     prepare_workdir,
-    read_metrics,
     save_config,
 )
 from infcl_jax.training.step import Metrics, TrainStep
@@ -90,11 +86,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
             save_config(workdir, config.to_dict())
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
         with writer, Preemption() as preemption:
-            evaluated = last_evaluated(workdir)
-            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption, evaluated)
-            state = run.fit(state, start)
-            results = suite(state.params, grid_path=workdir / evaluate.GRID_FILE)
-            run.record(config.total_steps, results)
+            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption)
+            results = run.fit(state, start) if start < config.total_steps else suite(state.params)
     data.close()
     evaluate.draw_curves(workdir)
     command.say(f"finished: {evaluate.format_results(results)}")
@@ -138,14 +131,6 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     )
 
 
-def last_evaluated(workdir: Path) -> int:
-    """The last step whose evaluation the metrics hold, 0 if there is none; the same on every process."""
-    steps = [0]
-    if is_lead():
-        steps += [int(line["step"]) for line in read_metrics(workdir / METRICS_FILE) if "loss" not in line]
-    return int(multihost_utils.broadcast_one_to_all(np.asarray(max(steps), np.int32)))
-
-
 def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path) -> None:
     """Says what is about to run."""
     platform = mesh.devices.flat[0].platform
@@ -169,16 +154,13 @@ class Run:
     checkpoints: Checkpointer
     writer: MetricWriter
     preemption: Preemption
-    evaluated: int  # the last step whose evaluation is recorded already
 
-    def fit(self, state: TrainState, start: int) -> TrainState:
-        """All steps after `start`, with their checkpoints and evaluations."""
+    def fit(self, state: TrainState, start: int) -> dict[str, float]:
+        """All steps after `start`, with their checkpoints and evaluations; returns the last evaluation."""
         config = self.config
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
         )
-        if self.evaluated < start < config.total_steps and _due(start, config.eval_every):
-            self.evaluate(start, state)  # an earlier run was stopped between its checkpoint and its evaluation
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.total_steps + 1):
             batch = next(self.data)
@@ -188,20 +170,22 @@ class Run:
                 self.report(*pending, progress)
             pending = (step, metrics)
             last, stop = step == config.total_steps, self.preemption.noticed(step)
-            save = last or stop or _due(step, config.checkpoint_every)
-            if save or _due(step, config.eval_every):
-                self.report(*pending, progress)  # nothing is saved or evaluated that is not finite
-                pending = None
-            if save:
-                with progress.paused():
+            save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
+            if not (save or evaluate_now or stop):
+                continue
+            self.report(*pending, progress)  # nothing is saved or evaluated that is not finite
+            pending = None
+            with progress.paused():
+                if stop:
                     self.checkpoints.save(step, state, self.data)
-            if stop:
-                self.checkpoints.wait()
+                    self.checkpoints.wait()
+                if evaluate_now:  # recorded before the checkpoint, so that a run resumed from that has it
+                    results = self.evaluate(step, state)
+                if save:
+                    self.checkpoints.save(step, state, self.data)
+            if stop and not last:
                 raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
-            if _due(step, config.eval_every) and not last:
-                with progress.paused():
-                    self.evaluate(step, state)
-        return state
+        return results
 
     def report(self, step: int, metrics: Metrics, progress: ProgressPrinter) -> None:
         """Brings one step's metrics to the host: stops at NaN, prints, records."""
@@ -216,16 +200,13 @@ class Run:
                 scalars["examples_per_second"] = progress.examples_per_second
             self.writer.write(step, scalars)
 
-    def evaluate(self, step: int, state: TrainState) -> None:
+    def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates and records."""
         results = self.suite(state.params)
-        self.record(step, results)
-        command.say(f"step {step}: {evaluate.format_results(results)}")
-
-    def record(self, step: int, results: dict[str, float]) -> None:
-        """Writes the results of an evaluation, once however often the run is started again."""
-        if results and step > self.evaluated:
+        if results:
             self.writer.write(step, results)
+            command.say(f"step {step}: {evaluate.format_results(results)}")
+        return results
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,7 +1,8 @@
 """Procedural captioned images: coloured shapes, alone or in pairs, with captions from a small grammar.
 
 A sample is a pure function of `(split, index)`, so the dataset needs no download, and any part of it can be drawn again
-at any image size. Scenes have discrete attributes, which the caption names, and continuous jitter, which it does not.
+at any image size. Scenes have discrete attributes, of which a caption names some, and continuous jitter, of which it
+names none. Half of the training captions are brief: they name only the colour and shape of each object.
 Lengths are fractions of the image side, x to the right and y down; colours are RGB in [0, 255].
 """
 
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 _RGB = tuple[float, float, float]
 
 SPLITS = ("train", "validation", "zero_shot")
-MAX_CAPTION_BYTES = 62  # a byte tokenizer with context 64 holds every caption whole
+MAX_CAPTION_BYTES = 58  # a byte tokenizer with context 60 holds every caption whole
 
 _COLORS: dict[str, _RGB] = {
     "red": (220, 35, 40),
@@ -73,22 +74,21 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-# The same relation told from the other object: "{b} with {a} above it".
+# The same relation told from the other object: "{second} with {first} above it".
 _REVERSED = {"left of": "to its left", "right of": "to its right", "above": "above it", "below": "below it"}
 
-# Most captions leave the background out, and some all but colour and shape, so that a model has to look at these two.
 ONE_FORMS = (
-    "{a} {size} {color} {shape} {place}",
-    "{place}, {a} {size} {color} {shape}",
+    "a {size} {color} {shape} {place}",
+    "{place}, a {size} {color} {shape}",
     "{size} {color} {shape} {place} on {background}",
-    "{one} {color} {shape}",
 )
 TWO_FORMS = (
     "{first} {relation} {second}",
     "{second} with {first} {reversed}",
     "{first} {relation} {second} on {background}",
-    "{first} and {second}",
 )
+# For one object and for two. They leave a model nothing but colour and shape to tell images apart by.
+BRIEF_FORMS = ("a {color} {shape}", "{first} and {second}")
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -167,7 +167,14 @@ class Scene:
 
 
 class Sample(NamedTuple):
-    """`image` uint8 [S, S, 3]; `caption` ASCII; `label` index into `CLASS_NAMES`, -1 for scenes with two objects."""
+    """An image, one caption of it, and its class.
+
+    Attributes:
+      image: uint8 [S, S, 3].
+      caption: ASCII. It names colour and shape of every object; unless it is brief, also the size and place of a single
+        object or the relation of two, and in some forms the background.
+      label: index into `CLASS_NAMES`, -1 for scenes with two objects.
+    """
 
     image: np.ndarray
     caption: str
@@ -223,7 +230,7 @@ def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]]
     other = CLASS_NAMES[(CLASS_NAMES.index(name) + draws.choice(range(1, len(CLASS_NAMES)))) % len(CLASS_NAMES)]
     relation = draws.choice(tuple(_RELATIONS))
     dx, dy = _RELATIONS[relation]
-    # Along the relation the centres stay further apart than two radii, across it they may slide.
+    # Along the relation the centres stay far enough apart for objects that at most touch, across it they may slide.
     jitter = (0.04, 0.10) if dx else (0.10, 0.04)
     first = draws.thing(name, (0.5 + 0.23 * dx, 0.5 + 0.23 * dy), jitter, _PAIR_RADII)
     second = draws.thing(other, (0.5 - 0.23 * dx, 0.5 - 0.23 * dy), jitter, _PAIR_RADII)
@@ -247,34 +254,30 @@ def sample_scene(split: str, index: int) -> Scene:
 
 
 def phrases(attribute: str) -> tuple[str, ...]:
-    """What a caption may say for a discrete attribute such as "cyan", "top left" or "above"."""
+    """What a caption may say for a discrete attribute such as "cyan", "top" or "above"."""
     return _SYNONYMS.get(attribute, (attribute,))
-
-
-def _article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"
 
 
 def _describe(thing: Thing, draws: _Draws) -> str:
     color, shape = draws.choice(phrases(thing.color)), draws.choice(phrases(thing.shape))
-    return f"{_article(color)} {color} {shape}"
+    return f"a {color} {shape}"
 
 
-def _caption(scene: Scene, draws: _Draws) -> str:
+def _caption(scene: Scene, draws: _Draws, *, brief: bool) -> str:
     background = draws.choice(phrases(scene.background))
     if scene.relation is not None:
         first, second = (_describe(thing, draws) for thing in scene.things)
         relation = draws.choice(phrases(scene.relation))
-        return draws.choice(TWO_FORMS).format(
+        form = BRIEF_FORMS[1] if brief else draws.choice(TWO_FORMS)
+        return form.format(
             first=first, second=second, relation=relation, reversed=_REVERSED[scene.relation], background=background
         )
     assert scene.size is not None and scene.place is not None
     (thing,) = scene.things
     keys = {"size": scene.size, "color": thing.color, "shape": thing.shape, "place": scene.place}
     words = {slot: draws.choice(phrases(key)) for slot, key in keys.items()}
-    return draws.choice(ONE_FORMS).format(
-        a=_article(words["size"]), one=_article(words["color"]), background=background, **words
-    )
+    form = BRIEF_FORMS[0] if brief else draws.choice(ONE_FORMS)
+    return form.format(background=background, **words)
 
 
 @functools.cache
@@ -310,7 +313,8 @@ def render(split: str, index: int, image_size: int) -> Sample:
 
     Args:
       split: "train" and "validation" mix scenes of one and of two objects; "zero_shot" has one object and balanced
-        classes. The splits share no random stream.
+        classes. Only "train" has brief captions (`BRIEF_FORMS`), for a random half of its samples. The splits share no
+        random stream.
       index: non-negative.
       image_size: side S in pixels; the scene does not depend on it.
 
@@ -323,4 +327,5 @@ def render(split: str, index: int, image_size: int) -> Sample:
     draws = _Draws(split, index)
     scene = _scene(split, index, draws)
     label = CLASS_NAMES.index(scene.things[0].name) if len(scene.things) == 1 else -1
-    return Sample(draw(scene, image_size), _caption(scene, draws), label)
+    brief = split == "train" and draws.choice((False, True))
+    return Sample(draw(scene, image_size), _caption(scene, draws, brief=brief), label)

@@ -156,12 +156,15 @@ def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
         raise ValueError(f"{tower}: {error}") from None
 
 
-def _tiny(width: int, layers: int, heads: int, patch_size: int) -> CLIPConfig:
-    """Byte-level text and 32-pixel images, one width throughout."""
+def _tiny(width: int, layers: int, text_width: int, context_length: int) -> CLIPConfig:
+    """Byte-level text and 32-pixel images; sizes that a CPU trains in minutes."""
     return CLIPConfig(
         embed_dim=width,
-        vision=VisionConfig(width=width, layers=layers, heads=heads, image_size=32, patch_size=patch_size),
-        text=TextConfig(width=width, layers=layers, heads=heads, vocab_size=259),
+        vision=VisionConfig(width=width, layers=layers, heads=width // 32, image_size=32, patch_size=8),
+        text=TextConfig(
+            width=text_width, layers=2, heads=text_width // 32, vocab_size=259, context_length=context_length
+        ),
+        activation="quick_gelu",
     )
 
 
@@ -175,8 +178,8 @@ def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: i
 
 
 _CONFIGS: dict[str, CLIPConfig] = {
-    "tiny": _tiny(width=64, layers=2, heads=2, patch_size=8),
-    "tiny-shapes": _tiny(width=96, layers=3, heads=3, patch_size=4),
+    "tiny": _tiny(width=64, layers=2, text_width=64, context_length=77),
+    "tiny-shapes": _tiny(width=96, layers=3, text_width=64, context_length=60),
     "ViT-S/16": _vit(embed_dim=384, width=384, layers=12, patch_size=16, text_width=384),
     "ViT-B/32": _vit(embed_dim=512, width=768, layers=12, patch_size=32, text_width=512),
     "ViT-B/16": _vit(embed_dim=512, width=768, layers=12, patch_size=16, text_width=512),

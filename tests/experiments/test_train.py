@@ -11,7 +11,7 @@ import runs
 
 from experiments import train
 from infcl_jax.distributed import data_mesh
-from infcl_jax.training import METRICS_FILE, Checkpointer, MetricWriter, read_metrics
+from infcl_jax.training import METRICS_FILE, Checkpointer, read_metrics
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -171,18 +171,13 @@ class Recorder:
     def noticed(self, step):
         return step == self.last
 
-    def loop(self, evaluated=0, **changes):
-        """A run of six steps."""
+    def run(self, start, stop_at=None):
+        """The events of a run of six steps, after `start`."""
+        self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         rows = itertools.repeat(runs.batch(8))
-        return train.Run(
-            runs.config(**(every | changes)), data_mesh(), rows, self.suite, self.step, self, self, self, evaluated
-        )
-
-    def run(self, start, evaluated=0, stop_at=None, **changes):
-        """The events of its steps after `start`."""
-        self.last = stop_at
-        self.loop(evaluated, **changes).fit(State(start), start)
+        run = train.Run(runs.config(**every), data_mesh(), rows, self.suite, self.step, self, self, self)
+        assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
 
@@ -195,49 +190,18 @@ class State(int):
         return State(int(self) + other)
 
 
-MADE_UP = ["evaluate", "record evaluation 4"]
-
-
 def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite():
     events = ["record 2", "save 2", "evaluate", "record evaluation 3"]
-    assert Recorder().run(0) == [*events, "record 4", "save 4", "record 6", "save 6"]
+    final = ["record 4", "save 4", "record 6", "evaluate", "record evaluation 6", "save 6"]
+    assert Recorder().run(0) == [*events, *final]
     recorder = Recorder(nan_at=4)
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
         recorder.run(0)
     assert recorder.events == events
 
 
-@pytest.mark.parametrize(("evaluated", "expected"), [(0, MADE_UP), (2, MADE_UP), (4, [])])
-def test_an_evaluation_that_was_cut_off_is_made_up_for(evaluated, expected):
-    events = Recorder().run(4, evaluated, eval_every=2, checkpoint_every=0)
-    assert events == [*expected, "record 6", "save 6"]
-
-
-def test_a_run_that_has_ended_does_nothing_again():
-    assert Recorder().run(6, evaluated=6) == []
-
-
-@pytest.mark.parametrize(
-    ("evaluated", "results", "expected"), [(3, 1, ["record evaluation 6"]), (6, 1, []), (3, 0, [])]
-)
-def test_the_final_evaluation_is_recorded_once(evaluated, results, expected):
-    recorder = Recorder()
-    recorder.loop(evaluated).record(6, {"zero_shot/top1": 0.5} if results else {})
-    assert recorder.events == expected
-
-
-def test_a_stop_saves_at_once():
+def test_a_stop_saves_before_anything_else():
     recorder = Recorder()
     with pytest.raises(SystemExit, match="saved step 3; the same command continues"):
         recorder.run(0, stop_at=3)
-    assert recorder.events == ["record 2", "save 2", "save 3", "wait"]
-
-
-@pytest.mark.parametrize(("steps", "expected"), [((), 0), ((2, 4), 4)])
-def test_the_last_evaluation_is_found_in_the_metrics(tmp_path, steps, expected):
-    with MetricWriter(tmp_path) as writer:
-        for step in range(1, 7):
-            writer.write(step, {"loss": 1.0})
-            if step in steps:
-                writer.write(step, {"zero_shot/top1": 0.5})
-    assert train.last_evaluated(tmp_path) == expected
+    assert recorder.events == ["record 2", "save 2", "save 3", "wait", "evaluate", "record evaluation 3"]

@@ -1,0 +1,59 @@
+"""The commands that a newcomer runs, with the results that the README promises. Minutes each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infcl_jax.training import read_metrics
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+
+
+def command(module, *flags, **options):
+    # As the Makefile does; and without this process's flags, so that the configuration decides about devices.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
+    }
+    arguments = [sys.executable, "-m", f"experiments.{module}", *flags]
+    return subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **options)
+
+
+def finish(process):
+    assert process.wait() == 0
+
+
+def steps_of(workdir):
+    path = workdir / "metrics.jsonl"
+    return [line["step"] for line in read_metrics(path) if "loss" in line] if path.exists() else []
+
+
+def test_quickstart_survives_kill_9_half_way(tmp_path):
+    data, workdir = f"--data_dir={tmp_path / 'data'}", tmp_path / "run"
+    config = ("--config=configs/quickstart.py", f"--config.data_dir={tmp_path / 'data'}", f"--workdir={workdir}")
+    finish(command("prepare_data", "--dataset=shapes/quickstart", data))
+    process = command("train", *config)
+    while process.poll() is None and max(steps_of(workdir), default=0) < 500:
+        time.sleep(0.5)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finish(command("train", *config))
+    finish(command("evaluate", f"--workdir={workdir}"))
+    results = json.loads((workdir / "evaluation.json").read_text())
+    assert steps_of(workdir) == list(range(50, 1001, 50))  # nothing lost, nothing twice
+    assert results["zero_shot/top1"] >= 0.9
+    assert min(results["retrieval/image_to_text_r1"], results["retrieval/text_to_image_r1"]) >= 0.5
+    assert (workdir / "curves.png").stat().st_size > 10_000
+    assert (workdir / "retrieval.png").stat().st_size > 10_000
+
+
+def test_real_handwritten_digits(tmp_path):
+    finish(command("train", "--config=configs/digits.py", f"--workdir={tmp_path}"))
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["zero_shot/top1"] >= 0.95

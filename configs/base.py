@@ -1,6 +1,7 @@
 """Every setting of a run with its meaning; the other configurations start from these.
 
-python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart --config.batch_size=512
+For example:
+    python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart --config.batch_size=512
 """
 
 from ml_collections import ConfigDict

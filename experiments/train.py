@@ -12,11 +12,10 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from experiments import command, evaluate
-from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
+from experiments import build, command, evaluate
+from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead, shard_batch
 from infcl_jax.evaluation import Suite
-from infcl_jax.models import build_model
 from infcl_jax.training import (
     Checkpointer,
     MetricWriter,
@@ -25,10 +24,8 @@ from infcl_jax.training import (
     ProgressPrinter,
     TrainState,
     check_finite,
-    create_state,
     learning_rate_schedule,
     make_loss,
-    make_optimizer,
     make_train_step,
     parameter_count,
     prepare_workdir,
@@ -70,9 +67,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed)
-    data = open_training_data(config)
-    suite = evaluate.make_suite(config, mesh)
-    state = initial_state(config, mesh)
+    data = build.training_data(config)
+    suite = build.evaluation_suite(config, mesh)
+    state = build.initial_state(config, mesh)
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         state = checkpoints.restore_latest(state, data)
         start = int(state.step)
@@ -104,31 +101,6 @@ def check_counts(config: ConfigDict) -> None:
     for name, low in least.items():
         if config[name] < low:
             raise ValueError(f"expected {name} >= {low}, got {config[name]}")
-
-
-def open_training_data(config: ConfigDict) -> TrainIterator:
-    """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
-    model = evaluate.read_model_config(config)
-    return train_iterator(
-        load_source(config.dataset, config.split, config.data_dir),
-        tokenizer=ByteTokenizer(model.text.context_length),
-        image_size=model.vision.image_size,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        num_workers=config.num_workers,
-        augmentation=Augmentation(**config.augmentation),
-    )
-
-
-def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
-    """Fresh parameters and optimizer state, on every device."""
-    model = evaluate.read_model_config(config)
-    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
-    return create_state(
-        build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
-    )
 
 
 def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path) -> None:

@@ -19,10 +19,10 @@ def retrieval(query, passage, scale, labels):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("devices", "rows"), [(1, 11), (4, 11), (2, 1003)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_hard_negatives_match_oracle(implementation, devices, dtype):
-    queries, each = 11 * devices, 3
+def test_hard_negatives_match_oracle(implementation, devices, rows, dtype):
+    queries, each = rows * devices, 3
     query, passage = oracle.features("random", queries, queries * each, 33, dtype)
     labels = np.arange(queries) * each + np.arange(queries) % each
     mesh = oracle.mesh_of(devices)

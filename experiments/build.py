@@ -1,0 +1,63 @@
+"""The parts of a run, as its configuration describes them (see `configs/base.py`)."""
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from experiments.command import parse_overrides
+from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
+from infcl_jax.evaluation import EvaluationConfig, Suite
+from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.training import OptimizerConfig, TrainState, create_state, make_optimizer
+
+
+def read_model_config(config: ConfigDict) -> CLIPConfig:
+    """The model of a run, with its overrides.
+
+    Raises:
+      ValueError: unknown model or override, or a vocabulary too small for the tokenizer.
+    """
+    model = model_config(config.model, **parse_overrides(config.model_overrides))
+    needed = ByteTokenizer().vocab_size
+    if model.text.vocab_size < needed:
+        raise ValueError(f"expected text.vocab_size >= {needed} (bytes and marks), got {model.text.vocab_size}")
+    return model
+
+
+def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
+    """The evaluations of a run; errors as `infcl_jax.evaluation.Suite`."""
+    model = read_model_config(config)
+    return Suite(
+        EvaluationConfig(**config.evaluation),
+        build_model(model),
+        ByteTokenizer(model.text.context_length),
+        image_size=model.vision.image_size,
+        data_dir=config.data_dir,
+        mesh=mesh,
+        implementation=config.implementation,
+    )
+
+
+def training_data(config: ConfigDict) -> TrainIterator:
+    """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
+    model = read_model_config(config)
+    return train_iterator(
+        load_source(config.dataset, config.split, config.data_dir),
+        tokenizer=ByteTokenizer(model.text.context_length),
+        image_size=model.vision.image_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        num_workers=config.num_workers,
+        augmentation=Augmentation(**config.augmentation),
+    )
+
+
+def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+    """Fresh parameters and optimizer state, on every device."""
+    model = read_model_config(config)
+    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
+    return create_state(
+        build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
+    )

@@ -18,7 +18,7 @@ from infcl_jax.pairwise.checks import (
     checked_mask,
     checked_scales,
 )
-from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Sums, Wanted, varying_over
+from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Sums, Wanted, constant, varying_over
 from infcl_jax.pairwise.xla import XlaStrips
 
 
@@ -204,7 +204,7 @@ def _is_primal(value: object) -> bool:
 
 def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array | None:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
     return cotangent
 
 

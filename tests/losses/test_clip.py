@@ -143,6 +143,20 @@ def test_gradient_inside_shard_map_is_the_gradient_of_the_global_mean():
         assert oracle.relative_error(a, b) <= 1e-5
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradient_through_an_unchecked_shard_map(implementation):
+    image, text = oracle.features("random", 32, 32, 33)
+
+    def inside(image, text, scale):
+        return clip_loss(image, text, scale, axis_name="data", implementation=implementation)
+
+    specs = (P("data"), P("data"), P())
+    loss = jax.shard_map(inside, mesh=oracle.mesh_of(4), in_specs=specs, out_specs=P(), check_vma=False)
+    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(image, text, jnp.float32(14.3))
+    for a, b in zip(got, oracle.clip(image, text, np.float32(14.3))[1], strict=True):
+        assert oracle.relative_error(a, b) <= 1e-5
+
+
 def test_mesh_with_two_batch_axes_and_explicit_axes():
     image, text = oracle.features("random", 32, 32, 33)
     expected = oracle.clip(image, text, 20.0)[0]

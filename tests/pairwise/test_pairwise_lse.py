@@ -108,6 +108,29 @@ def test_options_match_oracle(options, implementation):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("output", ["row", "col", "positive"])
+def test_gradient_of_one_output_alone(output, implementation):
+    x, y = oracle.features("random", 20, 20, 19)
+
+    def inside(x, y, scale):
+        result = pairwise_lse(x, y, scale, axis_name="data", implementation=implementation)
+        return jax.lax.psum(getattr(result, output).sum(), "data")
+
+    def value(x, y, scale):
+        specs = (P("data"), P("data"), P())
+        return jax.shard_map(inside, mesh=oracle.mesh_of(4), in_specs=specs, out_specs=P())(x, y, scale)
+
+    def dense(x, y, scale):
+        block = Block(x, y, scale, labels=jnp.arange(20, dtype=jnp.int32))
+        return dict(zip(("row", "col", "positive"), reference.dense(block), strict=True))[output].sum()
+
+    args = (x, y, jnp.float32(14.3))
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*args) for f in (value, dense))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("exclude", [False, True])
 def test_oracle_against_finite_differences(exclude):
     with jax.enable_x64(True):

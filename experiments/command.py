@@ -50,14 +50,24 @@ def _parse_flags(argv: list[str]) -> list[str]:
 def _one_line(error: Exception) -> str:
     """What a mistake says, with what to do where the library that noticed it does not know."""
     text, hint = str(error), ""
-    if isinstance(error, AttributeError | KeyError):  # str() of a KeyError is the repr of its text
-        text, hint = str(error.args[0]), "; the keys are in configs/base.py"
+    if isinstance(error, AttributeError | KeyError):
+        text, hint = f"no such setting: {_unquoted(text)}", "; the keys are in configs/base.py"
     elif "command line flag 'config." in text:  # absl knows these only after --config
         hint = "; give --config too, such as --config=configs/quickstart.py"
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):
         text = f"cannot load the --config file: {str(error.__cause__).splitlines()[-1]}"
         hint = "; give a Python file with get_config(), such as those in configs/"
     return f"error: {' '.join(text.split())}{hint}"
+
+
+def _unquoted(text: str) -> str:
+    """The text of a KeyError, whose `str()` is a repr, or the repr of one."""
+    while text[:1] in ("'", '"'):
+        try:
+            text = ast.literal_eval(text)
+        except SyntaxError:
+            break
+    return text
 
 
 def start_devices(config: ConfigDict) -> Mesh:

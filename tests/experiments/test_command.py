@@ -63,7 +63,10 @@ def test_only_the_lead_speaks(lead, monkeypatch, capsys):
 
 TRAIN = ("experiments.train", "--config=configs/digits.py")
 MISTAKES = {
-    "misspelt key": ((*TRAIN, "--config.batchsize=3"), "batchsize.*batch_size.*configs/base.py"),
+    "misspelt key": (
+        (*TRAIN, "--config.batchsize=3"),
+        "no such setting: 'batchsize' Did you mean .batch_size.*; the keys are in configs/base.py",
+    ),
     "value of another type": ((*TRAIN, "--config.batch_size=many"), "batch_size=many"),
     "unknown flag": ((*TRAIN, "--wrokdir=x"), "wrokdir.*workdir"),
     "words beside the flags": ((*TRAIN, "digits"), "--name=value.*digits"),

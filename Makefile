@@ -10,7 +10,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: quickstart digits test test-slow test-gpu lint format clean
 
-quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, pictures: about 6 minutes on 2 cores
+quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, pictures: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=$(WORKDIR) --config.data_dir=$(DATA)
 	$(BIN)/python -m experiments.evaluate --workdir=$(WORKDIR)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
 from infcl_jax.pairwise import ring
-from infcl_jax.pairwise.checks import check_axis, check_choice, check_features, checked_mask
+from infcl_jax.pairwise.checks import check_axis, check_features, check_implementation, checked_mask
 from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
 from infcl_jax.pairwise.tiles import accumulation_dtype, constant, matmul, similarities, varying_over
 
@@ -50,8 +50,8 @@ def siglip_loss(
       ValueError: shapes, dtypes or the implementation do not fit.
     """
     check_pairs(image, text)
+    check_implementation(implementation, tuple(_STRIP_ROWS))
     implementation = implementation or "xla"
-    check_choice("implementation", implementation, tuple(_STRIP_ROWS))
     check_features(image, text)
     mask = checked_mask("mask", mask, image.shape[0])
     if image.dtype == jnp.float16:

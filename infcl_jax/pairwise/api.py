@@ -14,6 +14,7 @@ from infcl_jax.pairwise.checks import (
     check_axis,
     check_choice,
     check_features,
+    check_implementation,
     checked_labels,
     checked_mask,
     checked_scales,
@@ -102,11 +103,10 @@ def pairwise_lse(
     Raises:
       ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described.
     """
-    if implementation is None:
-        implementation = "xla"
     check_features(x, y)
     check_choice("positives", positives, ("include", "exclude"))
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_implementation(implementation, IMPLEMENTATIONS)
+    implementation = implementation or "xla"
     check_axis(axis_name)
     labels = checked_labels(labels, x.shape[0], y.shape[0])
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])

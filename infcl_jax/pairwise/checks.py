@@ -26,6 +26,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"expected {name} to be one of {tuple(choices)}, got {value!r}")
 
 
+def check_implementation(implementation: str | None, known: Sequence[str]) -> None:
+    """Raises `ValueError` unless `implementation` is None (the best for the platform) or one of `known`."""
+    if implementation is not None and implementation not in known:
+        raise ValueError(f"expected implementation to be one of {tuple(known)} or None, got {implementation!r}")
+
+
 def check_axis(axis_name: AxisName | None) -> None:
     """Raises `ValueError` unless `axis_name` is None or an axis of an enclosing `shard_map`."""
     try:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from infcl_jax.losses import clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
+from infcl_jax.pairwise.checks import check_choice, check_implementation
 from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -32,10 +33,8 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
     Raises:
       ValueError: unknown name or implementation; when called, a model without the bias that "siglip" needs.
     """
-    if name not in LOSSES:
-        raise ValueError(f"expected loss to be one of {LOSSES}, got {name!r}")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"expected implementation to be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
+    check_choice("loss", name, LOSSES)
+    check_implementation(implementation, IMPLEMENTATIONS)
 
     def loss(output: CLIPOutput) -> jax.Array:
         image, text, scale, bias = output

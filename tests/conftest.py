@@ -1,11 +1,17 @@
-"""Eight CPU devices, strict dtype and rank promotion, for every test."""
+"""Eight CPU devices, strict dtype and rank promotion, for every test; `-m gpu` runs on the GPU."""
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    """Chooses the platform, for this process and those it starts, unless it has been chosen."""
+    if config.option.markexpr != "gpu" and "JAX_PLATFORMS" not in os.environ:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")

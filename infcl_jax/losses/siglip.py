@@ -127,7 +127,7 @@ def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
         (d_y, d_scale, d_bias), d_x = scan_strips(strip, zeros, _rows(plan, x, mask, weight), plan.strip_rows)
         return (d_x, d_scale, d_bias), d_y
 
-    (d_x, d_scale, d_bias), d_y = ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name)
+    (d_x, d_scale, d_bias), d_y = ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name, own_last=True)
     return d_x.astype(x.dtype), d_y.astype(y.dtype), d_scale, d_bias, None
 
 

@@ -19,6 +19,7 @@ from infcl_jax.pairwise.checks import (
     checked_mask,
     checked_scales,
 )
+from infcl_jax.pairwise.devices import FUSED, best_implementation, check_device, fused_backend
 from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Sums, Wanted, constant, varying_over
 from infcl_jax.pairwise.xla import XlaStrips
 
@@ -52,7 +53,7 @@ _BLOCKWISE = {
     "xla": _Blockwise(XlaStrips(), ring.forward, ring.backward),
 }
 _GATHERED = {"dense": gather.dense, "local": gather.local}
-IMPLEMENTATIONS = (*_GATHERED, *_BLOCKWISE)
+IMPLEMENTATIONS = (*_GATHERED, *_BLOCKWISE, *FUSED)
 
 
 def pairwise_lse(
@@ -106,7 +107,9 @@ def pairwise_lse(
     check_features(x, y)
     check_choice("positives", positives, ("include", "exclude"))
     check_implementation(implementation, IMPLEMENTATIONS)
-    implementation = implementation or "xla"
+    if implementation is None:
+        implementation = best_implementation() if x.dtype != jnp.float64 else "xla"
+    check_device(implementation, x.dtype)
     check_axis(axis_name)
     labels = checked_labels(labels, x.shape[0], y.shape[0])
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
@@ -126,6 +129,12 @@ def pairwise_lse(
         _zero_where_masked(column, y_mask) if columns else None,
         _zero_where_masked(positive, x_mask),
     )
+
+
+def _strategy(implementation: str) -> _Blockwise:
+    if implementation in FUSED:
+        return _Blockwise(fused_backend(), ring.forward, ring.backward)
+    return _BLOCKWISE[implementation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +162,7 @@ def _blockwise(
 
 
 def _sums(plan: _Plan, block: Block) -> Sums:
-    strategy = _BLOCKWISE[plan.implementation]
+    strategy = _strategy(plan.implementation)
     return strategy.forward(
         strategy.backend, block, axis_name=plan.axis_name, exclude=plan.exclude, columns=plan.columns
     )
@@ -181,7 +190,7 @@ def _blockwise_forward(plan: _Plan, *primals: CustomVJPPrimal) -> tuple:
 def _blockwise_backward(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple:
     block, row, column, static = residuals
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
-    strategy = _BLOCKWISE[plan.implementation]
+    strategy = _strategy(plan.implementation)
     gradient = strategy.backward(
         strategy.backend,
         block,

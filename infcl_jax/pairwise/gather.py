@@ -10,7 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.pairwise import reference
-from infcl_jax.pairwise.tiles import Array, AxisName, Backend, Block, Cotangents, Gradient, Sums, Wanted, empty_log_sum
+from infcl_jax.pairwise.tiles import (
+    Array,
+    AxisName,
+    Backend,
+    Block,
+    Cotangents,
+    Gradient,
+    Sums,
+    Wanted,
+    accumulation_dtype,
+    empty_log_sum,
+)
 
 
 def dense(
@@ -84,12 +95,13 @@ def disco_backward(
 
     Arguments and results as `ring.backward`.
     """
+    dtype = accumulation_dtype(block.x.dtype)
     if axis_name is None:
-        return backend.backward(block, cotangents, exclude=exclude, wanted=wanted)
+        return backend.backward(block, cotangents, exclude=exclude, wanted=wanted, dtype=dtype)
     if cotangents.column is not None:  # half with either product, as in `local`
         cotangents = cotangents._replace(positive_weight=cotangents.positive_weight / 2)
     rows_only = cotangents._replace(column=None, column_weight=None)
-    of_rows = backend.backward(_all_columns(block, axis_name), rows_only, exclude=exclude, wanted=wanted)
+    of_rows = backend.backward(_all_columns(block, axis_name), rows_only, exclude=exclude, wanted=wanted, dtype=dtype)
     gradient = of_rows._replace(y=_scatter(of_rows.y, axis_name))
     if cotangents.column is None:
         return gradient
@@ -100,7 +112,7 @@ def disco_backward(
         row_weight=nothing,
         positive_weight=_gather(cotangents.positive_weight, axis_name),
     )
-    of_columns = backend.backward(everyone, columns_only, exclude=exclude, wanted=wanted)
+    of_columns = backend.backward(everyone, columns_only, exclude=exclude, wanted=wanted, dtype=dtype)
     x_scale = of_columns.x_scale
     if x_scale is not None and x_scale.ndim:
         x_scale = _scatter(x_scale, axis_name)

@@ -105,7 +105,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """One block's contribution to the gradients, in the accumulation dtype; None for what was not wanted.
+    """One block's contribution to the gradients; None for what was not wanted. Scales in the accumulation dtype.
 
     Attributes:
       x: `[bx, D]`.
@@ -138,8 +138,13 @@ class Backend(Protocol):
         `exclude` leaves the positives out of both sums. Sums of masked rows or columns are arbitrary but never NaN.
         """
 
-    def backward(self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted) -> Gradient:
-        """The block's contribution to the wanted gradients. Masked rows and columns contribute nothing."""
+    def backward(
+        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+    ) -> Gradient:
+        """The block's contribution to the wanted gradients, those of the features in `dtype`.
+
+        Masked rows and columns contribute nothing.
+        """
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -53,34 +53,38 @@ class XlaStrips:
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """See `tiles.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        if not _is_shared(block):
+        if not is_shared(block):
             return self._general_forward(block, exclude, columns)
         row, column, positive = self._shared_forward(block, exclude)
         reference = shared_reference(block.x_scale)
-        exact = _within_range(row, block.x_mask, block.y.shape[0])
+        exact = within_range(row, block.x_mask, block.y.shape[0])
         if columns:
-            exact &= _within_range(column, block.y_mask, block.x.shape[0])
+            exact &= within_range(column, block.y_mask, block.x.shape[0])
 
         def accept() -> Sums:
-            return Sums(_against(reference, row), _against(reference, column) if columns else None, positive)
+            return Sums(against(reference, row), against(reference, column) if columns else None, positive)
 
-        return lax.cond(exact, accept, lambda: self._general_forward(_per_sample(block, columns), exclude, columns))
+        return lax.cond(exact, accept, lambda: self._general_forward(per_sample(block, columns), exclude, columns))
 
-    def backward(self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted) -> Gradient:
+    def backward(
+        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+    ) -> Gradient:
         """See `tiles.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        size = _largest_weight(cotangents)
+        size = largest_weight(cotangents)
         unit = cotangents._replace(
             row_weight=cotangents.row_weight / size,
             column_weight=None if cotangents.column_weight is None else cotangents.column_weight / size,
             positive_weight=cotangents.positive_weight / size,
         )
-        if _is_shared(block):
+        if is_shared(block):
             gradient = self._shared_or_general_backward(block, unit, exclude, wanted)
         else:
             gradient = self._general_backward(block, unit, exclude, wanted)
         # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
-        return jax.tree.map(lambda g: g * size, gradient)
+        gradient = jax.tree.map(lambda g: g * size, gradient)
+        d_x, d_y = (None if g is None else g.astype(dtype) for g in (gradient.x, gradient.y))
+        return gradient._replace(x=d_x, y=d_y)
 
     def _shared_forward(self, block: Block, exclude: bool) -> tuple[Array, Array, Array]:
         reference = shared_reference(block.x_scale)
@@ -114,7 +118,7 @@ class XlaStrips:
 
         def general() -> Gradient:
             columns = cotangents.column is not None
-            g = self._general_backward(_per_sample(block, columns), cotangents, exclude, wanted)
+            g = self._general_backward(per_sample(block, columns), cotangents, exclude, wanted)
             scale_parts = [part.sum() for part in (g.x_scale, g.y_scale) if part is not None]
             return Gradient(g.x, g.y, sum(scale_parts[1:], scale_parts[0]) if scale_parts else None, None)
 
@@ -123,15 +127,15 @@ class XlaStrips:
 
     def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
         scale, reference = block.x_scale, shared_reference(block.x_scale)
-        column_factor = None if cotangents.column is None else _factor(cotangents.column, cotangents.column_weight)
+        column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.column_weight)
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
             d_y, d_scale = carry
             s, e = _shared_exponentials(block, rows.rows, reference, exclude)
-            factor = _factor(rows.sums, rows.weight)[:, None]
+            both = factor(rows.sums, rows.weight)[:, None]
             if column_factor is not None:
-                factor = factor + column_factor[None, :]
-            probability = e * factor
+                both = both + column_factor[None, :]
+            probability = e * both
             d_s = _with_positive(block, rows, scale * probability)
             if d_scale is not None:
                 d_scale = d_scale + (probability * s).sum()
@@ -184,7 +188,7 @@ class _BackwardRows(NamedTuple):
 
 
 def _rows(block: Block) -> _Rows:
-    return _Rows(block.x, None if _is_shared(block) else block.x_scale, block.x_mask, block.labels)
+    return _Rows(block.x, None if is_shared(block) else block.x_scale, block.x_mask, block.labels)
 
 
 def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
@@ -197,11 +201,12 @@ def shared_reference(scale: Array) -> Array:
     return jnp.maximum(scale - SHARED_TOP, jnp.zeros_like(scale))
 
 
-def _is_shared(block: Block) -> bool:
+def is_shared(block: Block) -> bool:
+    """Whether one scale serves all rows and columns."""
     return block.x_scale.ndim == 0
 
 
-def _per_sample(block: Block, columns: bool) -> Block:
+def per_sample(block: Block, columns: bool) -> Block:
     """The same block with its shared scale written out per row and per column."""
     x_scale = jnp.broadcast_to(block.x_scale, block.x.shape[:1])
     return block._replace(
@@ -233,25 +238,26 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     return LogSum(reference, total)
 
 
-def _against(reference: Array, total: Array) -> LogSum:
+def against(reference: Array, total: Array) -> LogSum:
     """A sum taken against the shared reference; a sum over nothing must not claim that reference when merged."""
     return LogSum(jnp.where(total > 0, reference, -jnp.inf), total)
 
 
-def _within_range(total: Array, mask: Array | None, terms: int) -> Array:
+def within_range(total: Array, mask: Array | None, terms: int) -> Array:
     """Whether all sums that count are exact (see the constants above)."""
     smallest = terms * math.exp(LOST_BELOW - NEGLIGIBLE)
     good = (total >= smallest) & (total <= LARGEST_SUM)
     return jnp.all(good if mask is None else good | ~mask)
 
 
-def _largest_weight(cotangents: Cotangents) -> Array:
+def largest_weight(cotangents: Cotangents) -> Array:
+    """The largest absolute cotangent, 1 if all are zero."""
     weights = [cotangents.row_weight, cotangents.column_weight, cotangents.positive_weight]
     largest = jnp.stack([jnp.abs(w).max() for w in weights if w is not None]).max()
     return jnp.where(largest > 0, largest, jnp.ones_like(largest))
 
 
-def _factor(sums: LogSum, weight: Array) -> Array:
+def factor(sums: LogSum, weight: Array) -> Array:
     """`weight / total`, zero for a sum over nothing."""
     some = sums.total > 0
     return jnp.where(some, weight, jnp.zeros_like(weight)) / jnp.where(some, sums.total, jnp.ones_like(sums.total))
@@ -259,7 +265,7 @@ def _factor(sums: LogSum, weight: Array) -> Array:
 
 def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
     """`weight * exp(z - lse)` without rounding the log-sum-exp."""
-    p = jnp.exp(z - finite_reference(sums.reference)) * _factor(sums, weight)
+    p = jnp.exp(z - finite_reference(sums.reference)) * factor(sums, weight)
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 

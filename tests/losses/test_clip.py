@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax import clip_loss
-from infcl_jax.pairwise import IMPLEMENTATIONS
+from infcl_jax.pairwise import available_implementations
 
 SCALES = (1.0, 14.3, 100.0)
 
@@ -42,7 +42,7 @@ def assert_matches_oracle(implementation, devices, rows, dim, dtype, kind, scale
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dim", [33, 96, 384, 640])
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_matches_oracle(implementation, devices, dim, dtype):
     for kind in oracle.KINDS:
         for scale in SCALES:
@@ -61,7 +61,7 @@ def test_odd_strips_on_several_devices(devices, kind):
     assert_matches_oracle("xla", devices, 1003, 33, jnp.float32, kind, 100.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_same_gradients_on_any_number_of_devices(implementation):
     image, text = oracle.features("random", 48, 48, 33)
     with jax.enable_x64(True):
@@ -71,14 +71,14 @@ def test_same_gradients_on_any_number_of_devices(implementation):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_two_runs_are_bitwise_equal(implementation):
     args = (*oracle.features("random", 104, 104, 33), jnp.float32(100))
     first, second = (value_and_grad(implementation, 8)(*args) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_finite_differences_of_the_scale(implementation):
     mesh = oracle.mesh_of(4)
     with jax.enable_x64(True):
@@ -90,7 +90,7 @@ def test_finite_differences_of_the_scale(implementation):
             assert jax.grad(loss)(scale) == pytest.approx(float(difference), rel=1e-7, abs=1e-9)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 @pytest.mark.parametrize("devices", [1, 4])
 def test_mask_equals_leaving_out(implementation, devices):
     b = 8 * devices
@@ -143,7 +143,7 @@ def test_gradient_inside_shard_map_is_the_gradient_of_the_global_mean():
         assert oracle.relative_error(a, b) <= 1e-5
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_gradient_through_an_unchecked_shard_map(implementation):
     image, text = oracle.features("random", 32, 32, 33)
 

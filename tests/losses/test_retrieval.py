@@ -5,7 +5,7 @@ import oracle
 import pytest
 
 from infcl_jax import retrieval_loss
-from infcl_jax.pairwise import IMPLEMENTATIONS
+from infcl_jax.pairwise import available_implementations
 
 
 def retrieval(query, passage, scale, labels):
@@ -20,7 +20,7 @@ def retrieval(query, passage, scale, labels):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("devices", "rows"), [(1, 11), (4, 11), (2, 1003)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", available_implementations())
 def test_hard_negatives_match_oracle(implementation, devices, rows, dtype):
     queries, each = rows * devices, 3
     query, passage = oracle.features("random", queries, queries * each, 33, dtype)

@@ -1,0 +1,647 @@
+"""The backend around fused GPU kernels: any block, window by window, in constant memory.
+
+The kernels know tiles of bf16 operands and base-2 exponents (`Operands`); this module pads, splits fp32 features, keeps
+the exponentials in range, cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles.Gradient`.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from infcl_jax.pairwise.tiles import (
+    Array,
+    Block,
+    Cotangents,
+    Gradient,
+    LogSum,
+    Sums,
+    Wanted,
+    constant,
+    finite_reference,
+    matmul,
+)
+from infcl_jax.pairwise.xla import (
+    against,
+    factor,
+    is_shared,
+    largest_weight,
+    per_sample,
+    shared_reference,
+    within_range,
+)
+
+LOG2E = math.log2(math.e)
+# Pairs of a window: 256 MiB of dS in bf16, and as much for partial sums at most (one per 128 columns).
+WINDOW, FORWARD_WINDOW = 1 << 27, 1 << 32
+# Rows and columns beyond which the vectors that belong to them take half of that place.
+LARGE = 1 << 18
+# How much smaller windows are with fp32 features: tensor cores truncate as they add, which shows in long products.
+PRECISE = 8
+# Bytes of the columns' fp32 gradient that are kept while the rows go by.
+PANEL = 128 << 20
+# Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.
+BLOCKS, LIBRARY_TILE = 132, (128, 256)
+
+# Rows whose labels are summed up as a range, so that tiles without positives are told at once.
+RANGE = 64
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Operands(NamedTuple):
+    """What the kernels need of a block, in bf16 and base 2.
+
+    With `s_ij` the fp32 sum of the products of the operands' parts, the exponentials are
+
+        shared scale:       e_ij  = exp2(row_scale_i s_ij - row_reference_i - column_reference_j) for rows and columns
+        per-sample scales:  er_ij = exp2(row_scale_i s_ij - row_reference_i - column_masked_j) for rows
+                            ec_ij = exp2(column_scale_j s_ij - column_reference_j - row_masked_i) for columns
+
+    Attributes:
+      x: bf16 `[bx, parts * K]`, the parts of features that bf16 cannot hold side by side.
+      y: bf16 `[by, parts * K]`.
+      row_scale: fp32 `[bx]`.
+      row_reference: fp32 `[bx]`, +inf for masked rows.
+      column_reference: fp32 `[by]`, +inf for masked columns; None for zeros.
+      column_scale: fp32 `[by]`; None: shared scale.
+      row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
+      column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
+      labels: int32 `[bx]`, column of each row's positive, -1 if not in the block; None: no positives.
+      lowest: int32 `[bx / RANGE]`, the lowest label of so many rows that is not -1; None without labels.
+      highest: likewise the highest.
+    """
+
+    x: Array
+    y: Array
+    row_scale: Array
+    row_reference: Array
+    column_reference: Array | None = None
+    column_scale: Array | None = None
+    row_masked: Array | None = None
+    column_masked: Array | None = None
+    labels: Array | None = None
+    lowest: Array | None = None
+    highest: Array | None = None
+
+
+class Weights(NamedTuple):
+    """Factors of the exponentials in dS, fp32: `er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`.
+
+    Attributes:
+      row: `[bx]`.
+      column: `[by]`, or None without columns.
+      positive: `[bx]`, or None without positives.
+    """
+
+    row: Array
+    column: Array | None
+    positive: Array | None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Some rows and columns of a block.
+
+    Attributes:
+      row: the first row, an int32 scalar.
+      column: the first column.
+      rows: how many, static.
+      columns: how many, static.
+    """
+
+    row: Array
+    column: Array
+    rows: int
+    columns: int
+
+
+class Kernels(Protocol):
+    """What a GPU has to provide. Everything is bitwise reproducible."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Windows are multiples of this many rows and columns."""
+
+    @property
+    def depth(self) -> int:
+        """K is a multiple of this."""
+
+    def sums(
+        self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
+    ) -> tuple[Array, Array | None]:
+        """Sums of the window's exponentials over columns `[rows]` and rows `[columns]`; or maxima of the exponents."""
+
+    def weights(
+        self,
+        operands: Operands,
+        weights: Weights,
+        window: Window,
+        pairs: Pairs,
+        *,
+        exclude: bool,
+        parts: int,
+        moments: bool,
+    ) -> tuple[Array, Array | None, Array | None]:
+        """The window of dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij`, `sum_i ec_ij s_ij`."""
+
+    def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
+        """`s_ii` fp32 `[rows]`, bit for bit as the other kernels see it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Compares a block with fused kernels.
+
+    Attributes:
+      kernels: for the device at hand.
+    """
+
+    kernels: Kernels
+
+    def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
+        """See `tiles.Backend.forward`."""
+        padded = _Padded.of(block, self.kernels)
+        usual = _usual_references(block)
+        row, column = self._sweep(padded.operands(block, *usual), padded, exclude, columns)
+        bx, by = block.x.shape[0], block.y.shape[0]
+        exact = within_range(row[:bx], block.x_mask, by)
+        if columns:
+            exact &= within_range(column[:by], block.y_mask, bx)
+
+        def accept() -> tuple[Array, Array, Array | None, Array | None]:
+            return row, _filled(usual[0], row), column, None if column is None else _filled(usual[1], column)
+
+        def general() -> tuple[Array, Array, Array | None, Array | None]:
+            own = per_sample(block, columns) if is_shared(block) else block
+            unshifted = padded.operands(own, jnp.zeros_like(own.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
+            maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
+            top = [None if t is None else finite_reference(t) / LOG2E for t in maxima]
+            shifted = padded.operands(own, top[0][:bx], None if top[1] is None else top[1][:by])
+            sums = self._sweep(shifted, padded, exclude, columns)
+            return sums[0], top[0], sums[1], top[1]
+
+        row, row_reference, column, column_reference = lax.cond(exact, accept, general)
+        return Sums(
+            against(row_reference[:bx], row[:bx]),
+            against(column_reference[:by], column[:by]) if columns else None,
+            self._positives(block, padded),
+        )
+
+    def backward(
+        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+    ) -> Gradient:
+        """See `tiles.Backend.backward`."""
+        padded = _Padded.of(block, self.kernels)
+        size = largest_weight(cotangents)
+        row_weight = factor(cotangents.row, cotangents.row_weight / size)
+        column_weight = None
+        if cotangents.column is not None:
+            column_weight = factor(cotangents.column, cotangents.column_weight / size)
+        positive_weight = None if block.labels is None else cotangents.positive_weight / size
+        task = _Task(padded, row_weight, column_weight, positive_weight, size, exclude, dtype)
+
+        def general() -> Gradient:
+            own = per_sample(block, column_weight is not None) if is_shared(block) else block
+            references = (_reference(cotangents.row), _reference(cotangents.column))
+            gradient = self._per_sample_gradient(own, references, task, wanted)
+            if is_shared(block):
+                parts = [part.sum() for part in (gradient.x_scale, gradient.y_scale) if part is not None]
+                return gradient._replace(x_scale=sum(parts[1:], parts[0]) if parts else None, y_scale=None)
+            return gradient
+
+        if not is_shared(block):
+            return general()
+        wanted = wanted._replace(y_scale=wanted.x_scale)
+        reference = shared_reference(block.x_scale)
+        sums = [s for s in (cotangents.row, cotangents.column) if s is not None]
+        exact = jnp.stack([jnp.all((s.reference == reference) | (s.total == 0)) for s in sums]).all()
+        exact &= block.x_scale > SMALLEST_SCALE
+        return lax.cond(exact, lambda: self._shared_gradient(block, task, wanted), general)
+
+    def _shared_gradient(self, block: Block, task: "_Task", wanted: Wanted) -> Gradient:
+        scale = block.x_scale
+        want_dot = wanted.x_scale
+        found = self._gradients(
+            task.padded.operands(block, *_usual_references(block)),
+            task,
+            Weights(
+                scale * task.row_weight,
+                None if task.column_weight is None else scale * task.column_weight,
+                task.positive_weight,
+            ),
+            wanted._replace(x=wanted.x or (want_dot and not wanted.y)),
+        )
+        d_scale = None
+        if want_dot:
+            # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
+            d_scale = found.dot
+            if task.positive_weight is not None:
+                d_scale = d_scale - (task.positive_weight * self._positives(block, task.padded)).sum()
+            d_scale = task.size * d_scale / scale
+        return Gradient(found.x if wanted.x else None, found.y, d_scale, None)
+
+    def _per_sample_gradient(self, own: Block, references: tuple, task: "_Task", wanted: Wanted) -> Gradient:
+        column_weight = task.column_weight
+        found = self._gradients(
+            task.padded.operands(own, *references),
+            task,
+            Weights(
+                own.x_scale * task.row_weight,
+                None if column_weight is None else own.y_scale * column_weight,
+                task.positive_weight,
+            ),
+            wanted,
+            moments=wanted.x_scale or wanted.y_scale,
+        )
+        d_x_scale = task.size * found.row_moment * task.row_weight if wanted.x_scale else None
+        want_y_scale = wanted.y_scale and column_weight is not None
+        d_y_scale = task.size * found.column_moment * column_weight if want_y_scale else None
+        return Gradient(found.x, found.y, d_x_scale, d_y_scale)
+
+    def _sweep(
+        self, operands: Operands, padded: "_Padded", exclude: bool, columns: bool, maxima: bool = False
+    ) -> tuple[Array, Array | None]:
+        """Sums, or maxima, of all exponentials over columns and over rows."""
+        combine = jnp.maximum if maxima else jnp.add
+        start = -jnp.inf if maxima else 0.0
+        limit = FORWARD_WINDOW // len(padded.pairs)
+        rows, cols = operands.x.shape[0], operands.y.shape[0]
+        size = self._window(rows, cols, limit, padded.width)
+
+        def row_window(row: Array, count: int, carry: tuple) -> tuple:
+            def column_window(column: Array, width: int, carry: tuple) -> tuple:
+                window = Window(row, column, count, width)
+                found = self.kernels.sums(
+                    operands, window, padded.pairs, exclude=exclude, columns=columns, maxima=maxima
+                )
+                return tuple(
+                    None if total is None else _combined(combine, total, part, at)
+                    for total, part, at in zip(carry, found, (row, column), strict=True)
+                )
+
+            return _march(cols, size[1], column_window, carry)
+
+        empty = tuple(
+            constant((n,), start, jnp.float32, varying_like=operands.x) if kept else None
+            for n, kept in ((rows, True), (cols, columns))
+        )
+        return _march(rows, size[0], row_window, empty)
+
+    def _gradients(
+        self, operands: Operands, task: "_Task", weights: Weights, wanted: Wanted, moments: bool = False
+    ) -> "_Found":
+        """Gradients of features, panel after panel of columns, and in each window after window of rows."""
+        padded, kernels = task.padded, self.kernels
+        weights = padded.weights(weights)
+        rows, cols = operands.x.shape[0], operands.y.shape[0]
+        limit = (WINDOW if rows + cols < LARGE else WINDOW // 2) // (1 if padded.parts == 1 else PRECISE)
+        size = self._window(rows, cols, limit, padded.width)
+        panel = max(size[1], PANEL // (4 * padded.width) // size[1] * size[1])
+        like = functools.partial(constant, varying_like=operands.x)
+
+        def panel_step(first: Array, width: int, found: _Found) -> _Found:
+            places = [(c, min(size[1], width - c)) for c in range(0, width, size[1])]
+
+            def row_window(row: Array, count: int, state: tuple) -> tuple:
+                found, d_y = state
+                turn = row
+                d_x, d_y = like((count, padded.width), 0, jnp.float32), list(d_y)
+                for i, (offset, part) in enumerate(places):
+                    window = Window(turn, first + offset, count, part)
+                    d_s, row_moment, column_moment = kernels.weights(
+                        operands,
+                        weights,
+                        window,
+                        padded.pairs,
+                        exclude=task.exclude,
+                        parts=padded.d_s_parts,
+                        moments=moments,
+                    )
+                    if wanted.x:
+                        d_x = d_x + _product(d_s, operands.y, window.column, part, 1, padded)
+                    if wanted.y:
+                        d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
+                    if moments:
+                        found = found.with_moments(row_moment, column_moment, row, first + offset)
+                    # One window after the other, or their dS would be in memory together.
+                    turn, *_ = lax.optimization_barrier((row, d_x, d_y[i]))
+                if wanted.x:
+                    found = found.with_rows(d_x, row, task, padded.x)
+                return found, tuple(d_y)
+
+            empty = tuple(like((part, padded.width), 0, jnp.float32) if wanted.y else None for _, part in places)
+            found, d_y = _march(rows, size[0], row_window, (found, empty))
+            if wanted.y:
+                for d, (offset, _) in zip(d_y, places, strict=True):
+                    found = found.with_columns(d, first + offset, task, padded.y, dot=not wanted.x)
+            return found
+
+        start = _Found(
+            like((rows, padded.width), 0, task.dtype) if wanted.x else None,
+            like((cols, padded.width), 0, task.dtype) if wanted.y else None,
+            like((), 0, jnp.float32),
+            like((rows,), 0, jnp.float32) if moments else None,
+            like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
+        )
+        return _march(cols, panel, panel_step, start).cut(padded)
+
+    def _window(self, rows: int, columns: int, limit: int, width: int) -> tuple[int, int]:
+        """Rows and columns of a window: as few windows of at most `limit` pairs as can be, filling the device."""
+        tile_rows, tile_columns = self.kernels.tile
+
+        def split(total: int, parts: int, tile: int) -> int:
+            return -(-total // parts // tile) * tile if total % parts == 0 else -(-total // (parts * tile)) * tile
+
+        def time(size: tuple[int, int]) -> float:
+            products = [(size[0], size[1]), (size[1], size[0])]
+            work = sum(_waves(count, width) * depth for count, depth in products)
+            return -(-rows // size[0]) * -(-columns // size[1]) * (work + WINDOW_COST)
+
+        sizes = []
+        for parts in range(1, max(2, columns // tile_columns + 1)):
+            wide = split(columns, parts, tile_columns)
+            tall = max(tile_rows, limit // wide // tile_rows * tile_rows)
+            sizes.append((split(rows, -(-rows // tall), tile_rows), wide))
+            if wide <= min(columns, 4096):
+                break
+        return min((s for s in sizes if s[0] * s[1] <= limit or s == sizes[-1]), key=time)
+
+    def _positives(self, block: Block, padded: "_Padded") -> Array:
+        """Each row's similarity with its positive, 0 for a row whose positive is elsewhere."""
+        bx, by = block.x.shape[0], block.y.shape[0]
+        if block.labels is None:
+            return jnp.zeros_like(block.x[:, 0], jnp.float32)
+        labels = padded.labels(block)
+        total = padded.x.shape[0]
+        size = min(total, POSITIVES)
+        found = constant((total,), 0, jnp.float32, varying_like=padded.x)
+
+        def rows(first: Array, count: int, found: Array) -> Array:
+            x = lax.dynamic_slice_in_dim(padded.x, first, count)
+            at = lax.dynamic_slice_in_dim(labels, first, count)
+            part = self.kernels.positives(x, jnp.take(padded.y, at, axis=0, mode="clip"), padded.pairs)
+            return lax.dynamic_update_slice_in_dim(found, part, first, 0)
+
+        found = _march(total, size, rows, found)[:bx]
+        return jnp.where((block.labels >= 0) & (block.labels < by), found, jnp.zeros_like(found))
+
+
+# Under it the scale's gradient is not taken from a quotient by the scale.
+SMALLEST_SCALE = 1e-6
+# Rows whose positives are gathered at a time.
+POSITIVES = 1 << 15
+# What starting the kernels of a window costs, in products of one wave.
+WINDOW_COST = 512
+
+
+class _Found(NamedTuple):
+    """Gradients as they accumulate."""
+
+    x: Array | None
+    y: Array | None
+    dot: Array
+    row_moment: Array | None
+    column_moment: Array | None
+
+    def with_rows(self, d_x: Array, first: Array, task: "_Task", x: Array) -> "_Found":
+        """Adds the gradient of some rows `[rows, K]`, and their products with the features."""
+        dot = self.dot + task.padded.dot(x, d_x, first)
+        return self._replace(x=_combined(jnp.add, self.x, task.size * d_x, first), dot=dot)
+
+    def with_columns(self, d_y: Array, first: Array, task: "_Task", y: Array, dot: bool) -> "_Found":
+        """Sets the gradient of some columns."""
+        total = self.dot + task.padded.dot(y, d_y, first) if dot else self.dot
+        return self._replace(y=_combined(jnp.add, self.y, task.size * d_y, first), dot=total)
+
+    def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "_Found":
+        """Adds the moments of one window."""
+        return self._replace(
+            row_moment=_combined(jnp.add, self.row_moment, row, first_row),
+            column_moment=None if column is None else _combined(jnp.add, self.column_moment, column, first_column),
+        )
+
+    def cut(self, padded: "_Padded") -> "_Found":
+        """Without padding."""
+
+        def rows(a: Array | None, count: int) -> Array | None:
+            return None if a is None else a[(slice(count), *(slice(padded.features) for _ in a.shape[1:]))]
+
+        return _Found(
+            rows(self.x, padded.bx),
+            rows(self.y, padded.by),
+            self.dot,
+            rows(self.row_moment, padded.bx),
+            rows(self.column_moment, padded.by),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Padded:
+    """A block's features as the kernels want them: bf16 parts, whole tiles.
+
+    Attributes:
+      x: `[rows, parts * width]`.
+      y: `[columns, parts * width]`.
+      parts: 1 for bf16 features, 3 for fp32 ones (24 bits in three times 8).
+      width: features, padded.
+      bx: rows that are not padding.
+      by: columns that are not padding.
+      features: features that are not padding.
+    """
+
+    x: Array
+    y: Array
+    parts: int
+    width: int
+    bx: int
+    by: int
+    features: int
+
+    @classmethod
+    def of(cls, block: Block, kernels: Kernels) -> "_Padded":
+        """Pads and splits a block's features."""
+        parts = 1 if block.x.dtype == jnp.bfloat16 else 3
+        width = _up(block.x.shape[1], kernels.depth)
+        x, y = (
+            _parts(_extended(a, (_up(a.shape[0], tile), width)), parts)
+            for a, tile in zip((block.x, block.y), kernels.tile, strict=True)
+        )
+        return cls(x, y, parts, width, block.x.shape[0], block.y.shape[0], block.x.shape[1])
+
+    @property
+    def pairs(self) -> Pairs:
+        """Parts whose products make a similarity, the smallest first; what is left out is under 2^-24 of it."""
+        return ((0, 0),) if self.parts == 1 else ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+
+    @property
+    def d_s_parts(self) -> int:
+        """Parts of dS."""
+        return 1 if self.parts == 1 else 2
+
+    @property
+    def gradient_pairs(self) -> Pairs:
+        """Parts of dS and of features whose products make a gradient."""
+        return ((0, 0),) if self.parts == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
+
+    def operands(self, block: Block, row_reference: Array, column_reference: Array | None) -> Operands:
+        """The kernels' operands.
+
+        Args:
+          block: the block, padded or not.
+          row_reference: what is subtracted from a row's exponents, in nats, `[]` or `[bx]`.
+          column_reference: likewise for columns; not read with a shared scale.
+        """
+        rows, columns = self.x.shape[0], self.y.shape[0]
+        row_masked = _masked(block.x_mask, self.bx, rows)
+        column_masked = _masked(block.y_mask, self.by, columns)
+
+        def vector(a: Array, size: int, count: int) -> Array:
+            return _extended(jnp.broadcast_to(a, (size,)) * LOG2E, (count,))
+
+        x_reference = vector(row_reference, self.bx, rows)
+        operands = Operands(
+            self.x,
+            self.y,
+            vector(block.x_scale, self.bx, rows),
+            x_reference if row_masked is None else x_reference + row_masked,
+            column_masked,
+        )
+        if block.labels is not None:
+            labels = self.labels(block)
+            ranges = labels.reshape(-1, RANGE)
+            some = jnp.where(ranges < 0, jnp.full_like(ranges, jnp.iinfo(jnp.int32).max), ranges)
+            operands = operands._replace(labels=labels, lowest=some.min(1), highest=ranges.max(1))
+        if block.y_scale is None:
+            return operands
+        zeros = [jnp.zeros_like(a[:, 0], jnp.float32) for a in (self.x, self.y)]
+        row_masked = zeros[0] if row_masked is None else row_masked
+        column_masked = zeros[1] if column_masked is None else column_masked
+        return operands._replace(
+            column_reference=vector(column_reference, self.by, columns) + column_masked,
+            column_scale=vector(block.y_scale, self.by, columns),
+            row_masked=row_masked,
+            column_masked=column_masked,
+        )
+
+    def weights(self, weights: Weights) -> Weights:
+        """The weights with zeros for padding."""
+        rows, columns = (self.x.shape[0],), (self.y.shape[0],)
+        row, column, positive = weights
+        return Weights(
+            _extended(row, rows),
+            None if column is None else _extended(column, columns),
+            None if positive is None else _extended(positive, rows),
+        )
+
+    def labels(self, block: Block) -> Array:
+        """Labels, -1 for padding and for positives elsewhere."""
+        inside = (block.labels >= 0) & (block.labels < self.by)
+        labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
+        return _extended(labels, (self.x.shape[0],), -1)
+
+    def dot(self, features: Array, gradient: Array, first: Array) -> Array:
+        """Sum of the products of some rows' features with their gradients."""
+        rows = lax.dynamic_slice_in_dim(features, first, gradient.shape[0])
+        whole = sum(
+            rows[:, p * self.width : (p + 1) * self.width].astype(jnp.float32) for p in reversed(range(self.parts))
+        )
+        return (whole * gradient).sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What a backward call is about: weights over sums, of size one or less, and `size` to multiply in at the end."""
+
+    padded: _Padded
+    row_weight: Array
+    column_weight: Array | None
+    positive_weight: Array | None
+    size: Array
+    exclude: bool
+    dtype: jnp.dtype
+
+
+def _usual_references(block: Block) -> tuple[Array, Array | None]:
+    """References of rows and columns that keep the exponentials of normalised features in range."""
+    row = shared_reference(block.x_scale)
+    if is_shared(block):
+        return row, row
+    return row, None if block.y_scale is None else shared_reference(block.y_scale)
+
+
+def _reference(sums: LogSum | None) -> Array | None:
+    return None if sums is None else finite_reference(sums.reference)
+
+
+def _waves(rows: int, width: int) -> int:
+    """How many tiles of a product `[rows, width]` follow each other on a multiprocessor."""
+    return -(-(-(-rows // LIBRARY_TILE[0]) * -(-width // LIBRARY_TILE[1])) // BLOCKS)
+
+
+def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, padded: "_Padded") -> Array:
+    """`dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, fp32: `count` rows of the features from `first` on."""
+    rows = lax.dynamic_slice_in_dim(features, first, count)
+    parts = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.parts)]
+    length = d_s.shape[1] // padded.d_s_parts
+    products = (
+        matmul(d_s[:, p * length : (p + 1) * length], parts[q], contract=(axis, 0)) for p, q in padded.gradient_pairs
+    )
+    return functools.reduce(jnp.add, products)
+
+
+def _march(total: int, size: int, step: Any, carry: Any) -> Any:
+    """`carry = step(first, count, carry)` for parts of `size`, and for the rest."""
+    full, rest = divmod(total, size)
+    if full == 1:
+        carry = step(jnp.int32(0), size, carry)
+    elif full:
+        carry = lax.fori_loop(0, full, lambda i, carry: step(i * size, size, carry), carry)
+    return step(jnp.int32(full * size), rest, carry) if rest else carry
+
+
+def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
+    """`whole` with `part` added (or otherwise combined) from row `first`; simply `part` if that is all of it."""
+    if whole.shape == part.shape:
+        return combine(whole, part.astype(whole.dtype))
+    before = lax.dynamic_slice_in_dim(whole, first, part.shape[0])
+    after = combine(before.astype(part.dtype), part).astype(whole.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, after, first, 0)
+
+
+def _filled(reference: Array, like: Array) -> Array:
+    return _extended(jnp.broadcast_to(reference, like.shape) if reference.ndim == 0 else reference, like.shape)
+
+
+def _masked(mask: Array | None, count: int, padded: int) -> Array | None:
+    """fp32 `[padded]`: +inf for what is masked or padding, else 0; None if nothing is."""
+    if mask is None and count == padded:
+        return None
+    infinite = jnp.float32(jnp.inf)
+    kept = jnp.zeros(count, jnp.float32) if mask is None else jnp.where(mask, jnp.float32(0), infinite)
+    return _extended(kept, (padded,), infinite)
+
+
+def _extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
+    """The array, padded at the end of each axis."""
+    widths = [(0, to - n) for n, to in zip(array.shape, shape, strict=True)]
+    return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
+
+
+def _parts(features: Array, parts: int) -> Array:
+    """Features as bf16 parts that add up to them, side by side."""
+    found, rest = [], features
+    for _ in range(parts):
+        # Not a conversion to bf16 and back, which the compiler may take for nothing.
+        found.append(lax.reduce_precision(rest, 8, 7))
+        rest = rest - found[-1]
+    return jnp.concatenate([f.astype(jnp.bfloat16) for f in found], axis=1) if parts > 1 else features
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,42 @@
+"""What the compiled kernels take: registers, and memory that does not grow with the pairs."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from infcl_jax import clip_loss
+
+pytestmark = pytest.mark.gpu
+SPILLS = """
+import jax, jax.numpy as jnp
+from infcl_jax import clip_loss
+loss = jax.value_and_grad(lambda *args: clip_loss(*args, implementation="mosaic_gpu"), argnums=(0, 1, 2))
+for dim, dtype in ((512, jnp.bfloat16), (1024, jnp.bfloat16), (768, jnp.float32)):
+    features, scale = jax.ShapeDtypeStruct((4096, dim), dtype), jax.ShapeDtypeStruct((), jnp.float32)
+    jax.jit(loss).lower(features, features, scale).compile()
+"""
+
+
+def test_kernels_spill_no_registers(implementation):
+    if implementation != "mosaic_gpu":
+        pytest.skip("only Mosaic reports what the assembler says")
+    env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", SPILLS], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stdout + done.stderr)
+    assert set(spills) == {"0"}
+
+
+@pytest.mark.parametrize("b", [8192, 65536])
+def test_memory_does_not_grow_with_the_pairs(implementation, b):
+    """At 65536, the pairs would take 8 GiB in bf16."""
+    loss = jax.value_and_grad(functools.partial(clip_loss, implementation=implementation), argnums=(0, 1, 2))
+    features, scale = jax.ShapeDtypeStruct((b, 512), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+    memory = jax.jit(loss).lower(features, features, scale).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 << 20

@@ -356,7 +356,7 @@ class Fused:
         tile_rows, tile_columns = self.kernels.tile
 
         def split(total: int, parts: int, tile: int) -> int:
-            return -(-total // parts // tile) * tile if total % parts == 0 else -(-total // (parts * tile)) * tile
+            return _up(-(-total // parts), tile)
 
         def time(size: tuple[int, int]) -> float:
             products = [(size[0], size[1]), (size[1], size[0])]

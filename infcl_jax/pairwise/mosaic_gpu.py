@@ -69,21 +69,17 @@ class MosaicGpu:
         loop = self._loop(self.forward, operands, window, pairs)
         combine = jnp.maximum if maxima else jnp.add
         start = -jnp.inf if maxima else 0.0
-        per_sample = operands.column_scale is not None
-
-        positives = exclude and operands.labels is not None
+        per_sample, positives = operands.column_scale is not None, exclude and operands.labels is not None
         names = _column_names(operands)
 
-        def begin(at: Place) -> tuple:
-            fold = _fold(loop, start) if columns else ()
-            return [], fold
+        def begin(at: Place) -> tuple[Array, ...]:
+            return _fold(loop, start) if columns else ()
 
-        def finish(at: Place, s: Array, rows: list[dict], carry: tuple) -> tuple:
-            vectors, fold = carry
-            fold = list(fold)
+        def finish(at: Place, s: Array, rows: list[dict], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            fold = list(carry)
             for i, of_rows in _pieces(rows):
                 total = None
-                for j, of_columns in _pieces(_columns(at, names, vectors)):
+                for j, of_columns in _pieces(_columns(at, names)):
                     of_columns = of_columns()
                     row, column = _exponents(s[i : i + PIECE, j : j + PIECE], of_rows, of_columns)
                     if positives:
@@ -95,11 +91,11 @@ class MosaicGpu:
                     if columns:
                         fold[j // PIECE] = combine(fold[j // PIECE], row if column is None else column)
                 at.refs["row"][at.panel, pl.ds(at.row + i, PIECE)] = total
-            return vectors, tuple(fold)
+            return tuple(fold)
 
-        def end(at: Place, carry: tuple) -> None:
+        def end(at: Place, fold: tuple[Array, ...]) -> None:
             if columns:
-                _store_fold(at, "column", carry[1], maxima)
+                _store_fold(at, "column", fold, maxima)
 
         results = {"row": (loop.panels, window.rows)}
         if columns:
@@ -135,7 +131,6 @@ class MosaicGpu:
         per_sample = operands.column_scale is not None
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
-
         names = _column_names(operands) + ["column_weight"] * columns
 
         def begin(at: Place) -> tuple:
@@ -290,8 +285,10 @@ def _carried(at: Place, names: list[str]) -> list[dict[str, Array]]:
     return [{name: at.columns(name, j) for name in names} for j in range(0, at.loop.tiles.columns, PIECE)]
 
 
-def _columns(at: Place, names: list[str], carried: list[dict[str, Array]]) -> list[Callable[[], dict[str, Array]]]:
-    """Makes each piece's vectors of the columns."""
+def _columns(
+    at: Place, names: list[str], carried: list[dict[str, Array]] | None = None
+) -> list[Callable[[], dict[str, Array]]]:
+    """Makes each piece's vectors of the columns: those that stay in registers, or loaded when they are needed."""
     if carried:
         return [functools.partial(dict, own) for own in carried]
     places = range(0, at.loop.tiles.columns, PIECE)

@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 DATA ?= data
 WORKDIR ?= runs/quickstart
 STAMP := $(VENV)/.installed
+TRITON := $(VENV)/.triton
 
 # Large pages for JAX's buffers: a third more speed on the CPU. Where the C library does not know the setting, no effect.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -18,7 +19,7 @@ quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluat
 digits: $(STAMP)  ## Real handwritten digits
 	$(BIN)/python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
-test: $(STAMP)  ## The whole suite on the CPU
+test: $(TRITON)  ## The whole suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 9 minutes
@@ -45,4 +46,8 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "error: found no Python >= 3.12; install one and put it on PATH" >&2; exit 1; fi; \
 	echo "using $$python ($$($$python --version))" && $$python -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(TRITON): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton]'
 	touch $@

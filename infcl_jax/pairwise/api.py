@@ -133,7 +133,7 @@ def pairwise_lse(
 
 def _strategy(implementation: str) -> _Blockwise:
     if implementation in FUSED:
-        return _Blockwise(fused_backend(), ring.forward, ring.backward)
+        return _Blockwise(fused_backend(implementation), ring.forward, ring.backward)
     return _BLOCKWISE[implementation]
 
 

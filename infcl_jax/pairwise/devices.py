@@ -1,6 +1,7 @@
 """Which implementations run on the device at hand, and which of them is the best."""
 
 import functools
+import importlib.metadata
 import warnings
 from typing import Any
 
@@ -9,25 +10,32 @@ import jax.numpy as jnp
 
 from infcl_jax.pairwise.tiles import Backend
 
-FUSED = ("mosaic_gpu",)
+FUSED = ("mosaic_gpu", "triton")
 PORTABLE = ("dense", "local", "disco", "ring", "xla")
 HOPPER = "9.0"
+# Compute capabilities from Ampere to Hopper.
+TRITON = ("8.0", "8.6", "8.7", "8.9", HOPPER)
 HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
 
 
 def available_implementations() -> tuple[str, ...]:
     """Names of `pairwise_lse`'s implementations that run on the default device."""
-    return (*PORTABLE, *FUSED) if _capability() == HOPPER else PORTABLE
+    capability = _capability()
+    found = [*PORTABLE]
+    if capability == HOPPER:
+        found.append("mosaic_gpu")
+    if capability in TRITON and _has_triton():
+        found.append("triton")
+    return tuple(found)
 
 
 def best_implementation() -> str:
     """The fastest implementation of constant memory on the default device; on a GPU without kernels it says so once."""
-    capability = _capability()
-    if capability == HOPPER:
-        return "mosaic_gpu"
-    if capability is not None:
-        _say_no_kernels(capability)
-    return "xla"
+    available = available_implementations()
+    best = next((name for name in FUSED if name in available), "xla")
+    if best == "xla" and _capability() is not None:
+        _say_no_kernels(_capability())
+    return best
 
 
 def check_device(implementation: str, dtype: jnp.dtype) -> None:
@@ -35,27 +43,33 @@ def check_device(implementation: str, dtype: jnp.dtype) -> None:
     if implementation in PORTABLE:
         return
     if implementation not in available_implementations():
+        needs = "a Hopper GPU" if implementation == "mosaic_gpu" else "an Ampere, Ada or Hopper GPU and jax-triton"
         raise ValueError(
-            f"implementation {implementation!r} expects a Hopper GPU, got {jax.devices()[0].device_kind}; use one of "
+            f"implementation {implementation!r} expects {needs}, got {jax.devices()[0].device_kind}; use one of "
             f"{available_implementations()} or None"
         )
     if dtype == jnp.float64:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
 
 
-def fused_backend() -> Backend:
-    """The backend around the fused kernels for the default device."""
+def fused_backend(implementation: str) -> Backend:
+    """The backend around the fused kernels of that name, for the default device."""
     device = _device()
-    return _mosaic_gpu(getattr(device, "core_count", None) or device.num_cores)
+    return _fused_backend(implementation, _capability(), getattr(device, "core_count", None) or device.num_cores)
 
 
 @functools.cache
-def _mosaic_gpu(blocks: int) -> Backend:
+def _fused_backend(implementation: str, capability: str, cores: int) -> Backend:
     # Imported here, since only GPUs need them.
     from infcl_jax.pairwise.fused import Fused
+
+    if implementation == "triton":
+        from infcl_jax.pairwise.triton import TritonKernels
+
+        return Fused(TritonKernels.for_capability(capability))
     from infcl_jax.pairwise.mosaic_gpu import MosaicGpu
 
-    return Fused(MosaicGpu(blocks=blocks))
+    return Fused(MosaicGpu(blocks=cores))
 
 
 def _device() -> Any:
@@ -71,9 +85,19 @@ def _capability() -> str | None:
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
 
 
+def _has_triton() -> bool:
+    try:
+        version = importlib.metadata.version("triton")
+        importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 7)
+
+
 @functools.cache
 def _say_no_kernels(capability: str) -> None:
     warnings.warn(
-        f"no fused kernels for a GPU of compute capability {capability}; the loss runs as strips in plain XLA",
+        f"no fused kernels for a GPU of compute capability {capability} with the packages installed; the loss runs as "
+        "strips in plain XLA",
         stacklevel=2,
     )

@@ -1,18 +1,18 @@
 """The backend around fused GPU kernels: any block, window by window, in constant memory.
 
-The kernels know tiles of bf16 operands and base-2 exponents (`Operands`); this module pads, splits fp32 features, keeps
-the exponentials in range, cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles.Gradient`.
+The kernels know tiles of bf16 operands (`kernels`, made by `padding`); this module keeps the exponentials in range,
+cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles.Gradient`.
 """
 
 import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from infcl_jax.pairwise.kernels import Kernels, Operands, Weights, Window
+from infcl_jax.pairwise.padding import LOG2E, Padded, extended, round_up
 from infcl_jax.pairwise.tiles import (
     Array,
     Block,
@@ -35,7 +35,6 @@ from infcl_jax.pairwise.xla import (
     within_range,
 )
 
-LOG2E = math.log2(math.e)
 # Pairs of a window: 256 MiB of dS in bf16, and as much for partial sums at most (one per 128 columns).
 WINDOW, FORWARD_WINDOW = 1 << 27, 1 << 32
 # Rows and columns beyond which the vectors that belong to them take half of that place.
@@ -46,112 +45,6 @@ PRECISE = 8
 PANEL = 128 << 20
 # Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.
 BLOCKS, LIBRARY_TILE = 132, (128, 256)
-
-# Rows whose labels are summed up as a range, so that tiles without positives are told at once.
-RANGE = 64
-
-Pairs = tuple[tuple[int, int], ...]
-
-
-class Operands(NamedTuple):
-    """What the kernels need of a block, in bf16 and base 2.
-
-    With `s_ij` the fp32 sum of the products of the operands' parts, the exponentials are
-
-        shared scale:       e_ij  = exp2(row_scale_i s_ij - row_reference_i - column_reference_j) for rows and columns
-        per-sample scales:  er_ij = exp2(row_scale_i s_ij - row_reference_i - column_masked_j) for rows
-                            ec_ij = exp2(column_scale_j s_ij - column_reference_j - row_masked_i) for columns
-
-    Attributes:
-      x: bf16 `[bx, parts * K]`, the parts of features that bf16 cannot hold side by side.
-      y: bf16 `[by, parts * K]`.
-      row_scale: fp32 `[bx]`.
-      row_reference: fp32 `[bx]`, +inf for masked rows.
-      column_reference: fp32 `[by]`, +inf for masked columns; None for zeros.
-      column_scale: fp32 `[by]`; None: shared scale.
-      row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
-      column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
-      labels: int32 `[bx]`, column of each row's positive, -1 if not in the block; None: no positives.
-      lowest: int32 `[bx / RANGE]`, the lowest label of so many rows that is not -1; None without labels.
-      highest: likewise the highest.
-    """
-
-    x: Array
-    y: Array
-    row_scale: Array
-    row_reference: Array
-    column_reference: Array | None = None
-    column_scale: Array | None = None
-    row_masked: Array | None = None
-    column_masked: Array | None = None
-    labels: Array | None = None
-    lowest: Array | None = None
-    highest: Array | None = None
-
-
-class Weights(NamedTuple):
-    """Factors of the exponentials in dS, fp32: `er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`.
-
-    Attributes:
-      row: `[bx]`.
-      column: `[by]`, or None without columns.
-      positive: `[bx]`, or None without positives.
-    """
-
-    row: Array
-    column: Array | None
-    positive: Array | None
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Some rows and columns of a block.
-
-    Attributes:
-      row: the first row, an int32 scalar.
-      column: the first column.
-      rows: how many, static.
-      columns: how many, static.
-    """
-
-    row: Array
-    column: Array
-    rows: int
-    columns: int
-
-
-class Kernels(Protocol):
-    """What a GPU has to provide. Everything is bitwise reproducible."""
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Windows are multiples of this many rows and columns."""
-
-    @property
-    def depth(self) -> int:
-        """K is a multiple of this."""
-
-    def sums(
-        self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
-    ) -> tuple[Array, Array | None]:
-        """Sums of the window's exponentials over columns `[rows]` and rows `[columns]`; or maxima of the exponents."""
-
-    def weights(
-        self,
-        operands: Operands,
-        weights: Weights,
-        window: Window,
-        pairs: Pairs,
-        *,
-        exclude: bool,
-        parts: int,
-        moments: bool,
-    ) -> tuple[Array, Array | None, Array | None]:
-        """The window of dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij`, `sum_i ec_ij s_ij`."""
-
-    def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """`s_ii` fp32 `[rows]`, bit for bit as the other kernels see it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +59,7 @@ class Fused:
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """See `tiles.Backend.forward`."""
-        padded = _Padded.of(block, self.kernels)
+        padded = Padded.of(block, self.kernels)
         usual = _usual_references(block)
         row, column = self._sweep(padded.operands(block, *usual), padded, exclude, columns)
         bx, by = block.x.shape[0], block.y.shape[0]
@@ -197,7 +90,7 @@ class Fused:
         self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
     ) -> Gradient:
         """See `tiles.Backend.backward`."""
-        padded = _Padded.of(block, self.kernels)
+        padded = Padded.of(block, self.kernels)
         size = largest_weight(cotangents)
         row_weight = factor(cotangents.row, cotangents.row_weight / size)
         column_weight = None
@@ -265,7 +158,7 @@ class Fused:
         return Gradient(found.x, found.y, d_x_scale, d_y_scale)
 
     def _sweep(
-        self, operands: Operands, padded: "_Padded", exclude: bool, columns: bool, maxima: bool = False
+        self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
     ) -> tuple[Array, Array | None]:
         """Sums, or maxima, of all exponentials over columns and over rows."""
         combine = jnp.maximum if maxima else jnp.add
@@ -356,7 +249,7 @@ class Fused:
         tile_rows, tile_columns = self.kernels.tile
 
         def split(total: int, parts: int, tile: int) -> int:
-            return _up(-(-total // parts), tile)
+            return round_up(-(-total // parts), tile)
 
         def time(size: tuple[int, int]) -> float:
             products = [(size[0], size[1]), (size[1], size[0])]
@@ -372,7 +265,7 @@ class Fused:
                 break
         return min((s for s in sizes if s[0] * s[1] <= limit or s == sizes[-1]), key=time)
 
-    def _positives(self, block: Block, padded: "_Padded") -> Array:
+    def _positives(self, block: Block, padded: Padded) -> Array:
         """Each row's similarity with its positive, 0 for a row whose positive is elsewhere."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:
@@ -426,7 +319,7 @@ class _Found(NamedTuple):
             column_moment=None if column is None else _combined(jnp.add, self.column_moment, column, first_column),
         )
 
-    def cut(self, padded: "_Padded") -> "_Found":
+    def cut(self, padded: Padded) -> "_Found":
         """Without padding."""
 
         def rows(a: Array | None, count: int) -> Array | None:
@@ -442,123 +335,10 @@ class _Found(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Padded:
-    """A block's features as the kernels want them: bf16 parts, whole tiles.
-
-    Attributes:
-      x: `[rows, parts * width]`.
-      y: `[columns, parts * width]`.
-      parts: 1 for bf16 features, 3 for fp32 ones (24 bits in three times 8).
-      width: features, padded.
-      bx: rows that are not padding.
-      by: columns that are not padding.
-      features: features that are not padding.
-    """
-
-    x: Array
-    y: Array
-    parts: int
-    width: int
-    bx: int
-    by: int
-    features: int
-
-    @classmethod
-    def of(cls, block: Block, kernels: Kernels) -> "_Padded":
-        """Pads and splits a block's features."""
-        parts = 1 if block.x.dtype == jnp.bfloat16 else 3
-        width = _up(block.x.shape[1], kernels.depth)
-        x, y = (
-            _parts(_extended(a, (_up(a.shape[0], tile), width)), parts)
-            for a, tile in zip((block.x, block.y), kernels.tile, strict=True)
-        )
-        return cls(x, y, parts, width, block.x.shape[0], block.y.shape[0], block.x.shape[1])
-
-    @property
-    def pairs(self) -> Pairs:
-        """Parts whose products make a similarity, the smallest first; what is left out is under 2^-24 of it."""
-        return ((0, 0),) if self.parts == 1 else ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
-
-    @property
-    def d_s_parts(self) -> int:
-        """Parts of dS."""
-        return 1 if self.parts == 1 else 2
-
-    @property
-    def gradient_pairs(self) -> Pairs:
-        """Parts of dS and of features whose products make a gradient."""
-        return ((0, 0),) if self.parts == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
-
-    def operands(self, block: Block, row_reference: Array, column_reference: Array | None) -> Operands:
-        """The kernels' operands.
-
-        Args:
-          block: the block, padded or not.
-          row_reference: what is subtracted from a row's exponents, in nats, `[]` or `[bx]`.
-          column_reference: likewise for columns; not read with a shared scale.
-        """
-        rows, columns = self.x.shape[0], self.y.shape[0]
-        row_masked = _masked(block.x_mask, self.bx, rows)
-        column_masked = _masked(block.y_mask, self.by, columns)
-
-        def vector(a: Array, size: int, count: int) -> Array:
-            return _extended(jnp.broadcast_to(a, (size,)) * LOG2E, (count,))
-
-        x_reference = vector(row_reference, self.bx, rows)
-        operands = Operands(
-            self.x,
-            self.y,
-            vector(block.x_scale, self.bx, rows),
-            x_reference if row_masked is None else x_reference + row_masked,
-            column_masked,
-        )
-        if block.labels is not None:
-            labels = self.labels(block)
-            ranges = labels.reshape(-1, RANGE)
-            some = jnp.where(ranges < 0, jnp.full_like(ranges, jnp.iinfo(jnp.int32).max), ranges)
-            operands = operands._replace(labels=labels, lowest=some.min(1), highest=ranges.max(1))
-        if block.y_scale is None:
-            return operands
-        zeros = [jnp.zeros_like(a[:, 0], jnp.float32) for a in (self.x, self.y)]
-        row_masked = zeros[0] if row_masked is None else row_masked
-        column_masked = zeros[1] if column_masked is None else column_masked
-        return operands._replace(
-            column_reference=vector(column_reference, self.by, columns) + column_masked,
-            column_scale=vector(block.y_scale, self.by, columns),
-            row_masked=row_masked,
-            column_masked=column_masked,
-        )
-
-    def weights(self, weights: Weights) -> Weights:
-        """The weights with zeros for padding."""
-        rows, columns = (self.x.shape[0],), (self.y.shape[0],)
-        row, column, positive = weights
-        return Weights(
-            _extended(row, rows),
-            None if column is None else _extended(column, columns),
-            None if positive is None else _extended(positive, rows),
-        )
-
-    def labels(self, block: Block) -> Array:
-        """Labels, -1 for padding and for positives elsewhere."""
-        inside = (block.labels >= 0) & (block.labels < self.by)
-        labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
-        return _extended(labels, (self.x.shape[0],), -1)
-
-    def dot(self, features: Array, gradient: Array, first: Array) -> Array:
-        """Sum of the products of some rows' features with their gradients."""
-        rows = lax.dynamic_slice_in_dim(features, first, gradient.shape[0])
-        whole = sum(
-            rows[:, p * self.width : (p + 1) * self.width].astype(jnp.float32) for p in reversed(range(self.parts))
-        )
-        return (whole * gradient).sum()
-
-
-@dataclasses.dataclass(frozen=True)
 class _Task:
     """What a backward call is about: weights over sums, of size one or less, and `size` to multiply in at the end."""
 
-    padded: _Padded
+    padded: Padded
     row_weight: Array
     column_weight: Array | None
     positive_weight: Array | None
@@ -584,7 +364,7 @@ def _waves(rows: int, width: int) -> int:
     return -(-(-(-rows // LIBRARY_TILE[0]) * -(-width // LIBRARY_TILE[1])) // BLOCKS)
 
 
-def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, padded: "_Padded") -> Array:
+def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, padded: Padded) -> Array:
     """`dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, fp32: `count` rows of the features from `first` on."""
     rows = lax.dynamic_slice_in_dim(features, first, count)
     parts = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.parts)]
@@ -615,33 +395,4 @@ def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
 
 
 def _filled(reference: Array, like: Array) -> Array:
-    return _extended(jnp.broadcast_to(reference, like.shape) if reference.ndim == 0 else reference, like.shape)
-
-
-def _masked(mask: Array | None, count: int, padded: int) -> Array | None:
-    """fp32 `[padded]`: +inf for what is masked or padding, else 0; None if nothing is."""
-    if mask is None and count == padded:
-        return None
-    infinite = jnp.float32(jnp.inf)
-    kept = jnp.zeros(count, jnp.float32) if mask is None else jnp.where(mask, jnp.float32(0), infinite)
-    return _extended(kept, (padded,), infinite)
-
-
-def _extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
-    """The array, padded at the end of each axis."""
-    widths = [(0, to - n) for n, to in zip(array.shape, shape, strict=True)]
-    return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
-
-
-def _parts(features: Array, parts: int) -> Array:
-    """Features as bf16 parts that add up to them, side by side."""
-    found, rest = [], features
-    for _ in range(parts):
-        # Not a conversion to bf16 and back, which the compiler may take for nothing.
-        found.append(lax.reduce_precision(rest, 8, 7))
-        rest = rest - found[-1]
-    return jnp.concatenate([f.astype(jnp.bfloat16) for f in found], axis=1) if parts > 1 else features
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    return extended(jnp.broadcast_to(reference, like.shape) if reference.ndim == 0 else reference, like.shape)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.pairwise.fused import Operands, Pairs, Weights, Window
+from infcl_jax.pairwise.kernels import Operands, Pairs, Weights, Window
 from infcl_jax.pairwise.mosaic_loop import DEPTH, PIECE, TILE, Loop, Place, Tiles, run, spread
 from infcl_jax.pairwise.tiles import Array
 
@@ -36,7 +36,7 @@ def _traced_once(method: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu:
-    """`fused.Kernels` for Hopper GPUs.
+    """`kernels.Kernels` for Hopper GPUs.
 
     Attributes:
       forward: tiles of the sums.
@@ -65,7 +65,7 @@ class MosaicGpu:
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """See `fused.Kernels.sums`."""
+        """See `kernels.Kernels.sums`."""
         loop = self._loop(self.forward, operands, window, pairs)
         combine = jnp.maximum if maxima else jnp.add
         start = -jnp.inf if maxima else 0.0
@@ -124,7 +124,7 @@ class MosaicGpu:
         parts: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """See `fused.Kernels.weights`."""
+        """See `kernels.Kernels.weights`."""
         width = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
         tiles = next(t for widest, t in self.backward if width <= widest)
         loop = self._loop(tiles, operands, window, pairs)
@@ -188,7 +188,7 @@ class MosaicGpu:
 
     @_traced_once
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """See `fused.Kernels.positives`."""
+        """See `kernels.Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         parts = 1 + max(p for p, _ in pairs)
         loop = Loop(tiles, x.shape[0], y.shape[0], x.shape[1] // parts, pairs, self.blocks, diagonal=True)

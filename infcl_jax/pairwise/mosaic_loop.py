@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.pairwise.fused import RANGE, Pairs
+from infcl_jax.pairwise.kernels import RANGE, Pairs
 from infcl_jax.pairwise.tiles import Array
 
 WARPGROUPS = 2

@@ -5,7 +5,7 @@ import pytest
 from infcl_jax.pairwise import available_implementations
 
 
-@pytest.fixture(params=["mosaic_gpu"])
+@pytest.fixture(params=["mosaic_gpu", "triton"])
 def implementation(request):
     if request.param not in available_implementations():
         pytest.skip(f"{request.param} has no kernels for this device")

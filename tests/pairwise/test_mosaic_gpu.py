@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from infcl_jax import clip_loss, pairwise_lse
-from infcl_jax.pairwise import fused, reference
-from infcl_jax.pairwise.fused import Fused, Operands, Window
+from infcl_jax.pairwise import fused, padding, reference
+from infcl_jax.pairwise.fused import Fused
+from infcl_jax.pairwise.kernels import Operands, Window
 from infcl_jax.pairwise.mosaic_gpu import MosaicGpu
 from infcl_jax.pairwise.mosaic_loop import Tiles
 from infcl_jax.pairwise.tiles import Block, Cotangents, Wanted
@@ -235,7 +236,8 @@ def test_steps_of_a_ring_add_up(interpreter, norm):
 def test_positives_are_the_tiles_own_values(interpreter, pairs):
     """Bit for bit: the largest similarity of an aligned pair is its positive."""
     parts = 1 + max(p for p, _ in pairs)
-    x, y = (fused._parts(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in oracle.features("aligned", 256, 256, 128))
+    x, y = oracle.features("aligned", 256, 256, 128)
+    x, y = (padding._parts(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in (x, y))
     ones, zeros = jnp.ones(256, jnp.float32), jnp.zeros(256, jnp.float32)
     window = Window(jnp.int32(0), jnp.int32(0), 256, 256)
     row, column = PAIRS.sums(Operands(x, y, ones, zeros), window, pairs, exclude=False, columns=True, maxima=True)

@@ -12,7 +12,7 @@ from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar,
 from infcl_jax.pairwise import ring
 from infcl_jax.pairwise.checks import check_axis, check_features, check_implementation, checked_mask
 from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
-from infcl_jax.pairwise.tiles import accumulation_dtype, constant, matmul, similarities, varying_over
+from infcl_jax.pairwise.tiles import accumulation_dtype, add_trees, constant, matmul, similarities, varying_over
 
 # implementation -> rows of one strip (None: the whole block of a ring step at once)
 _STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
@@ -97,7 +97,7 @@ def _row_sums(plan: _Plan, x: Array, y: Array, scale: Array, bias: Array, mask: 
 
         return scan_strips(strip, None, _rows(plan, x, mask), plan.strip_rows)[1], None
 
-    return ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name)[0]
+    return ring.sweep(compare, (y, mask), add_trees, plan.axis_name)[0]
 
 
 def _forward(plan: _Plan, *operands: Array | None) -> tuple[Array, tuple]:
@@ -108,8 +108,10 @@ def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
     x, y, scale, bias, mask = operands
     dtype = accumulation_dtype(x.dtype)
 
-    def compare(travelling: tuple, own: bool) -> tuple[tuple, Array]:
-        y, y_mask = travelling
+    parts = ring.split((y, mask), plan.axis_name)
+
+    def compare(i: int, panel: tuple, home: tuple, d_y: Array, own: bool) -> tuple[tuple, Array]:
+        first, (y, y_mask) = parts[i][0], panel
 
         def strip(carry: tuple, rows: _Strip) -> tuple[tuple, Array]:
             d_y, d_scale, d_bias = carry
@@ -117,18 +119,21 @@ def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
             logits = scale * s + bias
             slope = jax.nn.sigmoid(logits)
             if own:  # sigmoid(z) - 1 = -sigmoid(-z), without the cancellation
-                slope = jnp.where(is_positive(rows.labels, y), -jax.nn.sigmoid(-logits), slope)
+                slope = jnp.where(is_positive(rows.labels - first, y), -jax.nn.sigmoid(-logits), slope)
             slope = _where_valid(rows, y_mask, rows.weight[:, None] * slope)
             d_s = (scale * slope).astype(x.dtype)
             carry = (d_y + matmul(d_s, rows.x, contract=(0, 0)), d_scale + (slope * s).sum(), d_bias + slope.sum())
             return carry, matmul(d_s, y, contract=(1, 0))
 
-        zeros = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (y.shape, (), ()))
-        (d_y, d_scale, d_bias), d_x = scan_strips(strip, zeros, _rows(plan, x, mask, weight), plan.strip_rows)
-        return (d_x, d_scale, d_bias), d_y
+        d_x, *scalars = home
+        (d_y, *scalars), more = scan_strips(strip, (d_y, *scalars), _rows(plan, x, mask, weight), plan.strip_rows)
+        return (d_x + more, *scalars), d_y
 
-    (d_x, d_scale, d_bias), d_y = ring.sweep(compare, (y, mask), ring.add_trees, plan.axis_name, own_last=True)
-    return d_x.astype(x.dtype), d_y.astype(y.dtype), d_scale, d_bias, None
+    home = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (x.shape, (), ()))
+    away = [constant(panel[0].shape, 0, dtype, varying_like=x) for _, panel in parts]
+    home, away = ring.accumulate(compare, [panel for _, panel in parts], home, away, plan.axis_name)
+    d_x, d_scale, d_bias = home
+    return d_x.astype(x.dtype), jnp.concatenate(away).astype(y.dtype), d_scale, d_bias, None
 
 
 _row_sums.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from infcl_jax.pairwise import gather, ring
@@ -184,23 +185,26 @@ def _blockwise_forward(plan: _Plan, *primals: CustomVJPPrimal) -> tuple:
     block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
     wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
     sums = _sums(plan, block)
-    return _logarithms(sums), (block, sums.row, sums.column, _StaticWanted(wanted))
+    return _logarithms(sums), (block, sums, _StaticWanted(wanted))
 
 
 def _blockwise_backward(plan: _Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    block, row, column, static = residuals
+    block, sums, static = residuals
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
+    size = _largest((d_row, d_column, d_positive), plan.axis_name)
+    d_row, d_column, d_positive = (None if d is None else d / size for d in (d_row, d_column, d_positive))
     strategy = _strategy(plan.implementation)
     gradient = strategy.backward(
         strategy.backend,
         block,
-        Cotangents(row, d_row, column, d_column, d_positive),
+        Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
         axis_name=plan.axis_name,
         exclude=plan.exclude,
         wanted=static.wanted,
     )
-    d_x = None if gradient.x is None else gradient.x.astype(block.x.dtype)
-    d_y = None if gradient.y is None else gradient.y.astype(block.y.dtype)
+    # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
+    gradient = jax.tree.map(lambda g: g.astype(size.dtype) * size, gradient)
+    d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (gradient.x, gradient.y))
     return d_x, d_y, gradient.x_scale, gradient.y_scale, None, None, None
 
 
@@ -215,6 +219,14 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
     if isinstance(cotangent, SymbolicZero):
         return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
     return cotangent
+
+
+def _largest(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
+    """The largest absolute cotangent of all devices, 1 if all are zero."""
+    largest = jnp.stack([jnp.abs(c).max() for c in cotangents if c is not None]).max()
+    if axis_name is not None:
+        largest = lax.pmax(varying_over(largest, axis_name), axis_name)
+    return jnp.where(largest > 0, largest, jnp.ones_like(largest))
 
 
 def _zero_where_masked(array: Array, mask: Array | None) -> Array:

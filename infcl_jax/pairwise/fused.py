@@ -6,13 +6,14 @@ cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.pairwise.kernels import Kernels, Operands, Weights, Window
-from infcl_jax.pairwise.padding import LOG2E, Padded, extended, round_up
+from infcl_jax.pairwise.padding import LOG2E, Padded, extended
 from infcl_jax.pairwise.tiles import (
     Array,
     Block,
@@ -24,12 +25,12 @@ from infcl_jax.pairwise.tiles import (
     constant,
     finite_reference,
     matmul,
+    round_up,
 )
 from infcl_jax.pairwise.xla import (
     against,
     factor,
     is_shared,
-    largest_weight,
     per_sample,
     shared_reference,
     within_range,
@@ -41,6 +42,9 @@ WINDOW, FORWARD_WINDOW = 1 << 27, 1 << 32
 LARGE = 1 << 18
 # How much smaller windows are with fp32 features: tensor cores truncate as they add, which shows in long products.
 PRECISE = 8
+# Accumulators in fp32 travel with bf16 features: in a ring a window takes half that place, and at most so many elements
+# for each of the rows' features.
+TRAVELLING = 4
 # Bytes of the columns' fp32 gradient that are kept while the rows go by.
 PANEL = 128 << 20
 # Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.
@@ -87,39 +91,36 @@ class Fused:
         )
 
     def backward(
-        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
     ) -> Gradient:
         """See `tiles.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
-        size = largest_weight(cotangents)
-        row_weight = factor(cotangents.row, cotangents.row_weight / size)
+        row_weight = factor(cotangents.row, cotangents.row_weight)
         column_weight = None
         if cotangents.column is not None:
-            column_weight = factor(cotangents.column, cotangents.column_weight / size)
-        positive_weight = None if block.labels is None else cotangents.positive_weight / size
-        task = _Task(padded, row_weight, column_weight, positive_weight, size, exclude, dtype)
+            column_weight = factor(cotangents.column, cotangents.column_weight)
+        positive_weight = None if block.labels is None else cotangents.positive_weight
+        task = _Task(padded, row_weight, column_weight, positive_weight, exclude)
 
-        def general() -> Gradient:
+        def general(into: Gradient) -> Gradient:
             own = per_sample(block, column_weight is not None) if is_shared(block) else block
             references = (_reference(cotangents.row), _reference(cotangents.column))
-            gradient = self._per_sample_gradient(own, references, task, wanted)
-            if is_shared(block):
-                parts = [part.sum() for part in (gradient.x_scale, gradient.y_scale) if part is not None]
-                return gradient._replace(x_scale=sum(parts[1:], parts[0]) if parts else None, y_scale=None)
-            return gradient
+            return self._per_sample_gradient(own, references, task, wanted, into)
 
+        into = padded.gradient(into)
         if not is_shared(block):
-            return general()
-        wanted = wanted._replace(y_scale=wanted.x_scale)
+            return padded.without(general(into))
         reference = shared_reference(block.x_scale)
         sums = [s for s in (cotangents.row, cotangents.column) if s is not None]
         exact = jnp.stack([jnp.all((s.reference == reference) | (s.total == 0)) for s in sums]).all()
         exact &= block.x_scale > SMALLEST_SCALE
-        return lax.cond(exact, lambda: self._shared_gradient(block, task, wanted), general)
+        into = _only_if(exact, functools.partial(self._shared_gradient, block, cotangents, task, wanted), into)
+        return padded.without(_only_if(~exact, general, into))
 
-    def _shared_gradient(self, block: Block, task: "_Task", wanted: Wanted) -> Gradient:
+    def _shared_gradient(
+        self, block: Block, cotangents: Cotangents, task: "_Task", wanted: Wanted, into: Gradient
+    ) -> Gradient:
         scale = block.x_scale
-        want_dot = wanted.x_scale
         found = self._gradients(
             task.padded.operands(block, *_usual_references(block)),
             task,
@@ -128,18 +129,22 @@ class Fused:
                 None if task.column_weight is None else scale * task.column_weight,
                 task.positive_weight,
             ),
-            wanted._replace(x=wanted.x or (want_dot and not wanted.y)),
+            _Found(into.x, into.y),
+            dot=wanted.x_scale,
         )
-        d_scale = None
-        if want_dot:
+        if wanted.x_scale:
             # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
-            d_scale = found.dot
+            dot = found.dot
             if task.positive_weight is not None:
-                d_scale = d_scale - (task.positive_weight * self._positives(block, task.padded)).sum()
-            d_scale = task.size * d_scale / scale
-        return Gradient(found.x if wanted.x else None, found.y, d_scale, None)
+                here = (block.labels >= 0) & (block.labels < block.y.shape[0])
+                positive = jnp.where(here, cotangents.positive, jnp.zeros_like(cotangents.positive))
+                dot = dot - (task.positive_weight * positive).sum()
+            into = into._replace(x_scale=into.x_scale + dot / scale)
+        return into._replace(x=found.x, y=found.y)
 
-    def _per_sample_gradient(self, own: Block, references: tuple, task: "_Task", wanted: Wanted) -> Gradient:
+    def _per_sample_gradient(
+        self, own: Block, references: tuple, task: "_Task", wanted: Wanted, into: Gradient
+    ) -> Gradient:
         column_weight = task.column_weight
         found = self._gradients(
             task.padded.operands(own, *references),
@@ -149,13 +154,19 @@ class Fused:
                 None if column_weight is None else own.y_scale * column_weight,
                 task.positive_weight,
             ),
-            wanted,
+            _Found(into.x, into.y),
             moments=wanted.x_scale or wanted.y_scale,
         )
-        d_x_scale = task.size * found.row_moment * task.row_weight if wanted.x_scale else None
-        want_y_scale = wanted.y_scale and column_weight is not None
-        d_y_scale = task.size * found.column_moment * column_weight if want_y_scale else None
-        return Gradient(found.x, found.y, d_x_scale, d_y_scale)
+        into = into._replace(x=found.x, y=found.y)
+        if not (wanted.x_scale or wanted.y_scale):
+            return into
+        d_row = found.row_moment[: task.padded.bx] * task.row_weight
+        d_column = None if column_weight is None else found.column_moment[: task.padded.by] * column_weight
+        if into.x_scale is not None:
+            shared = not into.x_scale.ndim
+            more = d_row.sum() + (0.0 if d_column is None else d_column.sum()) if shared else d_row
+            into = into._replace(x_scale=into.x_scale + more)
+        return into if into.y_scale is None else into._replace(y_scale=into.y_scale + d_column)
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
@@ -187,16 +198,23 @@ class Fused:
         return _march(rows, size[0], row_window, empty)
 
     def _gradients(
-        self, operands: Operands, task: "_Task", weights: Weights, wanted: Wanted, moments: bool = False
+        self,
+        operands: Operands,
+        task: "_Task",
+        weights: Weights,
+        found: "_Found",
+        *,
+        moments: bool = False,
+        dot: bool = False,
     ) -> "_Found":
-        """Gradients of features, panel after panel of columns, and in each window after window of rows."""
+        """Adds up gradients, panel after panel of columns, and in each window after window of rows."""
         padded, kernels = task.padded, self.kernels
         weights = padded.weights(weights)
         rows, cols = operands.x.shape[0], operands.y.shape[0]
-        limit = (WINDOW if rows + cols < LARGE else WINDOW // 2) // (1 if padded.parts == 1 else PRECISE)
-        size = self._window(rows, cols, limit, padded.width)
+        size = self._window(rows, cols, _largest_window(rows, cols, padded, found), padded.width)
         panel = max(size[1], PANEL // (4 * padded.width) // size[1] * size[1])
         like = functools.partial(constant, varying_like=operands.x)
+        want_x, want_y = found.x is not None or (dot and found.y is None), found.y is not None
 
         def panel_step(first: Array, width: int, found: _Found) -> _Found:
             places = [(c, min(size[1], width - c)) for c in range(0, width, size[1])]
@@ -216,33 +234,38 @@ class Fused:
                         parts=padded.d_s_parts,
                         moments=moments,
                     )
-                    if wanted.x:
+                    if want_x:
                         d_x = d_x + _product(d_s, operands.y, window.column, part, 1, padded)
-                    if wanted.y:
+                    if want_y:
                         d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
                     if moments:
                         found = found.with_moments(row_moment, column_moment, row, first + offset)
                     # One window after the other, or their dS would be in memory together.
                     turn, *_ = lax.optimization_barrier((row, d_x, d_y[i]))
-                if wanted.x:
-                    found = found.with_rows(d_x, row, task, padded.x)
+                if dot and want_x:
+                    found = found._replace(dot=found.dot + padded.dot(padded.x, d_x, row))
+                if found.x is not None:
+                    found = found._replace(x=_combined(jnp.add, found.x, d_x, row))
                 return found, tuple(d_y)
 
-            empty = tuple(like((part, padded.width), 0, jnp.float32) if wanted.y else None for _, part in places)
-            found, d_y = _march(rows, size[0], row_window, (found, empty))
-            if wanted.y:
-                for d, (offset, _) in zip(d_y, places, strict=True):
-                    found = found.with_columns(d, first + offset, task, padded.y, dot=not wanted.x)
-            return found
+            y = found.y
+            before = tuple(
+                _rows(y, first + offset, part).astype(jnp.float32) if want_y else None for offset, part in places
+            )
+            found, d_y = _march(rows, size[0], row_window, (found._replace(y=None), before))
+            for was, now, (offset, _) in zip(before, d_y, places, strict=True) if want_y else ():
+                if dot and not want_x:
+                    more = padded.dot(padded.y, now, first + offset) - padded.dot(padded.y, was, first + offset)
+                    found = found._replace(dot=found.dot + more)
+                y = _written(y, now, first + offset)
+            return found._replace(y=y)
 
-        start = _Found(
-            like((rows, padded.width), 0, task.dtype) if wanted.x else None,
-            like((cols, padded.width), 0, task.dtype) if wanted.y else None,
-            like((), 0, jnp.float32),
-            like((rows,), 0, jnp.float32) if moments else None,
-            like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
+        start = found._replace(
+            dot=like((), 0, jnp.float32) if dot else None,
+            row_moment=like((rows,), 0, jnp.float32) if moments else None,
+            column_moment=like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
         )
-        return _march(cols, panel, panel_step, start).cut(padded)
+        return _march(cols, panel, panel_step, start)
 
     def _window(self, rows: int, columns: int, limit: int, width: int) -> tuple[int, int]:
         """Rows and columns of a window: as few windows of at most `limit` pairs as can be, filling the device."""
@@ -281,7 +304,7 @@ class Fused:
             part = self.kernels.positives(x, jnp.take(padded.y, at, axis=0, mode="clip"), padded.pairs)
             return lax.dynamic_update_slice_in_dim(found, part, first, 0)
 
-        found = _march(total, size, rows, found)[:bx]
+        found = _march(total, size, rows, found)[:bx] * padded.gain
         return jnp.where((block.labels >= 0) & (block.labels < by), found, jnp.zeros_like(found))
 
 
@@ -294,23 +317,13 @@ WINDOW_COST = 512
 
 
 class _Found(NamedTuple):
-    """Gradients as they accumulate."""
+    """Gradients as they accumulate, padded; None for what is not wanted."""
 
     x: Array | None
     y: Array | None
-    dot: Array
-    row_moment: Array | None
-    column_moment: Array | None
-
-    def with_rows(self, d_x: Array, first: Array, task: "_Task", x: Array) -> "_Found":
-        """Adds the gradient of some rows `[rows, K]`, and their products with the features."""
-        dot = self.dot + task.padded.dot(x, d_x, first)
-        return self._replace(x=_combined(jnp.add, self.x, task.size * d_x, first), dot=dot)
-
-    def with_columns(self, d_y: Array, first: Array, task: "_Task", y: Array, dot: bool) -> "_Found":
-        """Sets the gradient of some columns."""
-        total = self.dot + task.padded.dot(y, d_y, first) if dot else self.dot
-        return self._replace(y=_combined(jnp.add, self.y, task.size * d_y, first), dot=total)
+    dot: Array | None = None
+    row_moment: Array | None = None
+    column_moment: Array | None = None
 
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "_Found":
         """Adds the moments of one window."""
@@ -319,32 +332,31 @@ class _Found(NamedTuple):
             column_moment=None if column is None else _combined(jnp.add, self.column_moment, column, first_column),
         )
 
-    def cut(self, padded: Padded) -> "_Found":
-        """Without padding."""
-
-        def rows(a: Array | None, count: int) -> Array | None:
-            return None if a is None else a[(slice(count), *(slice(padded.features) for _ in a.shape[1:]))]
-
-        return _Found(
-            rows(self.x, padded.bx),
-            rows(self.y, padded.by),
-            self.dot,
-            rows(self.row_moment, padded.bx),
-            rows(self.column_moment, padded.by),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What a backward call is about: weights over sums, of size one or less, and `size` to multiply in at the end."""
+    """What a backward call is about: the operands' padding, and weights over sums."""
 
     padded: Padded
     row_weight: Array
     column_weight: Array | None
     positive_weight: Array | None
-    size: Array
     exclude: bool
-    dtype: jnp.dtype
+
+
+def _only_if(condition: Array, change: Callable[[Any], Any], value: Any) -> Any:
+    """`change(value)` if the condition holds, else `value`: a loop, because it changes large arrays in place."""
+    state = lax.while_loop(lambda s: s[0], lambda s: (jnp.zeros_like(s[0]), change(s[1])), (condition, value))
+    return state[1]
+
+
+def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> int:
+    """Most pairs of a window of dS."""
+    limit = WINDOW if rows + columns < LARGE else WINDOW // 2
+    if padded.parts > 1:
+        return limit // PRECISE
+    travelling = any(a is not None and a.dtype == jnp.float32 for a in (found.x, found.y))
+    return min(WINDOW // 2, TRAVELLING * rows * padded.width) if travelling else limit
 
 
 def _usual_references(block: Block) -> tuple[Array, Array | None]:
@@ -392,6 +404,15 @@ def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
     before = lax.dynamic_slice_in_dim(whole, first, part.shape[0])
     after = combine(before.astype(part.dtype), part).astype(whole.dtype)
     return lax.dynamic_update_slice_in_dim(whole, after, first, 0)
+
+
+def _rows(whole: Array, first: Array, count: int) -> Array:
+    return whole if whole.shape[0] == count else lax.dynamic_slice_in_dim(whole, first, count)
+
+
+def _written(whole: Array, part: Array, first: Array) -> Array:
+    part = part.astype(whole.dtype)
+    return part if whole.shape == part.shape else lax.dynamic_update_slice_in_dim(whole, part, first, 0)
 
 
 def _filled(reference: Array, like: Array) -> Array:

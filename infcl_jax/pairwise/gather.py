@@ -21,6 +21,7 @@ from infcl_jax.pairwise.tiles import (
     Wanted,
     accumulation_dtype,
     empty_log_sum,
+    no_gradient,
 )
 
 
@@ -95,13 +96,17 @@ def disco_backward(
 
     Arguments and results as `ring.backward`.
     """
-    dtype = accumulation_dtype(block.x.dtype)
+
+    def backward(block: Block, cotangents: Cotangents) -> Gradient:
+        nothing = no_gradient(block, wanted, accumulation_dtype(block.x.dtype))
+        return backend.backward(block, cotangents, nothing, exclude=exclude, wanted=wanted)
+
     if axis_name is None:
-        return backend.backward(block, cotangents, exclude=exclude, wanted=wanted, dtype=dtype)
+        return backward(block, cotangents)
     if cotangents.column is not None:  # half with either product, as in `local`
         cotangents = cotangents._replace(positive_weight=cotangents.positive_weight / 2)
     rows_only = cotangents._replace(column=None, column_weight=None)
-    of_rows = backend.backward(_all_columns(block, axis_name), rows_only, exclude=exclude, wanted=wanted, dtype=dtype)
+    of_rows = backward(_all_columns(block, axis_name), rows_only)
     gradient = of_rows._replace(y=_scatter(of_rows.y, axis_name))
     if cotangents.column is None:
         return gradient
@@ -110,9 +115,10 @@ def disco_backward(
     columns_only = cotangents._replace(
         row=empty_log_sum(everyone.x[:, 0].astype(nothing.dtype)),
         row_weight=nothing,
+        positive=_gather(cotangents.positive, axis_name),
         positive_weight=_gather(cotangents.positive_weight, axis_name),
     )
-    of_columns = backend.backward(everyone, columns_only, exclude=exclude, wanted=wanted, dtype=dtype)
+    of_columns = backward(everyone, columns_only)
     x_scale = of_columns.x_scale
     if x_scale is not None and x_scale.ndim:
         x_scale = _scatter(x_scale, axis_name)

@@ -26,22 +26,27 @@ from infcl_jax.pairwise.tiles import (
     Sums,
     Wanted,
     accumulation_dtype,
+    add_trees,
+    no_gradient,
+    round_up,
 )
 
 # Straight-line code needs no copies between the steps; longer rings are unrolled in pieces.
 MAX_UNROLL = 16
+# A block's columns travel in so many panels, each of a multiple of so many columns.
+PANELS = 4
+PANEL_COLUMNS = 256
 
 Compare = Callable[[Any, bool], tuple[Any, Any]]
 Merge = Callable[[Any, Any], Any]
+Accumulate = Callable[[int, Any, Any, Any, bool], tuple[Any, Any]]
 
 
-def sweep(
-    compare: Compare, travelling: Any, merge: Merge, axis_name: AxisName | None, *, own_last: bool = False
-) -> tuple[Any, Any]:
+def sweep(compare: Compare, travelling: Any, merge: Merge, axis_name: AxisName | None) -> tuple[Any, Any]:
     """Shows every device's `travelling` to every device and merges what they make of it.
 
-    While a device compares one block, the next one arrives and what the previous step found leaves. Only one hop has
-    no comparison beside it: the last one of the contributions, or with `own_last` the first one of `travelling`.
+    While a device compares one block, the next one arrives and what the previous step found leaves. Only the last hop
+    of what was found has no comparison beside it: for contributions that are small.
 
     Args:
       compare: `compare(travelling, own) -> (home, away)`: contributions that stay on this device, and contributions
@@ -49,36 +54,29 @@ def sweep(
       travelling: pytree of this device's arrays.
       merge: associative merge of two contributions of the same structure.
       axis_name: mesh axis of the ring; or several, slowest links first; None for a single device.
-      own_last: go round the other way, the own block last: for contributions that are larger than `travelling`.
 
     Returns:
       `(home, away)`: all contributions, each merged on the device where it belongs.
     """
-    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
-    if own_last:
-        return _ring(compare, _shift(travelling, axes, -1), merge, axes, own=True, own_last=True)
-    home, away = _ring(compare, travelling, merge, axes, own=True, own_last=False)
+    axes = ring_axes(axis_name)
+    home, away = _sweep(compare, travelling, merge, axes, own=True)
     return home, _shift(away, axes, 1)
 
 
-def _ring(
-    compare: Compare, travelling: Any, merge: Merge, axes: tuple[str, ...], *, own: bool, own_last: bool
-) -> tuple[Any, Any]:
-    """One trip along all axes, from the own block to the furthest one or, with `own_last`, back.
+def _sweep(compare: Compare, travelling: Any, merge: Merge, axes: tuple[str, ...], *, own: bool) -> tuple[Any, Any]:
+    """One trip along all axes, from the own block (if `own`) to the furthest one.
 
-    `away` is left where its block is compared last: at its owner, or without `own_last` one hop short along every axis.
-    `own` is whether the trip includes the own block.
+    `away` is left where its block is compared last: one hop short of its owner along every axis.
     """
     if not axes:
         return compare(travelling, own)
     size, inner = lax.axis_size(axes[0]), axes[1:]
 
     def visit(travelling: Any, own: bool) -> tuple[Any, Any]:
-        return _ring(compare, travelling, merge, inner, own=own, own_last=own_last)
+        return _sweep(compare, travelling, merge, inner, own=own)
 
     def hop(tree: Any) -> Any:
-        return _shift(tree, axes[:1], -1 if own_last else 1)
+        return _shift(tree, axes[:1], 1)
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         travelling, away, home = carry
@@ -88,15 +86,122 @@ def _ring(
         return lax.optimization_barrier((following, merge(leaving, more_away), merge(home, more_home))), None
 
     following = hop(travelling)
-    home, away = visit(travelling, own and not own_last)
+    home, away = visit(travelling, own)
     carry = lax.optimization_barrier((following, away, home))
     if size > 2:
         unroll = 1 if inner else min(size - 2, MAX_UNROLL)
         carry, _ = lax.scan(step, carry, length=size - 2, unroll=unroll)
     travelling, away, home = carry
     leaving = hop(away)
-    more_home, more_away = visit(travelling, own and own_last)
+    more_home, more_away = visit(travelling, False)
     return merge(home, more_home), merge(leaving, more_away)
+
+
+def accumulate(
+    compare: Accumulate, panels: list, home: Any, away: list, axis_name: AxisName | None
+) -> tuple[Any, list]:
+    """Shows every device's panels to every device, which adds to accumulators in place.
+
+    For accumulators that are larger than what they belong to: they travel along with their panels, so that none is ever
+    held beside a contribution to it. While a device compares one panel the next one arrives, and only that one is in
+    memory twice. The own block comes last; only the first panel's first hop has no comparison beside it.
+
+    Args:
+      compare: `compare(i, panel, home, away, own) -> (home, away)` adds panel number `i` (static) to this device's
+        accumulators and to those of the panel's owner. `own` (static) is True where this device is the owner.
+      panels: pytrees of this device's arrays, one for each panel.
+      home: pytree of this device's accumulators.
+      away: pytrees of accumulators that belong to the panels, zeros.
+      axis_name: mesh axis of the ring; or several, slowest links first; None for a single device.
+
+    Returns:
+      `(home, away)` with everyone's contributions, each on the device where it belongs.
+    """
+    axes = ring_axes(axis_name)
+    if not axes:
+        for i, panel in enumerate(panels):
+            home, away[i] = compare(i, panel, home, away[i], True)
+        return home, away
+    first, *others = panels
+    panels = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
+    return _tour(compare, panels, home, away, axes, own=True)
+
+
+def _tour(
+    compare: Accumulate, panels: list, home: Any, away: list, axes: tuple[str, ...], *, own: bool
+) -> tuple[Any, list]:
+    """One trip along all axes, from the furthest block to the nearest one, which is the own one if `own`.
+
+    The first panel starts where it is compared first, the others one hop along the last axis before. `away` is left
+    where its block is compared last.
+    """
+    size, inner = lax.axis_size(axes[0]), axes[1:]
+    if not inner:
+
+        def visit(state: tuple, _: None) -> tuple[tuple, None]:
+            return _step(compare, state, axes, own=False, last=False), None
+
+        state, _ = lax.scan(visit, (panels, home, away), length=size - 1)
+        return _step(compare, state, axes, own=own, last=True)[1:]
+    nothing = jax.tree.map(jnp.zeros_like, away)
+
+    def hop(tree: Any) -> Any:
+        return _shift(tree, axes[:1], -1)
+
+    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+        panels, home, away = carry
+        following, leaving = hop(panels), hop(away)
+        home, more = _tour(compare, panels, home, nothing, inner, own=False)
+        return (following, home, add_trees(leaving, more)), None
+
+    following = hop(panels)
+    home, away = _tour(compare, panels, home, nothing, inner, own=False)
+    (panels, home, away), _ = lax.scan(step, (following, home, away), length=size - 2)
+    leaving = hop(away)
+    home, more = _tour(compare, panels, home, nothing, inner, own=own)
+    return home, add_trees(leaving, more)
+
+
+def _step(
+    compare: Accumulate, state: tuple[list, Any, list], axes: tuple[str, ...], *, own: bool, last: bool
+) -> tuple[list, Any, list]:
+    """Compares every panel once; each arrives while the one before it is compared, the first one for the next step.
+
+    The state is what `accumulate` is given: `(panels, home, away)`.
+    """
+    panels, home, away = list(state[0]), state[1], list(state[2])
+
+    def fetch(i: int) -> None:
+        panels[i], away[i] = _shift((panels[i], away[i]), axes, -1)
+
+    for i, following in enumerate([*range(1, len(panels)), 0]):
+        more, alone = following or not last, following == i
+        if more and not alone:
+            if i:
+                # One panel on its way at a time.
+                (panels[following], away[following]), _ = lax.optimization_barrier(
+                    ((panels[following], away[following]), away[i - 1])
+                )
+            fetch(following)
+        home, away[i] = compare(i, panels[i], home, away[i], own)
+        if more and alone:
+            fetch(i)
+    return panels, home, away
+
+
+def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
+    """What belongs to the columns of a block as panels, each with the number of its first column; alone as one."""
+    if not ring_axes(axis_name):
+        return [(0, tree)]
+    columns = jax.tree.leaves(tree)[0].shape[0]
+    width = round_up(-(-columns // PANELS), PANEL_COLUMNS)
+    return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
+
+
+def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
+    """Mesh axes of a ring that have several devices, slowest links first."""
+    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def _shift(tree: Any, axes: tuple[str, ...], by: int) -> Any:
@@ -121,7 +226,8 @@ def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclu
     """
 
     def compare(travelling: tuple, own: bool) -> tuple[tuple[LogSum, Array], LogSum | None]:
-        part = backend.forward(_arrived(block, travelling, own), exclude=exclude, columns=columns)
+        here = _arrived(block, travelling, block.labels if own else None)
+        part = backend.forward(here, exclude=exclude, columns=columns)
         return (part.row, part.positive), part.column
 
     (row, positive), column = sweep(compare, _travelling(block), _merge, axis_name)
@@ -137,35 +243,46 @@ def backward(
     exclude: bool,
     wanted: Wanted,
 ) -> Gradient:
-    """Gradients of this device's rows, columns and scales; the columns' accumulators travel with the columns."""
+    """Gradients of this device's rows, columns and scales; the columns' accumulators travel with the columns.
 
-    alone = axis_name is None or lax.axis_size(axis_name) == 1
+    Args:
+      backend: compares one block.
+      block: as for `forward`.
+      cotangents: of this device's rows and columns.
+      axis_name: as for `forward`.
+      exclude: as for `forward`.
+      wanted: which gradients.
 
-    def compare(travelling: tuple, own: bool) -> tuple[Gradient, Gradient]:
-        columns, statistics = travelling
-        arrived = cotangents._replace(column=statistics[0], column_weight=statistics[1])
-        # Contributions are added up in full precision; a whole gradient is rounded at once, without a copy.
-        dtype = block.x.dtype if alone else accumulation_dtype(block.x.dtype)
-        part = backend.backward(_arrived(block, columns, own), arrived, exclude=exclude, wanted=wanted, dtype=dtype)
-        return part._replace(y=None, y_scale=None), part._replace(x=None, x_scale=None)
+    Returns:
+      Those of the features in the accumulation dtype, or in their own on a single device.
+    """
+    alone = not ring_axes(axis_name)
+    # What is added up hop by hop keeps full precision; a whole gradient is rounded at once, without a copy.
+    into = no_gradient(block, wanted, block.x.dtype if alone else accumulation_dtype(block.x.dtype))
+    travelling = _travelling(block), (cotangents.column, cotangents.column_weight), (into.y, into.y_scale)
+    parts = split(travelling, axis_name)
 
-    travelling = (_travelling(block), (cotangents.column, cotangents.column_weight))
-    home, away = sweep(compare, travelling, add_trees, axis_name, own_last=True)
-    return Gradient(home.x, away.y, home.x_scale, away.y_scale)
+    def compare(i: int, panel: tuple, home: Gradient, away: tuple, own: bool) -> tuple[Gradient, tuple]:
+        columns, (column, column_weight) = panel
+        here = _arrived(block, columns, block.labels - parts[i][0] if own else None)
+        arrived = cotangents._replace(column=column, column_weight=column_weight)
+        found = home._replace(y=away[0], y_scale=away[1])
+        found = backend.backward(here, arrived, found, exclude=exclude, wanted=wanted)
+        return found._replace(y=None, y_scale=None), (found.y, found.y_scale)
 
-
-def add_trees(a: Any, b: Any) -> Any:
-    """Leaf by leaf sum of two pytrees."""
-    return jax.tree.map(jnp.add, a, b)
+    panels, away = [part[:2] for _, part in parts], [part[2] for _, part in parts]
+    home, away = accumulate(compare, panels, into._replace(y=None, y_scale=None), away, axis_name)
+    d_y, d_y_scale = jax.tree.map(lambda *parts: jnp.concatenate(parts), *away)
+    return home._replace(y=d_y, y_scale=d_y_scale)
 
 
 def _travelling(block: Block) -> tuple:
     return block.y, block.y_scale, block.y_mask
 
 
-def _arrived(block: Block, travelling: tuple, own: bool) -> Block:
+def _arrived(block: Block, travelling: tuple, labels: Array | None) -> Block:
     y, y_scale, y_mask = travelling
-    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=block.labels if own else None)
+    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels)
 
 
 def _merge(a: Any, b: Any) -> Any:

@@ -94,18 +94,20 @@ class Cotangents(NamedTuple):
       row_weight: dL / d row_lse `[bx]`.
       column: the columns' final `LogSum` `[by]`, or None when columns were not asked for.
       column_weight: dL / d col_lse `[by]` or None.
-      positive_weight: dL / d positive `[bx]`; only read in a block with labels.
+      positive: the rows' similarities with their positives `[bx]`; like `positive_weight` only read with labels.
+      positive_weight: dL / d positive `[bx]`.
     """
 
     row: LogSum
     row_weight: Array
     column: LogSum | None
     column_weight: Array | None
+    positive: Array
     positive_weight: Array
 
 
 class Gradient(NamedTuple):
-    """One block's contribution to the gradients; None for what was not wanted. Scales in the accumulation dtype.
+    """Gradients as they accumulate; None for what was not wanted. Scales in the accumulation dtype.
 
     Attributes:
       x: `[bx, D]`.
@@ -139,12 +141,31 @@ class Backend(Protocol):
         """
 
     def backward(
-        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
     ) -> Gradient:
-        """The block's contribution to the wanted gradients, those of the features in `dtype`.
+        """`into` with the block's contribution to the wanted gradients added, in place where that saves memory.
 
-        Masked rows and columns contribute nothing.
+        Masked rows and columns contribute nothing. The largest cotangents are of size one.
         """
+
+
+def no_gradient(block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
+    """Zeros for every gradient that is wanted, those of the features in `dtype`."""
+
+    def zeros(like: Array | None, kept: bool, dtype: jnp.dtype) -> Array | None:
+        return constant(like.shape, 0, dtype, varying_like=block.x) if kept and like is not None else None
+
+    return Gradient(
+        zeros(block.x, wanted.x, dtype),
+        zeros(block.y, wanted.y, dtype),
+        zeros(block.x_scale, wanted.x_scale, block.x_scale.dtype),
+        zeros(block.y_scale, wanted.y_scale, block.x_scale.dtype),
+    )
+
+
+def add_trees(a: Any, b: Any) -> Any:
+    """Leaf by leaf sum of two pytrees, in the dtypes of the first."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -183,3 +204,8 @@ def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
 def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:
     """`jnp.full`, typed as varying over the same mesh axes as `varying_like`."""
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-count // multiple) * multiple

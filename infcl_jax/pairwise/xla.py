@@ -10,7 +10,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,6 +23,7 @@ from infcl_jax.pairwise.tiles import (
     Sums,
     Wanted,
     accumulation_dtype,
+    add_trees,
     constant,
     empty_log_sum,
     finite_reference,
@@ -67,24 +67,12 @@ class XlaStrips:
         return lax.cond(exact, accept, lambda: self._general_forward(per_sample(block, columns), exclude, columns))
 
     def backward(
-        self, block: Block, cotangents: Cotangents, *, exclude: bool, wanted: Wanted, dtype: jnp.dtype
+        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
     ) -> Gradient:
         """See `tiles.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        size = largest_weight(cotangents)
-        unit = cotangents._replace(
-            row_weight=cotangents.row_weight / size,
-            column_weight=None if cotangents.column_weight is None else cotangents.column_weight / size,
-            positive_weight=cotangents.positive_weight / size,
-        )
-        if is_shared(block):
-            gradient = self._shared_or_general_backward(block, unit, exclude, wanted)
-        else:
-            gradient = self._general_backward(block, unit, exclude, wanted)
-        # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
-        gradient = jax.tree.map(lambda g: g * size, gradient)
-        d_x, d_y = (None if g is None else g.astype(dtype) for g in (gradient.x, gradient.y))
-        return gradient._replace(x=d_x, y=d_y)
+        backward = self._shared_or_general_backward if is_shared(block) else self._general_backward
+        return add_trees(into, backward(block, cotangents, exclude, wanted))
 
     def _shared_forward(self, block: Block, exclude: bool) -> tuple[Array, Array, Array]:
         reference = shared_reference(block.x_scale)
@@ -248,13 +236,6 @@ def within_range(total: Array, mask: Array | None, terms: int) -> Array:
     smallest = terms * math.exp(LOST_BELOW - NEGLIGIBLE)
     good = (total >= smallest) & (total <= LARGEST_SUM)
     return jnp.all(good if mask is None else good | ~mask)
-
-
-def largest_weight(cotangents: Cotangents) -> Array:
-    """The largest absolute cotangent, 1 if all are zero."""
-    weights = [cotangents.row_weight, cotangents.column_weight, cotangents.positive_weight]
-    largest = jnp.stack([jnp.abs(w).max() for w in weights if w is not None]).max()
-    return jnp.where(largest > 0, largest, jnp.ones_like(largest))
 
 
 def factor(sums: LogSum, weight: Array) -> Array:

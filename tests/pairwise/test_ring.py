@@ -25,9 +25,10 @@ def mesh_of(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("general", [False, True])
-def test_any_mesh_matches_oracle(shape, general):
-    """Shared scale; or per-sample scales, masks, labels and positives left out."""
+@pytest.mark.parametrize(("general", "columns"), [(False, 256), (False, 1), (True, 2)])
+def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
+    """Shared scale; or per-sample scales, masks, labels and positives left out; with 1, 4 and 2 panels of a block."""
+    monkeypatch.setattr(ring, "PANEL_COLUMNS", columns)
     devices, bx, by = 8, 3, 4
     mesh, rng = mesh_of(shape), np.random.default_rng(1)
     x, y = oracle.features("random", bx * devices, by * devices, 11, np.float64)
@@ -84,20 +85,11 @@ def test_ring_of_rings_matches_flat_ring(loss, shape, masked):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
 
 
-def hops(shape, own_last):
-    """Of each permute of a toy sweep, in order: (what travels, between hosts, number of comparisons it waits for)."""
+def hops(inside, shape, operands):
+    """Of each permute of a program, in order: (dimensions, between hosts, number of comparisons it waits for)."""
     mesh = mesh_of(shape)
-
-    def inside(x, y):
-        def compare(travelling, own):
-            s = x @ travelling.T
-            return s.sum(1), s.sum(0)
-
-        return ring.sweep(compare, y, jnp.add, mesh.axis_names, own_last=own_last)
-
-    batch = P(mesh.axis_names)
-    f = jax.shard_map(inside, mesh=mesh, in_specs=(batch, batch), out_specs=(batch, batch))
-    text = jax.jit(f).lower(jnp.ones((16, 5)), jnp.ones((16, 5))).as_text(dialect="hlo")
+    f = jax.shard_map(inside, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names))
+    text = jax.jit(f).lower(*operands).as_text(dialect="hlo")
     waits, found = {}, []
     for name, kind, opcode, operands, rest in re.findall(r"(\S+) = (\S+?\]|\().*? ([\w-]+)\((.*?)\)(.*)", text):
         waits[name] = set().union(*(waits.get(a.split(" ")[-1], set()) for a in operands.split(", ")))
@@ -110,28 +102,56 @@ def hops(shape, own_last):
     return found
 
 
-@pytest.mark.parametrize("own_last", [False, True])
-def test_hops_run_beside_comparisons(own_last):
+def hops_of_sweep(shape):
+    def inside(x, y):
+        def compare(travelling, own):
+            s = x @ travelling.T
+            return s.sum(1), s.sum(0)
+
+        return ring.sweep(compare, y, jnp.add, mesh_of(shape).axis_names)
+
+    return hops(inside, shape, (jnp.ones((16, 5)), jnp.ones((16, 5))))
+
+
+def test_hops_run_beside_comparisons():
     """What arrives for step t + 1 waits for the comparisons before step t only: all of step t can hide it."""
-    found = hops((8,), own_last)
+    found = hops_of_sweep((8,))
     y, away = ([wait for what, _, wait in found if what == kind] for kind in ("y", "away"))
-    assert y == ([0] if own_last else []) + list(range(7))
-    assert away == list(range(1, 8 if own_last else 9))
+    assert y == list(range(7))
+    assert away == list(range(1, 9))
 
 
-@pytest.mark.parametrize("own_last", [False, True])
-def test_few_hops_between_hosts_with_a_round_to_hide_each(own_last):
-    found = hops((2, 4), own_last)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("panels", [1, 2, 4])
+def test_panels_arrive_beside_the_comparison_before_theirs(panels, last):
+    """And not earlier, so that only one of them is in memory twice; alone, a panel has to wait for itself."""
+
+    def inside(x, *panels):
+        def compare(i, panel, home, away, own):
+            s = x @ panel.T
+            return jax.lax.optimization_barrier((home + s.sum(1), away + s.sum(0)))
+
+        zeros = [0 * panel[:, 0] for panel in panels]
+        return ring._step(compare, (panels, zeros[0], zeros), ("device",), own=False, last=last)
+
+    found = hops(inside, (8,), [jnp.ones((16, 5))] * (1 + panels))
+    y, away = (sorted(wait for what, _, wait in found if what == kind) for kind in ("y", "away"))
+    expected = list(range(panels))[: panels - 1 if last else None]
+    assert y == expected
+    assert away == ([1] if panels == 1 and not last else expected)
+
+
+def test_few_hops_between_hosts_with_a_round_to_hide_each():
+    found = hops_of_sweep((2, 4))
     y, away = (sorted(wait for what, host, wait in found if host and what == kind) for kind in ("y", "away"))
-    assert y == ([0, 0] if own_last else [0])
-    assert away == ([4] if own_last else [4, 8])
+    assert y == [0]
+    assert away == [4, 8]
     assert sum(what == "y" for what, host, _ in found if not host) == 2 * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1)], ids=str)
-@pytest.mark.parametrize("own_last", [False, True])
-def test_axes_of_one_device_cost_nothing(shape, own_last):
-    flat, other = ([(what, wait) for what, _, wait in hops(s, own_last)] for s in ((8,), shape))
+def test_axes_of_one_device_cost_nothing(shape):
+    flat, other = ([(what, wait) for what, _, wait in hops_of_sweep(s)] for s in ((8,), shape))
     assert flat == other
 
 

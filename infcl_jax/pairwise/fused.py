@@ -6,14 +6,14 @@ cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.pairwise.kernels import Kernels, Operands, Weights, Window
-from infcl_jax.pairwise.padding import LOG2E, Padded, extended
+from infcl_jax.pairwise.padding import LOG2E, Padded
+from infcl_jax.pairwise.references import against, factor, is_shared, shared_reference, within_range
 from infcl_jax.pairwise.tiles import (
     Array,
     Block,
@@ -26,14 +26,6 @@ from infcl_jax.pairwise.tiles import (
     finite_reference,
     matmul,
     round_up,
-)
-from infcl_jax.pairwise.xla import (
-    against,
-    factor,
-    is_shared,
-    per_sample,
-    shared_reference,
-    within_range,
 )
 
 # Pairs of a window: 256 MiB of dS in bf16, and as much for partial sums at most (one per 128 columns).
@@ -64,29 +56,22 @@ class Fused:
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """See `tiles.Backend.forward`."""
         padded = Padded.of(block, self.kernels)
-        usual = _usual_references(block)
-        row, column = self._sweep(padded.operands(block, *usual), padded, exclude, columns)
         bx, by = block.x.shape[0], block.y.shape[0]
-        exact = within_range(row[:bx], block.x_mask, by)
-        if columns:
-            exact &= within_range(column[:by], block.y_mask, bx)
-
-        def accept() -> tuple[Array, Array, Array | None, Array | None]:
-            return row, _filled(usual[0], row), column, None if column is None else _filled(usual[1], column)
-
-        def general() -> tuple[Array, Array, Array | None, Array | None]:
-            own = per_sample(block, columns) if is_shared(block) else block
-            unshifted = padded.operands(own, jnp.zeros_like(own.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
-            maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
-            top = [None if t is None else finite_reference(t) / LOG2E for t in maxima]
-            shifted = padded.operands(own, top[0][:bx], None if top[1] is None else top[1][:by])
-            sums = self._sweep(shifted, padded, exclude, columns)
-            return sums[0], top[0], sums[1], top[1]
-
-        row, row_reference, column, column_reference = lax.cond(exact, accept, general)
+        usual = shared_reference(block.x_scale), None if block.y_scale is None else shared_reference(block.y_scale)
+        row, column = self._sweep(padded.operands(block, *usual), padded, exclude, columns)
+        references = usual
+        if not is_shared(block):
+            exact = within_range(row[:bx], block.x_mask, by)
+            if columns:
+                exact &= within_range(column[:by], block.y_mask, bx)
+            row, column, *references = lax.cond(
+                exact, lambda: (row, column, *usual), lambda: self._against_maxima(block, padded, exclude, columns)
+            )
+        elif columns:
+            references = usual[0], usual[0]
         return Sums(
-            against(row_reference[:bx], row[:bx]),
-            against(column_reference[:by], column[:by]) if columns else None,
+            against(references[0], row[:bx]),
+            against(references[1], column[:by]) if columns else None,
             self._positives(block, padded),
         )
 
@@ -101,28 +86,24 @@ class Fused:
             column_weight = factor(cotangents.column, cotangents.column_weight)
         positive_weight = None if block.labels is None else cotangents.positive_weight
         task = _Task(padded, row_weight, column_weight, positive_weight, exclude)
+        gradient = self._shared_gradient if is_shared(block) else self._per_sample_gradient
+        return padded.without(gradient(block, cotangents, task, wanted, padded.gradient(into)))
 
-        def general(into: Gradient) -> Gradient:
-            own = per_sample(block, column_weight is not None) if is_shared(block) else block
-            references = (_reference(cotangents.row), _reference(cotangents.column))
-            return self._per_sample_gradient(own, references, task, wanted, into)
-
-        into = padded.gradient(into)
-        if not is_shared(block):
-            return padded.without(general(into))
-        reference = shared_reference(block.x_scale)
-        sums = [s for s in (cotangents.row, cotangents.column) if s is not None]
-        exact = jnp.stack([jnp.all((s.reference == reference) | (s.total == 0)) for s in sums]).all()
-        exact &= block.x_scale > SMALLEST_SCALE
-        into = _only_if(exact, functools.partial(self._shared_gradient, block, cotangents, task, wanted), into)
-        return padded.without(_only_if(~exact, general, into))
+    def _against_maxima(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
+        """Sums of rows and columns against the maximum of each, and these references."""
+        unshifted = padded.operands(block, jnp.zeros_like(block.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
+        maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
+        top = [None if t is None else finite_reference(t) / LOG2E for t in maxima]
+        top = [None if t is None else t[:n] for t, n in zip(top, (padded.bx, padded.by), strict=True)]
+        row, column = self._sweep(padded.operands(block, *top), padded, exclude, columns)
+        return row, column, *top
 
     def _shared_gradient(
         self, block: Block, cotangents: Cotangents, task: "_Task", wanted: Wanted, into: Gradient
     ) -> Gradient:
         scale = block.x_scale
         found = self._gradients(
-            task.padded.operands(block, *_usual_references(block)),
+            task.padded.operands(block, shared_reference(scale), None),
             task,
             Weights(
                 scale * task.row_weight,
@@ -143,30 +124,26 @@ class Fused:
         return into._replace(x=found.x, y=found.y)
 
     def _per_sample_gradient(
-        self, own: Block, references: tuple, task: "_Task", wanted: Wanted, into: Gradient
+        self, block: Block, cotangents: Cotangents, task: "_Task", wanted: Wanted, into: Gradient
     ) -> Gradient:
         column_weight = task.column_weight
         found = self._gradients(
-            task.padded.operands(own, *references),
+            task.padded.operands(block, _reference(cotangents.row), _reference(cotangents.column)),
             task,
             Weights(
-                own.x_scale * task.row_weight,
-                None if column_weight is None else own.y_scale * column_weight,
+                block.x_scale * task.row_weight,
+                None if column_weight is None else block.y_scale * column_weight,
                 task.positive_weight,
             ),
             _Found(into.x, into.y),
             moments=wanted.x_scale or wanted.y_scale,
         )
         into = into._replace(x=found.x, y=found.y)
-        if not (wanted.x_scale or wanted.y_scale):
-            return into
-        d_row = found.row_moment[: task.padded.bx] * task.row_weight
-        d_column = None if column_weight is None else found.column_moment[: task.padded.by] * column_weight
         if into.x_scale is not None:
-            shared = not into.x_scale.ndim
-            more = d_row.sum() + (0.0 if d_column is None else d_column.sum()) if shared else d_row
-            into = into._replace(x_scale=into.x_scale + more)
-        return into if into.y_scale is None else into._replace(y_scale=into.y_scale + d_column)
+            into = into._replace(x_scale=into.x_scale + found.row_moment[: task.padded.bx] * task.row_weight)
+        if into.y_scale is not None:
+            into = into._replace(y_scale=into.y_scale + found.column_moment[: task.padded.by] * column_weight)
+        return into
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
@@ -308,8 +285,6 @@ class Fused:
         return jnp.where((block.labels >= 0) & (block.labels < by), found, jnp.zeros_like(found))
 
 
-# Under it the scale's gradient is not taken from a quotient by the scale.
-SMALLEST_SCALE = 1e-6
 # Rows whose positives are gathered at a time.
 POSITIVES = 1 << 15
 # What starting the kernels of a window costs, in products of one wave.
@@ -344,12 +319,6 @@ class _Task:
     exclude: bool
 
 
-def _only_if(condition: Array, change: Callable[[Any], Any], value: Any) -> Any:
-    """`change(value)` if the condition holds, else `value`: a loop, because it changes large arrays in place."""
-    state = lax.while_loop(lambda s: s[0], lambda s: (jnp.zeros_like(s[0]), change(s[1])), (condition, value))
-    return state[1]
-
-
 def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> int:
     """Most pairs of a window of dS."""
     limit = WINDOW if rows + columns < LARGE else WINDOW // 2
@@ -357,14 +326,6 @@ def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> i
         return limit // PRECISE
     travelling = any(a is not None and a.dtype == jnp.float32 for a in (found.x, found.y))
     return min(WINDOW // 2, TRAVELLING * rows * padded.width) if travelling else limit
-
-
-def _usual_references(block: Block) -> tuple[Array, Array | None]:
-    """References of rows and columns that keep the exponentials of normalised features in range."""
-    row = shared_reference(block.x_scale)
-    if is_shared(block):
-        return row, row
-    return row, None if block.y_scale is None else shared_reference(block.y_scale)
 
 
 def _reference(sums: LogSum | None) -> Array | None:
@@ -413,7 +374,3 @@ def _rows(whole: Array, first: Array, count: int) -> Array:
 def _written(whole: Array, part: Array, first: Array) -> Array:
     part = part.astype(whole.dtype)
     return part if whole.shape == part.shape else lax.dynamic_update_slice_in_dim(whole, part, first, 0)
-
-
-def _filled(reference: Array, like: Array) -> Array:
-    return extended(jnp.broadcast_to(reference, like.shape) if reference.ndim == 0 else reference, like.shape)

@@ -106,7 +106,7 @@ def disco_backward(
     if cotangents.column is not None:  # half with either product, as in `local`
         cotangents = cotangents._replace(positive_weight=cotangents.positive_weight / 2)
     rows_only = cotangents._replace(column=None, column_weight=None)
-    of_rows = backward(_all_columns(block, axis_name), rows_only)
+    of_rows = backward(_all_columns(block._replace(y_scale=None), axis_name), rows_only)
     gradient = of_rows._replace(y=_scatter(of_rows.y, axis_name))
     if cotangents.column is None:
         return gradient

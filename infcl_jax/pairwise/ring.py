@@ -172,7 +172,7 @@ def _step(
     panels, home, away = list(state[0]), state[1], list(state[2])
 
     def fetch(i: int) -> None:
-        panels[i], away[i] = _shift((panels[i], away[i]), axes, -1)
+        panels[i], away[i] = _shift((panels[i], away[i]), axes, -1, number=i)
 
     for i, following in enumerate([*range(1, len(panels)), 0]):
         more, alone = following or not last, following == i
@@ -204,14 +204,18 @@ def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
-def _shift(tree: Any, axes: tuple[str, ...], by: int) -> Any:
-    """Every device's arrays to the device whose coordinates along all of `axes` are larger by `by`."""
+def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
+    """Every device's arrays to the device whose coordinates along all of `axes` are larger by `by`.
+
+    XLA makes one transfer of shifts that list the same pairs of devices: those of different `number` stay apart.
+    """
     if not axes:
         return tree
     sizes = tuple(lax.axis_size(axis) for axis in axes)
     coordinates = np.indices(sizes).reshape(len(sizes), -1)
     targets = np.asarray(np.ravel_multi_index(tuple(coordinates + by), sizes, mode="wrap"))
-    return jax.tree.map(lambda a: lax.ppermute(a, axes, list(enumerate(targets.tolist()))), tree)
+    pairs = np.roll(list(enumerate(targets.tolist())), number, axis=0).tolist()
+    return jax.tree.map(lambda a: lax.ppermute(a, axes, pairs), tree)
 
 
 def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:

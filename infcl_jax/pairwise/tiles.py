@@ -138,6 +138,7 @@ class Backend(Protocol):
         """Row sums over the block's columns, column sums over its rows if `columns`, and its positives.
 
         `exclude` leaves the positives out of both sums. Sums of masked rows or columns are arbitrary but never NaN.
+        With a shared scale all sums are taken against the shared reference, be they exact or not (see `references`).
         """
 
     def backward(

@@ -1,18 +1,11 @@
-"""The backend that runs anywhere: strips of rows in plain XLA.
-
-Two ways to the same exact answer. With one shared scale and features in the usual range every exponential is taken
-against one shared reference, so that a single exponential serves the row sum, the column sum and both gradients.
-Sums that leave the range in which that is exact, or per-sample scales, take the general way: maxima per row and per
-column, two exponentials.
-"""
+"""The backend that runs anywhere: strips of rows in plain XLA, with one exponential or two (see `references`)."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
+from infcl_jax.pairwise.references import against, factor, is_shared, shared_reference
 from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, positives, scan_strips, valid_pairs
 from infcl_jax.pairwise.tiles import (
     Array,
@@ -31,14 +24,6 @@ from infcl_jax.pairwise.tiles import (
     similarities,
 )
 
-# exp(scale * s - reference) is at most e^60 for normalised features: summed over 1e10 pairs still finite in fp32.
-SHARED_TOP = 60.0
-# Terms under e^-87 vanish in fp32. A sum of n terms at least n * e^-71 has lost less than e^-16 of itself.
-LOST_BELOW = -87.0
-NEGLIGIBLE = -16.0
-# Keeps the reciprocal of a sum a normal fp32 number.
-LARGEST_SUM = 1e37
-
 
 @dataclasses.dataclass(frozen=True)
 class XlaStrips:
@@ -53,28 +38,17 @@ class XlaStrips:
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """See `tiles.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        if not is_shared(block):
-            return self._general_forward(block, exclude, columns)
-        row, column, positive = self._shared_forward(block, exclude)
-        reference = shared_reference(block.x_scale)
-        exact = within_range(row, block.x_mask, block.y.shape[0])
-        if columns:
-            exact &= within_range(column, block.y_mask, block.x.shape[0])
-
-        def accept() -> Sums:
-            return Sums(against(reference, row), against(reference, column) if columns else None, positive)
-
-        return lax.cond(exact, accept, lambda: self._general_forward(per_sample(block, columns), exclude, columns))
+        return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
 
     def backward(
         self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
     ) -> Gradient:
         """See `tiles.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        backward = self._shared_or_general_backward if is_shared(block) else self._general_backward
+        backward = self._shared_backward if is_shared(block) else self._general_backward
         return add_trees(into, backward(block, cotangents, exclude, wanted))
 
-    def _shared_forward(self, block: Block, exclude: bool) -> tuple[Array, Array, Array]:
+    def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         reference = shared_reference(block.x_scale)
 
         def strip(column: Array, rows: _Rows) -> tuple[Array, tuple[Array, Array]]:
@@ -82,7 +56,7 @@ class XlaStrips:
             return column + e.sum(0), (e.sum(1), _positives(s, rows.labels))
 
         column, (row, positive) = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
-        return row, column, positive
+        return Sums(against(reference, row), against(reference, column) if columns else None, positive)
 
     def _general_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, tuple[LogSum, Array]]:
@@ -96,22 +70,6 @@ class XlaStrips:
         start = empty_log_sum(_column_zeros(block)) if columns else None
         column, (row, positive) = scan_strips(strip, start, _rows(block), self.rows)
         return Sums(row, column, positive)
-
-    def _shared_or_general_backward(
-        self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted
-    ) -> Gradient:
-        reference = shared_reference(block.x_scale)
-        sums = [s for s in (cotangents.row, cotangents.column) if s is not None]
-        exact = jnp.stack([jnp.all((s.reference == reference) | (s.total == 0)) for s in sums]).all()
-
-        def general() -> Gradient:
-            columns = cotangents.column is not None
-            g = self._general_backward(per_sample(block, columns), cotangents, exclude, wanted)
-            scale_parts = [part.sum() for part in (g.x_scale, g.y_scale) if part is not None]
-            return Gradient(g.x, g.y, sum(scale_parts[1:], scale_parts[0]) if scale_parts else None, None)
-
-        wanted = wanted._replace(y_scale=wanted.x_scale)
-        return lax.cond(exact, lambda: self._shared_backward(block, cotangents, exclude, wanted), general)
 
     def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
         scale, reference = block.x_scale, shared_reference(block.x_scale)
@@ -184,24 +142,6 @@ def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
     return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
 
 
-def shared_reference(scale: Array) -> Array:
-    """The reference `c` of the shared way: `exp(scale * s - c)` stays under `e^60` for normalised features."""
-    return jnp.maximum(scale - SHARED_TOP, jnp.zeros_like(scale))
-
-
-def is_shared(block: Block) -> bool:
-    """Whether one scale serves all rows and columns."""
-    return block.x_scale.ndim == 0
-
-
-def per_sample(block: Block, columns: bool) -> Block:
-    """The same block with its shared scale written out per row and per column."""
-    x_scale = jnp.broadcast_to(block.x_scale, block.x.shape[:1])
-    return block._replace(
-        x_scale=x_scale, y_scale=jnp.broadcast_to(block.x_scale, block.y.shape[:1]) if columns else None
-    )
-
-
 def _shared_exponentials(block: Block, rows: _Rows, reference: Array, exclude: bool) -> tuple[Array, Array]:
     s = similarities(rows.x, block.y)
     e = jnp.exp(block.x_scale * s - reference)
@@ -224,24 +164,6 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     reference = z.max(axis)
     total = jnp.exp(z - jnp.expand_dims(finite_reference(reference), axis)).sum(axis)
     return LogSum(reference, total)
-
-
-def against(reference: Array, total: Array) -> LogSum:
-    """A sum taken against the shared reference; a sum over nothing must not claim that reference when merged."""
-    return LogSum(jnp.where(total > 0, reference, -jnp.inf), total)
-
-
-def within_range(total: Array, mask: Array | None, terms: int) -> Array:
-    """Whether all sums that count are exact (see the constants above)."""
-    smallest = terms * math.exp(LOST_BELOW - NEGLIGIBLE)
-    good = (total >= smallest) & (total <= LARGEST_SUM)
-    return jnp.all(good if mask is None else good | ~mask)
-
-
-def factor(sums: LogSum, weight: Array) -> Array:
-    """`weight / total`, zero for a sum over nothing."""
-    some = sums.total > 0
-    return jnp.where(some, weight, jnp.zeros_like(weight)) / jnp.where(some, sums.total, jnp.ones_like(sums.total))
 
 
 def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:

@@ -156,11 +156,12 @@ def test_axes_of_one_device_cost_nothing(shape):
 
 
 def executed(jaxpr, times=1):
-    """(axes, shape) of every permute of a jaxpr, as often as it runs."""
+    """(axes, shape) of every permute of a jaxpr, as often as it runs where conditions hold."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ppermute":
             yield from [(eqn.params["axis_name"], eqn.invars[0].aval.shape)] * times
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+        taken = {"branches": eqn.params["branches"][1:]} if eqn.primitive.name == "cond" else eqn.params
+        for inner in jax.extend.core.jaxprs_in_params(taken):
             yield from executed(inner, times * eqn.params.get("length", 1))
 
 

@@ -1,0 +1,170 @@
+"""The strategies that go block by block: which way their exponentials stay in range, and the rule of their gradient."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from infcl_jax.pairwise import gather, ring
+from infcl_jax.pairwise.devices import FUSED, fused_backend
+from infcl_jax.pairwise.references import all_within_range, is_shared, per_sample
+from infcl_jax.pairwise.tiles import (
+    Array,
+    AxisName,
+    Backend,
+    Block,
+    Cotangents,
+    Gradient,
+    Sums,
+    Wanted,
+    constant,
+    varying_over,
+)
+from infcl_jax.pairwise.xla import XlaStrips
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A strategy whose gradient is written by hand, with the backend that compares its blocks."""
+
+    backend: Backend
+    forward: Callable
+    backward: Callable
+
+
+_PORTABLE = {
+    "disco": Strategy(XlaStrips(rows=None), gather.disco_forward, gather.disco_backward),
+    "ring": Strategy(XlaStrips(rows=None), ring.forward, ring.backward),
+    "xla": Strategy(XlaStrips(), ring.forward, ring.backward),
+}
+BLOCKWISE = (*_PORTABLE, *FUSED)
+
+
+def _strategy(implementation: str) -> Strategy:
+    if implementation in FUSED:
+        return Strategy(fused_backend(implementation), ring.forward, ring.backward)
+    return _PORTABLE[implementation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of one call."""
+
+    implementation: str
+    axis_name: AxisName | None
+    exclude: bool
+    columns: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blockwise(
+    plan: Plan,
+    x: Array,
+    y: Array,
+    x_scale: Array,
+    y_scale: Array | None,
+    x_mask: Array | None,
+    y_mask: Array | None,
+    labels: Array,
+) -> tuple[Array, Array | None, Array]:
+    """Log-sum-exp of rows and columns, and positives, of what `tiles.Block` describes."""
+    sums, _ = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
+    return _logarithms(sums)
+
+
+def _sums(plan: Plan, block: Block) -> tuple[Sums, Array | None]:
+    """The sums, and for a shared scale whether all devices' are exact against the shared reference."""
+    strategy, axis_name = _strategy(plan.implementation), plan.axis_name
+
+    def sums(block: Block) -> Sums:
+        return strategy.forward(
+            strategy.backend, block, axis_name=axis_name, exclude=plan.exclude, columns=plan.columns
+        )
+
+    found = sums(block)
+    if not is_shared(block):
+        return found, None
+    # Once for all blocks and devices: they wait for each other anyway, and for the host where it has to decide.
+    exact = all_within_range(block, found, 1 if axis_name is None else lax.axis_size(axis_name))
+    if axis_name is not None:
+        exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
+    return lax.cond(exact, lambda: found, lambda: sums(per_sample(block, plan.columns))), exact
+
+
+def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
+    return sums.row.log(), None if sums.column is None else sums.column.log(), sums.positive
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StaticWanted:
+    """Carries the static `Wanted` from the forward rule to the backward rule."""
+
+    wanted: Wanted
+
+
+def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
+    block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
+    wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
+    sums, exact = _sums(plan, block)
+    return _logarithms(sums), (block, sums, exact, _StaticWanted(wanted))
+
+
+def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
+    block, sums, exact, static = residuals
+    d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
+    size = _largest((d_row, d_column, d_positive), plan.axis_name)
+    d_row, d_column, d_positive = (None if d is None else d / size for d in (d_row, d_column, d_positive))
+    strategy = _strategy(plan.implementation)
+
+    def gradient(block: Block, wanted: Wanted) -> Gradient:
+        return strategy.backward(
+            strategy.backend,
+            block,
+            Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
+            axis_name=plan.axis_name,
+            exclude=plan.exclude,
+            wanted=wanted,
+        )
+
+    def general() -> Gradient:
+        wanted = static.wanted._replace(y_scale=static.wanted.x_scale)
+        found = gradient(per_sample(block, plan.columns), wanted)
+        if not wanted.x_scale:
+            return found
+        x_scale = found.x_scale.sum()
+        return found._replace(x_scale=x_scale if found.y_scale is None else x_scale + found.y_scale.sum(), y_scale=None)
+
+    if exact is None:
+        found = gradient(block, static.wanted)
+    else:
+        found = lax.cond(exact, lambda: gradient(block, static.wanted), general)
+    # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
+    found = jax.tree.map(lambda g: g.astype(size.dtype) * size, found)
+    d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (found.x, found.y))
+    return d_x, d_y, found.x_scale, found.y_scale, None, None, None
+
+
+blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _is_primal(value: object) -> bool:
+    return isinstance(value, CustomVJPPrimal)
+
+
+def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array | None:
+    if isinstance(cotangent, SymbolicZero):
+        return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
+    return cotangent
+
+
+def _largest(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
+    """The largest absolute cotangent of all devices, 1 if all are zero."""
+    largest = jnp.stack([jnp.abs(c).max() for c in cotangents if c is not None]).max()
+    if axis_name is not None:
+        largest = lax.pmax(varying_over(largest, axis_name), axis_name)
+    return jnp.where(largest > 0, largest, jnp.ones_like(largest))

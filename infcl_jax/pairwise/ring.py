@@ -177,16 +177,28 @@ def _step(
     for i, following in enumerate([*range(1, len(panels)), 0]):
         more, alone = following or not last, following == i
         if more and not alone:
-            if i:
-                # One panel on its way at a time.
-                (panels[following], away[following]), _ = lax.optimization_barrier(
-                    ((panels[following], away[following]), away[i - 1])
-                )
+            if i:  # one panel on its way at a time
+                panels[following], away[following] = _after(away[i - 1], (panels[following], away[following]))
             fetch(following)
+        if i:
+            panels[i] = _after((home, away[i - 1]), panels[i])
         home, away[i] = compare(i, panels[i], home, away[i], own)
         if more and alone:
             fetch(i)
     return panels, home, away
+
+
+def _after(done: Any, tree: Any) -> Any:
+    """`tree`, whose matrices have to wait for `done`.
+
+    A row is written onto itself, at a place that is always zero but comes from `done`: barriers are gone when XLA
+    schedules, which then starts all transfers at once and makes one product of those of several panels.
+    """
+    first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
+    if not first:
+        return tree
+    zero = jnp.minimum(sum(first[1:], first[0]), 0).astype(jnp.int32)
+    return jax.tree.map(lambda a: lax.dynamic_update_slice_in_dim(a, a[:1], zero, 0) if a.ndim > 1 else a, tree)
 
 
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:

@@ -143,7 +143,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         found = gradient(block, static.wanted)
     else:
         found = lax.cond(exact, lambda: gradient(block, static.wanted), general)
-    # The mean's 1/b is in `size`: applied last, nothing small is ever rounded.
+    # The mean's 1/b is in `size`: applied last and exactly, nothing small is ever rounded.
     found = jax.tree.map(lambda g: g.astype(size.dtype) * size, found)
     d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (found.x, found.y))
     return d_x, d_y, found.x_scale, found.y_scale, None, None, None
@@ -163,8 +163,9 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
 
 
 def _largest(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
-    """The largest absolute cotangent of all devices, 1 if all are zero."""
+    """The power of two above the largest absolute cotangent of all devices, 1 if all are zero."""
     largest = jnp.stack([jnp.abs(c).max() for c in cotangents if c is not None]).max()
     if axis_name is not None:
         largest = lax.pmax(varying_over(largest, axis_name), axis_name)
-    return jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    power = jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1])
+    return jnp.where(largest > 0, power, jnp.ones_like(power))

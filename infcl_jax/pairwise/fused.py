@@ -25,6 +25,7 @@ from infcl_jax.pairwise.tiles import (
     constant,
     finite_reference,
     matmul,
+    no_gradient,
     round_up,
 )
 
@@ -75,19 +76,59 @@ class Fused:
             self._positives(block, padded),
         )
 
-    def backward(
-        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
-    ) -> Gradient:
+    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
+        """See `tiles.Backend.accumulators`: padded, and none for a shared scale, see `gradient`."""
+        shared = is_shared(block)
+        padded = Padded.of(block, self.kernels)
+        x = wanted.x or (shared and wanted.x_scale and not wanted.y)
+        kept = Wanted(x, wanted.y, wanted.x_scale and not shared, wanted.y_scale)
+        features = [a[:, : padded.width] for a in (padded.x, padded.y)]
+        return no_gradient(block._replace(x=features[0], y=features[1]), kept, dtype)
+
+    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
         """See `tiles.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
-        row_weight = factor(cotangents.row, cotangents.row_weight)
-        column_weight = None
+        row_weight, column_weight = factor(cotangents.row, cotangents.row_weight), None
         if cotangents.column is not None:
             column_weight = factor(cotangents.column, cotangents.column_weight)
-        positive_weight = None if block.labels is None else cotangents.positive_weight
-        task = _Task(padded, row_weight, column_weight, positive_weight, exclude)
-        gradient = self._shared_gradient if is_shared(block) else self._per_sample_gradient
-        return padded.without(gradient(block, cotangents, task, wanted, padded.gradient(into)))
+        if is_shared(block):
+            operands = padded.operands(block, shared_reference(block.x_scale), None)
+            scales = block.x_scale, block.x_scale
+        else:
+            operands = padded.operands(block, _reference(cotangents.row), _reference(cotangents.column))
+            scales = block.x_scale, block.y_scale
+        weights = Weights(
+            scales[0] * row_weight,
+            None if column_weight is None else scales[1] * column_weight,
+            None if block.labels is None else cotangents.positive_weight,
+        )
+        moments = into.x_scale is not None or into.y_scale is not None
+        found = self._gradients(operands, padded, weights, _Found(into.x, into.y), exclude=exclude, moments=moments)
+        into = into._replace(x=found.x, y=found.y)
+        if into.x_scale is not None:
+            into = into._replace(x_scale=into.x_scale + found.row_moment[: padded.bx] * row_weight)
+        if into.y_scale is not None:
+            into = into._replace(y_scale=into.y_scale + found.column_moment[: padded.by] * column_weight)
+        return into
+
+    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
+        """See `tiles.Backend.gradient`: the gradient of a shared scale comes from those of the features."""
+        padded = Padded.of(block, self.kernels)
+        scale, x_scale = block.x_scale, found.x_scale
+        if wanted.x_scale and is_shared(block):
+            # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
+            features, d = (padded.x, found.x) if found.x is not None else (padded.y, found.y)
+            here = (block.labels >= 0) & (block.labels < block.y.shape[0])
+            positive = jnp.where(
+                here, cotangents.positive_weight * cotangents.positive, jnp.zeros_like(here, scale.dtype)
+            )
+            x_scale = (padded.dot(features, d) - positive.sum()) / scale
+        return Gradient(
+            found.x[: padded.bx, : padded.features] if wanted.x else None,
+            found.y[: padded.by, : padded.features] if wanted.y else None,
+            x_scale,
+            found.y_scale,
+        )
 
     def _against_maxima(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
         """Sums of rows and columns against the maximum of each, and these references."""
@@ -97,53 +138,6 @@ class Fused:
         top = [None if t is None else t[:n] for t, n in zip(top, (padded.bx, padded.by), strict=True)]
         row, column = self._sweep(padded.operands(block, *top), padded, exclude, columns)
         return row, column, *top
-
-    def _shared_gradient(
-        self, block: Block, cotangents: Cotangents, task: "_Task", wanted: Wanted, into: Gradient
-    ) -> Gradient:
-        scale = block.x_scale
-        found = self._gradients(
-            task.padded.operands(block, shared_reference(scale), None),
-            task,
-            Weights(
-                scale * task.row_weight,
-                None if task.column_weight is None else scale * task.column_weight,
-                task.positive_weight,
-            ),
-            _Found(into.x, into.y),
-            dot=wanted.x_scale,
-        )
-        if wanted.x_scale:
-            # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
-            dot = found.dot
-            if task.positive_weight is not None:
-                here = (block.labels >= 0) & (block.labels < block.y.shape[0])
-                positive = jnp.where(here, cotangents.positive, jnp.zeros_like(cotangents.positive))
-                dot = dot - (task.positive_weight * positive).sum()
-            into = into._replace(x_scale=into.x_scale + dot / scale)
-        return into._replace(x=found.x, y=found.y)
-
-    def _per_sample_gradient(
-        self, block: Block, cotangents: Cotangents, task: "_Task", wanted: Wanted, into: Gradient
-    ) -> Gradient:
-        column_weight = task.column_weight
-        found = self._gradients(
-            task.padded.operands(block, _reference(cotangents.row), _reference(cotangents.column)),
-            task,
-            Weights(
-                block.x_scale * task.row_weight,
-                None if column_weight is None else block.y_scale * column_weight,
-                task.positive_weight,
-            ),
-            _Found(into.x, into.y),
-            moments=wanted.x_scale or wanted.y_scale,
-        )
-        into = into._replace(x=found.x, y=found.y)
-        if into.x_scale is not None:
-            into = into._replace(x_scale=into.x_scale + found.row_moment[: task.padded.bx] * task.row_weight)
-        if into.y_scale is not None:
-            into = into._replace(y_scale=into.y_scale + found.column_moment[: task.padded.by] * column_weight)
-        return into
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
@@ -175,70 +169,58 @@ class Fused:
         return _march(rows, size[0], row_window, empty)
 
     def _gradients(
-        self,
-        operands: Operands,
-        task: "_Task",
-        weights: Weights,
-        found: "_Found",
-        *,
-        moments: bool = False,
-        dot: bool = False,
+        self, operands: Operands, padded: Padded, weights: Weights, found: "_Found", *, exclude: bool, moments: bool
     ) -> "_Found":
         """Adds up gradients, panel after panel of columns, and in each window after window of rows."""
-        padded, kernels = task.padded, self.kernels
         weights = padded.weights(weights)
         rows, cols = operands.x.shape[0], operands.y.shape[0]
         size = self._window(rows, cols, _largest_window(rows, cols, padded, found), padded.width)
         panel = max(size[1], PANEL // (4 * padded.width) // size[1] * size[1])
         like = functools.partial(constant, varying_like=operands.x)
-        want_x, want_y = found.x is not None or (dot and found.y is None), found.y is not None
 
         def panel_step(first: Array, width: int, found: _Found) -> _Found:
             places = [(c, min(size[1], width - c)) for c in range(0, width, size[1])]
 
             def row_window(row: Array, count: int, state: tuple) -> tuple:
                 found, d_y = state
-                turn = row
-                d_x, d_y = like((count, padded.width), 0, jnp.float32), list(d_y)
+                turn, d_x, d_y = row, None, list(d_y)
+                if found.x is not None:
+                    # Where that is all of them, the products go straight into the accumulators.
+                    whole = found.x.dtype == jnp.float32 and found.x.shape[0] == count
+                    d_x = found.x if whole else like((count, padded.width), 0, jnp.float32)
                 for i, (offset, part) in enumerate(places):
                     window = Window(turn, first + offset, count, part)
-                    d_s, row_moment, column_moment = kernels.weights(
+                    d_s, row_moment, column_moment = self.kernels.weights(
                         operands,
                         weights,
                         window,
                         padded.pairs,
-                        exclude=task.exclude,
+                        exclude=exclude,
                         parts=padded.d_s_parts,
                         moments=moments,
                     )
-                    if want_x:
+                    if d_x is not None:
                         d_x = d_x + _product(d_s, operands.y, window.column, part, 1, padded)
-                    if want_y:
+                    if d_y[i] is not None:
                         d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
                     if moments:
                         found = found.with_moments(row_moment, column_moment, row, first + offset)
                     # One window after the other, or their dS would be in memory together.
                     turn, *_ = lax.optimization_barrier((row, d_x, d_y[i]))
-                if dot and want_x:
-                    found = found._replace(dot=found.dot + padded.dot(padded.x, d_x, row))
-                if found.x is not None:
-                    found = found._replace(x=_combined(jnp.add, found.x, d_x, row))
+                if d_x is not None:
+                    found = found._replace(x=d_x if whole else _combined(jnp.add, found.x, d_x, row))
                 return found, tuple(d_y)
 
             y = found.y
-            before = tuple(
-                _rows(y, first + offset, part).astype(jnp.float32) if want_y else None for offset, part in places
+            d_y = tuple(
+                None if y is None else _rows(y, first + offset, part).astype(jnp.float32) for offset, part in places
             )
-            found, d_y = _march(rows, size[0], row_window, (found._replace(y=None), before))
-            for was, now, (offset, _) in zip(before, d_y, places, strict=True) if want_y else ():
-                if dot and not want_x:
-                    more = padded.dot(padded.y, now, first + offset) - padded.dot(padded.y, was, first + offset)
-                    found = found._replace(dot=found.dot + more)
-                y = _written(y, now, first + offset)
+            found, d_y = _march(rows, size[0], row_window, (found._replace(y=None), d_y))
+            for d, (offset, _) in zip(d_y, places, strict=True) if y is not None else ():
+                y = _written(y, d, first + offset)
             return found._replace(y=y)
 
         start = found._replace(
-            dot=like((), 0, jnp.float32) if dot else None,
             row_moment=like((rows,), 0, jnp.float32) if moments else None,
             column_moment=like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
         )
@@ -296,7 +278,6 @@ class _Found(NamedTuple):
 
     x: Array | None
     y: Array | None
-    dot: Array | None = None
     row_moment: Array | None = None
     column_moment: Array | None = None
 
@@ -306,17 +287,6 @@ class _Found(NamedTuple):
             row_moment=_combined(jnp.add, self.row_moment, row, first_row),
             column_moment=None if column is None else _combined(jnp.add, self.column_moment, column, first_column),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    """What a backward call is about: the operands' padding, and weights over sums."""
-
-    padded: Padded
-    row_weight: Array
-    column_weight: Array | None
-    positive_weight: Array | None
-    exclude: bool
 
 
 def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> int:

@@ -21,7 +21,6 @@ from infcl_jax.pairwise.tiles import (
     Wanted,
     accumulation_dtype,
     empty_log_sum,
-    no_gradient,
 )
 
 
@@ -98,8 +97,9 @@ def disco_backward(
     """
 
     def backward(block: Block, cotangents: Cotangents) -> Gradient:
-        nothing = no_gradient(block, wanted, accumulation_dtype(block.x.dtype))
-        return backend.backward(block, cotangents, nothing, exclude=exclude, wanted=wanted)
+        nothing = backend.accumulators(block, wanted, accumulation_dtype(block.x.dtype))
+        found = backend.backward(block, cotangents, nothing, exclude=exclude)
+        return backend.gradient(block, cotangents, found, wanted)
 
     if axis_name is None:
         return backward(block, cotangents)

@@ -43,12 +43,14 @@ class MosaicGpu:
       backward: tiles of dS for features up to a width each, the last for any width.
       per_sample: tiles of both with per-sample scales, which take more registers.
       blocks: multiprocessors of the device.
+      persistent: see `mosaic_loop.Loop`.
     """
 
     forward: Tiles = FORWARD
     backward: tuple[tuple[float, Tiles], ...] = BACKWARD
     per_sample: Tiles = PER_SAMPLE
     blocks: int = BLOCKS
+    persistent: bool = True
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -191,7 +193,8 @@ class MosaicGpu:
         """See `kernels.Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         parts = 1 + max(p for p, _ in pairs)
-        loop = Loop(tiles, x.shape[0], y.shape[0], x.shape[1] // parts, pairs, self.blocks, diagonal=True)
+        depth = x.shape[1] // parts
+        loop = Loop(tiles, x.shape[0], y.shape[0], depth, pairs, self.blocks, self.persistent, diagonal=True)
 
         def finish(at: Place, s: Array, prepared: Any, carry: Any) -> Any:
             @pl.when(lax.div(lax.rem(at.column, tiles.block_rows), tiles.rows) == at.warpgroup)
@@ -216,7 +219,7 @@ class MosaicGpu:
     def _loop(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> Loop:
         tiles = tiles if operands.column_scale is None else self.per_sample
         depth = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
-        return Loop(tiles, window.rows, window.columns, depth, pairs, self.blocks)
+        return Loop(tiles, window.rows, window.columns, depth, pairs, self.blocks, self.persistent)
 
 
 class _Store:

@@ -107,6 +107,7 @@ class Loop:
       depth: length of the products.
       pairs: numbers of the operands' parts whose products are summed.
       blocks: multiprocessors of the device.
+      persistent: thread blocks stay until all tasks are done; otherwise each does one task.
       diagonal: only the tiles on the diagonal.
     """
 
@@ -116,6 +117,7 @@ class Loop:
     depth: int
     pairs: Pairs
     blocks: int
+    persistent: bool
     diagonal: bool = False
 
     @property
@@ -127,6 +129,11 @@ class Loop:
     def clusters(self) -> int:
         """Clusters on the device."""
         return self.blocks // self.tiles.cluster
+
+    @property
+    def launched(self) -> int:
+        """Clusters of the grid."""
+        return self.clusters if self.persistent else self.tasks
 
     @property
     def panels(self) -> int:
@@ -266,12 +273,12 @@ def run(
         *arrays, x_s, y_s, pieces, full, empty, started, turn = refs
         named = dict(zip([*operands, *results], arrays, strict=True), pieces=pieces, turn=turn)
         warpgroup, member, cluster = (lax.axis_index(a) for a in ("warpgroup", "member", "cluster"))
-        tasks = lax.div(loop.tasks - cluster + loop.clusters - 1, loop.clusters)
+        tasks = lax.div(loop.tasks - cluster + loop.launched - 1, loop.launched)
 
         def place(i: Array) -> Place:
             """The i-th task of this thread block."""
             across = loop.columns // t.cluster_columns
-            task = cluster + i * loop.clusters
+            task = cluster + i * loop.launched
             segment, panel = lax.div(task, across), lax.rem(task, across) * t.cluster + member
             return Place(loop, named, warpgroup, segment * WARPGROUPS + warpgroup, panel, segment * loop.segment)
 
@@ -385,7 +392,7 @@ def run(
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=WARPGROUPS),
         ],
-        grid=(loop.clusters,),
+        grid=(loop.launched,),
         grid_names=("cluster",),
         cluster=(t.cluster,),
         cluster_names=("member",),

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.pairwise.kernels import RANGE, Kernels, Operands, Pairs, Weights
-from infcl_jax.pairwise.tiles import Array, Block, Gradient, round_up
+from infcl_jax.pairwise.tiles import Array, Block, round_up
 
 LOG2E = math.log2(math.e)
 # Tensor cores truncate a sum whenever they add to it, so similarities come out too small: on an H200 by 0.75e-9 of
 # themselves for each feature if these are random, and by 2.1e-9 at most, if one outweighs the others.
-TRUNCATION = 1.4e-9
+TRUNCATION = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,29 +125,10 @@ class Padded:
         labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
         return extended(labels, (self.x.shape[0],), -1)
 
-    def gradient(self, into: Gradient) -> Gradient:
-        """Accumulators with the features' padding."""
-        x, y = (
-            None if a is None else extended(a, (b.shape[0], self.width))
-            for a, b in zip(into[:2], (self.x, self.y), strict=True)
-        )
-        return into._replace(x=x, y=y)
-
-    def without(self, gradient: Gradient) -> Gradient:
-        """Accumulators without it."""
-        x, y = (
-            None if a is None else a[:count, : self.features]
-            for a, count in zip(gradient[:2], (self.bx, self.by), strict=True)
-        )
-        return gradient._replace(x=x, y=y)
-
-    def dot(self, features: Array, gradient: Array, first: Array) -> Array:
-        """Sum of the products of some rows' features with their gradients."""
-        rows = lax.dynamic_slice_in_dim(features, first, gradient.shape[0])
-        whole = sum(
-            rows[:, p * self.width : (p + 1) * self.width].astype(jnp.float32) for p in reversed(range(self.parts))
-        )
-        return (whole * gradient).sum()
+    def dot(self, features: Array, gradient: Array) -> Array:
+        """Sum of the products of all features with their gradients, both padded."""
+        parts = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.parts)))
+        return (sum(p.astype(jnp.float32) for p in parts) * gradient.astype(jnp.float32)).sum()
 
 
 def _masked(mask: Array | None, count: int, padded: int) -> Array | None:

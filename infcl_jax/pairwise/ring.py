@@ -27,7 +27,6 @@ from infcl_jax.pairwise.tiles import (
     Wanted,
     accumulation_dtype,
     add_trees,
-    no_gradient,
     round_up,
 )
 
@@ -274,7 +273,7 @@ def backward(
     """
     alone = not ring_axes(axis_name)
     # What is added up hop by hop keeps full precision; a whole gradient is rounded at once, without a copy.
-    into = no_gradient(block, wanted, block.x.dtype if alone else accumulation_dtype(block.x.dtype))
+    into = backend.accumulators(block, wanted, block.x.dtype if alone else accumulation_dtype(block.x.dtype))
     travelling = _travelling(block), (cotangents.column, cotangents.column_weight), (into.y, into.y_scale)
     parts = split(travelling, axis_name)
 
@@ -283,13 +282,13 @@ def backward(
         here = _arrived(block, columns, block.labels - parts[i][0] if own else None)
         arrived = cotangents._replace(column=column, column_weight=column_weight)
         found = home._replace(y=away[0], y_scale=away[1])
-        found = backend.backward(here, arrived, found, exclude=exclude, wanted=wanted)
+        found = backend.backward(here, arrived, found, exclude=exclude)
         return found._replace(y=None, y_scale=None), (found.y, found.y_scale)
 
     panels, away = [part[:2] for _, part in parts], [part[2] for _, part in parts]
     home, away = accumulate(compare, panels, into._replace(y=None, y_scale=None), away, axis_name)
     d_y, d_y_scale = jax.tree.map(lambda *parts: jnp.concatenate(parts), *away)
-    return home._replace(y=d_y, y_scale=d_y_scale)
+    return backend.gradient(block, cotangents, home._replace(y=d_y, y_scale=d_y_scale), wanted)
 
 
 def _travelling(block: Block) -> tuple:

@@ -141,12 +141,22 @@ class Backend(Protocol):
         With a shared scale all sums are taken against the shared reference, be they exact or not (see `references`).
         """
 
-    def backward(
-        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
-    ) -> Gradient:
-        """`into` with the block's contribution to the wanted gradients added, in place where that saves memory.
+    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
+        """Zeros to add to, those for features in `dtype`; what exactly they add up is the backend's affair.
 
-        Masked rows and columns contribute nothing. The largest cotangents are of size one.
+        Columns are on the first axis of theirs, perhaps with padding after the last.
+        """
+
+    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
+        """`into` with the block's contribution added, in place where that saves memory.
+
+        Masked rows and columns contribute nothing. The largest cotangents are about one.
+        """
+
+    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
+        """The wanted gradients for this device's rows, columns and scales, when all contributions are in `found`.
+
+        The scale's sum over all devices counts: its parts may be any.
         """
 
 

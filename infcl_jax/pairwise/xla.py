@@ -21,6 +21,7 @@ from infcl_jax.pairwise.tiles import (
     empty_log_sum,
     finite_reference,
     matmul,
+    no_gradient,
     similarities,
 )
 
@@ -40,13 +41,20 @@ class XlaStrips:
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
 
-    def backward(
-        self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool, wanted: Wanted
-    ) -> Gradient:
+    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
+        """See `tiles.Backend.accumulators`."""
+        return no_gradient(block, wanted, dtype)
+
+    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
         """See `tiles.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         backward = self._shared_backward if is_shared(block) else self._general_backward
+        wanted = Wanted(*(a is not None for a in into))
         return add_trees(into, backward(block, cotangents, exclude, wanted))
+
+    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
+        """See `tiles.Backend.gradient`."""
+        return found
 
     def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         reference = shared_reference(block.x_scale)

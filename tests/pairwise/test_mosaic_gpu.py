@@ -23,7 +23,7 @@ from infcl_jax.pairwise.fused import Fused
 from infcl_jax.pairwise.kernels import Operands, Window
 from infcl_jax.pairwise.mosaic_gpu import MosaicGpu
 from infcl_jax.pairwise.mosaic_loop import Tiles
-from infcl_jax.pairwise.tiles import Block, Cotangents, Wanted, no_gradient
+from infcl_jax.pairwise.tiles import Block, Cotangents, Wanted
 
 EVERYTHING = Wanted()
 DEADLOCK = 300  # seconds
@@ -123,8 +123,14 @@ def run(backend, block, weights, *, exclude=False, columns=True, wanted=EVERYTHI
     row, column, positive = (jnp.asarray(w, jnp.float32) for w in weights)
     column = column if columns else None
     cotangents = Cotangents(sums.row, row, sums.column, column, sums.positive, positive)
-    backward = functools.partial(backend.backward, exclude=exclude, wanted=wanted)
-    return sums, jax.jit(backward)(block, cotangents, no_gradient(block, wanted, dtype))
+
+    @jax.jit
+    def backward(block, cotangents):
+        into = backend.accumulators(block, wanted, dtype)
+        found = backend.backward(block, cotangents, into, exclude=exclude)
+        return backend.gradient(block, cotangents, found, wanted)
+
+    return sums, backward(block, cotangents)
 
 
 def assert_sums(block, sums, found):
@@ -214,19 +220,21 @@ def test_steps_of_a_ring_add_up(interpreter):
     w = [jnp.asarray(v, jnp.float32) for v in weights]
     blocks = whole._replace(y=whole.y[:128]), whole._replace(y=whole.y[128:], labels=None)
     forward = jax.jit(functools.partial(backend.forward, exclude=False, columns=True))
-    backward = jax.jit(functools.partial(backend.backward, exclude=False, wanted=EVERYTHING))
+    backward = jax.jit(functools.partial(backend.backward, exclude=False))
     own, other = (forward(b) for b in blocks)
     assert not np.any(other.positive)
     row = own.row.merge(other.row)
-    gradient, d_y = no_gradient(whole, EVERYTHING, jnp.float32), []
+    gradient, d_y = backend.accumulators(whole, EVERYTHING, jnp.float32), []
     for block, sums, column in zip(blocks, (own, other), jnp.split(w[1], 2), strict=True):
         cotangents = Cotangents(row, w[0], sums.column, column, sums.positive, w[2])
         gradient = backward(block, cotangents, gradient._replace(y=jnp.ones(block.y.shape)))
         d_y.append(gradient.y - 1)
-    found, want = expected(whole, weights, False, True)
     column = jax.tree.map(lambda *a: jnp.concatenate(a), own.column, other.column)
+    cotangents = Cotangents(row, w[0], column, w[1], own.positive, w[2])
+    gradient = backend.gradient(whole, cotangents, gradient._replace(y=jnp.concatenate(d_y)), EVERYTHING)
+    found, want = expected(whole, weights, False, True)
     assert_sums(whole, own._replace(row=row, column=column), found)
-    assert_gradients(whole, gradient._replace(y=jnp.concatenate(d_y)), want)
+    assert_gradients(whole, gradient, want)
 
 
 @pytest.mark.parametrize("pairs", [BF16, FP32], ids=["bf16", "fp32"])

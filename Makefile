@@ -50,4 +50,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton]'
+	@# Compiles Triton kernels without a GPU; outside the environment, where JAX would miss the rest of CUDA.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/cuda jax-cuda13-plugin
 	touch $@

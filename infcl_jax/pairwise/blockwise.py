@@ -44,10 +44,11 @@ _PORTABLE = {
 BLOCKWISE = (*_PORTABLE, *FUSED)
 
 
-def _strategy(implementation: str) -> Strategy:
-    if implementation in FUSED:
-        return Strategy(fused_backend(implementation), ring.forward, ring.backward)
-    return _PORTABLE[implementation]
+def _strategy(plan: "Plan") -> Strategy:
+    if plan.implementation in FUSED:
+        alone = not ring.ring_axes(plan.axis_name)
+        return Strategy(fused_backend(plan.implementation, alone), ring.forward, ring.backward)
+    return _PORTABLE[plan.implementation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def blockwise(
 
 def _sums(plan: Plan, block: Block) -> tuple[Sums, Array | None]:
     """The sums, and for a shared scale whether all devices' are exact against the shared reference."""
-    strategy, axis_name = _strategy(plan.implementation), plan.axis_name
+    strategy, axis_name = _strategy(plan), plan.axis_name
 
     def sums(block: Block) -> Sums:
         return strategy.forward(
@@ -119,10 +120,10 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
     size = _largest((d_row, d_column, d_positive), plan.axis_name)
     d_row, d_column, d_positive = (None if d is None else d / size for d in (d_row, d_column, d_positive))
-    strategy = _strategy(plan.implementation)
+    strategy = _strategy(plan)
 
     def gradient(block: Block, wanted: Wanted) -> Gradient:
-        return strategy.backward(
+        found = strategy.backward(
             strategy.backend,
             block,
             Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
@@ -130,6 +131,10 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
             exclude=plan.exclude,
             wanted=wanted,
         )
+        # The mean's 1/b is in `size`: applied last and exactly, nothing small is ever rounded.
+        found = jax.tree.map(lambda g: g.astype(size.dtype) * size, found)
+        d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (found.x, found.y))
+        return found._replace(x=d_x, y=d_y)
 
     def general() -> Gradient:
         wanted = static.wanted._replace(y_scale=static.wanted.x_scale)
@@ -143,10 +148,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         found = gradient(block, static.wanted)
     else:
         found = lax.cond(exact, lambda: gradient(block, static.wanted), general)
-    # The mean's 1/b is in `size`: applied last and exactly, nothing small is ever rounded.
-    found = jax.tree.map(lambda g: g.astype(size.dtype) * size, found)
-    d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (found.x, found.y))
-    return d_x, d_y, found.x_scale, found.y_scale, None, None, None
+    return *found, None, None, None
 
 
 blockwise.defvjp(_forward, _backward, symbolic_zeros=True)

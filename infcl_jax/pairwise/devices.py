@@ -52,14 +52,17 @@ def check_device(implementation: str, dtype: jnp.dtype) -> None:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
 
 
-def fused_backend(implementation: str) -> Backend:
-    """The backend around the fused kernels of that name, for the default device."""
+def fused_backend(implementation: str, alone: bool) -> Backend:
+    """The backend around the fused kernels of that name, for the default device.
+
+    `alone`: nothing else runs beside the kernels, such as the transfers of a ring.
+    """
     device = _device()
-    return _fused_backend(implementation, _capability(), getattr(device, "core_count", None) or device.num_cores)
+    return _fused_backend(implementation, alone, _capability(), getattr(device, "core_count", None) or device.num_cores)
 
 
 @functools.cache
-def _fused_backend(implementation: str, capability: str, cores: int) -> Backend:
+def _fused_backend(implementation: str, alone: bool, capability: str, cores: int) -> Backend:
     # Imported here, since only GPUs need them.
     from infcl_jax.pairwise.fused import Fused
 
@@ -69,7 +72,8 @@ def _fused_backend(implementation: str, capability: str, cores: int) -> Backend:
         return Fused(TritonKernels.for_capability(capability))
     from infcl_jax.pairwise.mosaic_gpu import MosaicGpu
 
-    return Fused(MosaicGpu(blocks=cores))
+    # Where transfers take multiprocessors, a thread block that stays would make everyone wait for its late start.
+    return Fused(MosaicGpu(blocks=cores, persistent=alone))
 
 
 def _device() -> Any:

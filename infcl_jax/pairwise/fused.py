@@ -37,7 +37,7 @@ LARGE = 1 << 18
 PRECISE = 8
 # Accumulators in fp32 travel with bf16 features: in a ring a window takes half that place, and at most so many elements
 # for each of the rows' features.
-TRAVELLING = 4
+TRAVELLING = 6
 # Bytes of the columns' fp32 gradient that are kept while the rows go by.
 PANEL = 128 << 20
 # Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.

@@ -32,8 +32,10 @@ from infcl_jax.pairwise.tiles import (
 
 # Straight-line code needs no copies between the steps; longer rings are unrolled in pieces.
 MAX_UNROLL = 16
-# A block's columns travel in so many panels, each of a multiple of so many columns.
+# A block's columns travel in so many panels at most, or fewer but at least two for products of so many columns; in
+# multiples of some.
 PANELS = 4
+LARGE_PANEL = 4096
 PANEL_COLUMNS = 256
 
 Compare = Callable[[Any, bool], tuple[Any, Any]]
@@ -205,7 +207,7 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
     if not ring_axes(axis_name):
         return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
-    width = round_up(-(-columns // PANELS), PANEL_COLUMNS)
+    width = round_up(max(-(-columns // PANELS), min(-(-columns // 2), LARGE_PANEL)), PANEL_COLUMNS)
     return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
 
 

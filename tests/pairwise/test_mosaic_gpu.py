@@ -34,7 +34,7 @@ FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
 
 def kernels(sums, d_s, per_sample):
-    return MosaicGpu(forward=sums, backward=((math.inf, d_s),), per_sample=per_sample, blocks=4)
+    return MosaicGpu(sums, ((math.inf, d_s),), per_sample, blocks=4)
 
 
 SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, pieces=1)
@@ -166,6 +166,10 @@ def check(backend, block, *, loss=False, exclude=False, columns=True, wanted=EVE
 @pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_any_tiles_in_odd_sizes(interpreter, tiles):
     check(Fused(kernels(*tiles)), make(bx=270, by=200, dim=100))
+
+
+def test_thread_blocks_that_do_one_task_each(interpreter):
+    check(Fused(dataclasses.replace(PAIRS, persistent=False)), make(bx=270, by=200, dim=100))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def mesh_of(shape):
 def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
     """Shared scale; or per-sample scales, masks, labels and positives left out; with 1, 4 and 2 panels of a block."""
     monkeypatch.setattr(ring, "PANEL_COLUMNS", columns)
+    monkeypatch.setattr(ring, "LARGE_PANEL", columns)
     devices, bx, by = 8, 3, 4
     mesh, rng = mesh_of(shape), np.random.default_rng(1)
     x, y = oracle.features("random", bx * devices, by * devices, 11, np.float64)

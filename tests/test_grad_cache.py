@@ -67,7 +67,12 @@ def mlp_batch(rows):
 
 
 def contrastive(params, features, mesh=None):
-    return clip_loss(features["image"], features["text"], jnp.exp(params["log_scale"]), mesh=mesh)
+    image, text, scale = features["image"], features["text"], jnp.exp(params["log_scale"])
+    if mesh is not None:
+        return clip_loss(image, text, scale, mesh=mesh)
+    logits = scale * (image @ text.T)
+    both = jax.nn.logsumexp(logits, axis=0) + jax.nn.logsumexp(logits, axis=1)
+    return (both / 2 - jnp.diagonal(logits)).mean()
 
 
 def batch_sharding(devices):
@@ -75,19 +80,21 @@ def batch_sharding(devices):
 
 
 def direct(encoders, loss_fn, chunk_size, devices=1):
-    """The jitted value and gradient without a cache: every device's share of every chunk encoded where it stands."""
+    """The jitted value and gradient without a cache: what the devices do side by side in one vmap."""
 
     def total(params, batch, rng):
         features = dict(batch)
         for encoder, (name, encode) in enumerate(encoders.items()):
-            block, size = len(batch[name]) // devices, chunk_size // devices
-            starts = [d * block + i for d in range(devices) for i in range(0, block, size)]
-            ends = [min(start + size, (start // block + 1) * block) for start in starts]
-            keys = [None] * len(starts)
-            if rng is not None:
-                keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(rng, encoder), np.arange(len(starts)))
-            shares = [encode(params, batch[name][a:b], key) for a, b, key in zip(starts, ends, keys, strict=True)]
-            features[name] = jnp.concatenate(shares)
+            blocks, size = batch[name].reshape(devices, -1, *batch[name].shape[1:]), chunk_size // devices
+            starts, chunks = range(0, blocks.shape[1], size), []
+            for number, start in enumerate(starts):
+                shares = np.arange(devices) * len(starts) + number
+                keys = rng
+                if rng is not None:
+                    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(rng, encoder), shares)
+                chunk = blocks[:, start : start + size]
+                chunks.append(jax.vmap(encode, (None, 0, None if rng is None else 0))(params, chunk, keys))
+            features[name] = jnp.concatenate(chunks, axis=1).reshape(len(batch[name]), -1)
         return loss_fn(params, features)
 
     return jax.jit(jax.value_and_grad(total))
@@ -117,7 +124,7 @@ def mlp_direct(towers, rows, chunk_size, devices):
     return direct(TOWERS[towers], contrastive, chunk_size, devices)(mlp_params(), mlp_batch(rows), RNG)
 
 
-@pytest.mark.parametrize(("towers", "rows"), [("separate", 44), ("separate", 32), ("tied", 44)])
+@pytest.mark.parametrize(("towers", "rows"), [("separate", 44), ("tied", 32)])
 @pytest.mark.parametrize(("residency", "devices"), [("device", 1), ("device", 4), ("host", 1), ("host", 4)])
 def test_equals_the_direct_gradient(residency, devices, towers, rows):
     sharding = batch_sharding(devices)
@@ -152,28 +159,27 @@ def clip_case():
 @functools.cache
 def clip_direct():
     encoders, loss, params, batch = clip_case()
-    return direct(encoders, loss, 6, 2)(params, batch, RNG)
+    return direct(encoders, loss, 4, 2)(params, batch, RNG)
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_clip_with_dropout_and_patch_dropout(residency):
-    """On two devices; each encodes a chunk of three rows that is kept, and one of one row that is not."""
+    """On two devices, two chunks of two rows each."""
     encoders, loss, params, batch = clip_case()
     sharding = batch_sharding(2)
-    f = cached(encoders, loss, residency, chunk_size=6, keep=1, sharding=sharding)
+    f = cached(encoders, loss, residency, chunk_size=4, sharding=sharding)
     assert_equal(f(*place(params, batch, residency, sharding), RNG), clip_direct())
 
 
 @pytest.mark.parametrize(("residency", "devices"), [("device", 4), ("host", 1)])
 def test_kept_activations_change_nothing(residency, devices):
     sharding = batch_sharding(devices)
-    args = (*place(mlp_params(), mlp_batch(44), residency, sharding), RNG)
+    args = (*place(mlp_params(), mlp_batch(32), residency, sharding), RNG)
     results = [
         cached(SEPARATE, contrastive, residency, chunk_size=8, keep=keep, sharding=sharding)(*args)
-        for keep in (0, {"image": 3, "text": 1}, 100)
+        for keep in (0, {"image": 2, "text": 100})
     ]
-    for other in results[1:]:
-        assert_equal(other, results[0], 1e-6)
+    assert_equal(*results, 1e-6)
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])
@@ -188,8 +194,8 @@ def test_keeping_everything_encodes_once(residency):
     counts = []
     for keep in (0, 2, 4):
         calls.clear()
-        f = cached({"image": counted, "text": text_tower}, contrastive, residency, chunk_size=8, keep=keep)
-        jax.block_until_ready(f(mlp_params(), mlp_batch(32), RNG))
+        f = cached({"image": counted}, lambda p, f: f["image"].sum(), residency, chunk_size=8, keep=keep)
+        jax.block_until_ready(f(mlp_params(), mlp_batch(32)))
         jax.effects_barrier()
         counts.append(len(calls))
     assert counts == [8, 6, 4]
@@ -197,7 +203,7 @@ def test_keeping_everything_encodes_once(residency):
 
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_twenty_optimizer_steps(residency):
-    tx, batch = optax.sgd(0.1, momentum=0.9), mlp_batch(36)
+    tx, batch = optax.sgd(0.1, momentum=0.9), mlp_batch(32)
     update = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
 
     def train(f):
@@ -210,15 +216,15 @@ def test_twenty_optimizer_steps(residency):
             params = optax.apply_updates(params, updates)
         return params, losses
 
-    params, losses = train(cached(SEPARATE, contrastive, residency, chunk_size=8))
+    params, losses = train(cached(SEPARATE, contrastive, residency, chunk_size=16))
     assert losses[-1] < 0.8 * losses[0]
-    assert_equal(params, train(direct(SEPARATE, contrastive, 8))[0], 1e-4)
+    assert_equal(params, train(direct(SEPARATE, contrastive, 16))[0], 1e-5)
 
 
 def test_residencies_of_one_batch_agree_with_replay():
     """A loader that is read twice, in chunks of two sizes, on four devices."""
     params, batch, sharding = mlp_params(), mlp_batch(44), batch_sharding(4)
-    sizes, loads = {"image": 8, "text": 16}, []
+    sizes, loads = {"image": 16, "text": 24}, []
 
     def replay(name):
         def load(number):
@@ -227,14 +233,12 @@ def test_residencies_of_one_batch_agree_with_replay():
 
         return Replay(44, load)
 
-    options = {"chunk_size": sizes, "keep": {"image": 2, "text": 1}, "sharding": sharding}
+    options = {"chunk_size": sizes, "keep": {"image": 1, "text": 2}, "sharding": sharding}
     replayed = cached(SEPARATE, contrastive, "host", **options)(params, {name: replay(name) for name in batch}, RNG)
     assert_equal(
         replayed, cached(SEPARATE, contrastive, **options)(*place(params, batch, "device", sharding), RNG), 1e-6
     )
-    assert sorted(loads) == sorted(
-        [("image", i) for i in (0, 1, 2, 3, 4, 5, 2, 3, 4, 5)] + [("text", i) for i in (0, 1, 2, 1, 2)]
-    )
+    assert loads == [("image", 0), ("image", 1), ("image", 2), ("text", 0), ("text", 1), ("image", 1), ("image", 2)]
 
 
 @pytest.mark.parametrize(
@@ -359,27 +363,38 @@ def test_kept_activations_hold_no_weights():
     assert grown < 2 * rows * 6 * 4 * width  # the weights of one tower would be 24 such rows
 
 
-def test_host_form_holds_few_chunks():
-    """The host waits before it sends more: when chunk i is read, all but two of those before it have been encoded."""
-    encoded, lags = [], []
+def test_host_form_waits_for_room():
+    """Chunks are read when there is room for them, not all at once: in the pace at which they are computed."""
+    times, alive = [], []
 
     def slow(params, chunk, rng):
-        def finish(x):
-            time.sleep(0.02)
-            encoded.append(None)
-            return x
-
-        return image_tower(params, jax.pure_callback(finish, chunk, chunk), rng)
+        return chunk[:, :2] + jax.lax.fori_loop(0, 20, lambda _, a: jnp.tanh(a @ params), params)[:1, :2]
 
     def load(number):
-        alive = sum(array.shape == (4, 8) for array in jax.live_arrays())
-        lags.append((number - len(encoded), alive))
-        return np.ones((4, 8), np.float32)
+        times.append(time.monotonic())
+        alive.append(sum(array.shape == (5, 3) for array in jax.live_arrays()))
+        return np.ones((5, 3), np.float32)
 
-    f = cached({"image": slow}, lambda p, f: f["image"].sum(), "host", chunk_size=4, frozen=("image",))
-    f(mlp_params(), {"image": Replay(48, load)}, RNG)
-    assert len(lags) == 12
-    assert max(lag for lag, _ in lags) <= 2 and max(alive for _, alive in lags) <= 2
+    f = cached({"e": slow}, lambda p, f: f["e"].sum(), "host", chunk_size=5)
+    for _ in range(2):  # the first call compiles
+        times.clear()
+        jax.block_until_ready(f(jnp.ones((400, 400)), {"e": Replay(60, load)}))
+        times.append(time.monotonic())
+    first, second = np.diff(times[:12]).sum(), np.diff(times[12:24]).sum()
+    assert len(times) == 25 and max(alive) <= 2
+    assert first > 0.5 * (times[12] - times[0]) and second > 0.5 * (times[24] - times[12])
+
+
+def test_host_form_compiles_the_encoder_for_a_chunk_not_for_a_batch():
+    traces = []
+
+    def traced(params, chunk, rng):
+        traces.append(chunk.shape)
+        return image_tower(params, chunk, rng)
+
+    f = cached({"e": traced}, lambda p, f: f["e"].sum(), "host", chunk_size=8, keep=1)
+    first = [f(mlp_params(), {"e": mlp_batch(rows)["image"]}, RNG) and len(traces) for rows in (16, 16, 64)]
+    assert first[0] == first[1] == first[2]
 
 
 def scores(params, x, y):

@@ -70,8 +70,9 @@ def cached_value_and_grad(
       has_aux: as in `jax.value_and_grad`.
       residency: "device": the batch is on the devices; everything is one computation, to be called under `jax.jit`.
         "host": entries are NumPy arrays or `Replay`, chunks visit the devices one after the other with at most three
-        there at a time, and the function returned must not be jitted. With several processes each passes its own rows.
-        Kept chunks hold their own copy of what the encoder derives from the parameters, such as casts.
+        there at a time, and the function returned must not be jitted. It returns before the gradients are there; the
+        arrays of the batch must not be changed before. With several processes each passes its own rows. Each kept chunk
+        holds its own copy of what the encoder derives from the parameters, such as casts.
       sharding: `NamedSharding(mesh, P(axes))` of the batch's leading axis; None for one device. No row changes its
         device, and the gradients are summed over devices once per step. The parameters are replicated over `axes`.
 
@@ -92,6 +93,7 @@ def cached_value_and_grad(
 
     def value_and_grad(params: Any, batch: Mapping[str, Any], rng: Array | None = None) -> tuple[Any, Any]:
         _check_call(towers, params, batch, rng)
+        params = jax.tree.map(jnp.asarray, params)
         if driver is not None:
             (value, aux), grads = driver(params, batch, rng)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from infcl_jax.grad_cache.chunks import Array, Devices, LossFn, Tower, leading_rows, make_layout, widen
 
@@ -22,7 +23,8 @@ class Replay:
     Attributes:
       rows: of the entry; with several processes, those of this process.
       load: `load(number) -> chunk`, a pytree of host arrays with the rows `chunk_rows(number, ...)`; the same for the
-        same number. With several processes, this process's share of them.
+        same number. With several processes, this process's share of them. Its arrays must not be changed before the
+        gradients have been computed, since they may be sent later or used where they are.
     """
 
     rows: int
@@ -30,7 +32,7 @@ class Replay:
 
 
 class HostDriver:
-    """The host-driven form for one set of encoders; its compiled functions serve every batch size.
+    """The host-driven form for one set of encoders, which are compiled for the shape of a chunk, not of a batch.
 
     Args:
       towers: the encoders.
@@ -41,6 +43,9 @@ class HostDriver:
     def __init__(self, towers: Sequence[Tower], loss: LossFn, devices: Devices) -> None:
         self._towers, self._devices = towers, devices
         self._copies = jax.jit(devices.copies)
+        self._zeros = jax.jit(
+            lambda copies: jax.tree.map(jnp.zeros_like, widen(copies)), out_shardings=devices.sharding
+        )
         self._stages = {tower.name: _Stages(tower, devices) for tower in towers}
         self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss))
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
@@ -61,7 +66,7 @@ class HostDriver:
         features = {name: one.encode() for name, one in passes.items()}
         trained = {t.name: features.pop(t.name) for t in self._towers if not t.frozen}
         result, direct, cotangents = self._loss(params, trained, known | features)
-        sums = jax.tree.map(jnp.zeros_like, widen(copies))
+        sums = self._zeros(copies)
         for name, cotangent in cotangents.items():
             sums = passes[name].pull_back(sums, cotangent)
         return result, self._finish(direct, sums)
@@ -86,12 +91,12 @@ class _Stages:
     def __init__(self, tower: Tower, devices: Devices) -> None:
         self.tower = tower
 
-        def encode(copies: Any, chunk: Any, place: Any) -> Any:
-            return devices.run(share, copies, chunk, place)
-
         def share(device: Array | int, params: Any, chunk: Any, place: Any) -> Any:
             rng, number, count = place
             return tower.features(params, chunk, rng, device * count + number)
+
+        def encode(copies: Any, chunk: Any, place: Any) -> Any:
+            return devices.run(share, copies, chunk, place)
 
         def encode_keeping(copies: Any, chunk: Any, place: Any) -> tuple[Any, Any]:
             return jax.vjp(lambda copies: encode(copies, chunk, place), copies)
@@ -101,17 +106,18 @@ class _Stages:
 
         def pull_back(sums: Any, copies: Any, chunk: Any, place: Any, cotangents: Any) -> tuple[Any, Array]:
             _, pull = encode_keeping(copies, chunk, place)
-            # Something to wait for, since the sums are given away to the next chunk.
+            # The second result is there to be waited for; the sums are given away to the next chunk. A result that
+            # is an argument would be ready at once.
             return pull_kept(sums, pull, cotangents), place[1] + 1
 
         def join(chunks: list[Any]) -> Any:
-            return devices.run(lambda _, none, chunks, shared: _concatenate(chunks), None, chunks, None)
+            return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
 
         def cut(cotangents: Any, start: Array, size: int) -> Any:
-            def share(_: Array | int, none: None, rows: Any, start: Array) -> Any:
-                return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), rows)
+            def own(device: Array | int, none: None, rows: Any, start: Array) -> Any:
+                return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), rows)
 
-            return devices.run(share, None, cotangents, start)
+            return devices.run(own, None, cotangents, start)
 
         self.encode = jax.jit(encode)
         self.encode_keeping = jax.jit(encode_keeping)
@@ -188,10 +194,8 @@ class _Passes:
         span, devices = self._layout.span(number), self._devices.local_count
         rows = devices * (span.stop - span.start)
         if isinstance(self._entry, Replay):
-            chunk = self._entry.load(number)
-            got = leading_rows(self._stages.tower.name, chunk)
-            if got != rows:
-                name = self._stages.tower.name
+            name, chunk = self._stages.tower.name, self._entry.load(number)
+            if (got := leading_rows(name, chunk)) != rows:
                 raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         else:
             chunk = jax.tree.map(lambda a: _rows_of_blocks(a, devices, span), self._entry)

@@ -31,6 +31,12 @@ def get_config() -> ConfigDict:
     config.loss = "clip"  # "clip" or "siglip"
     config.implementation = placeholder(str)  # of the pairs, see infcl_jax.pairwise_lse; None: the best here
 
+    # Gradient caching, see infcl_jax.training.GradCacheConfig
+    config.grad_cache = ConfigDict()
+    config.grad_cache.chunk_size = placeholder(int)  # pairs encoded at a time, over all devices; None: all, no caching
+    config.grad_cache.keep = 0  # chunks whose activations are kept instead of computed twice
+    config.grad_cache.residency = "device"  # where the batch lives: "device" or "host"
+
     # Training
     config.batch_size = 256  # global, over all devices
     config.total_steps = 1000

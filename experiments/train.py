@@ -18,6 +18,7 @@ from infcl_jax.distributed import is_lead, shard_batch
 from infcl_jax.evaluation import Suite
 from infcl_jax.training import (
     Checkpointer,
+    GradCacheConfig,
     MetricWriter,
     OptimizerConfig,
     Preemption,
@@ -66,7 +67,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     check_counts(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed)
+    cache = GradCacheConfig(**config.grad_cache)
+    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed, cache, mesh)
     data = build.training_data(config)
     suite = build.evaluation_suite(config, mesh)
     state = build.initial_state(config, mesh)
@@ -136,8 +138,9 @@ class Run:
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.total_steps + 1):
             batch = next(self.data)
-            arrays = shard_batch(self.mesh, {"image": batch["image"], "text": batch["text"]})
-            state, metrics = self.step_fn(state, arrays)
+            pairs = {"image": batch["image"], "text": batch["text"]}
+            on_device = config.grad_cache.residency == "device"
+            state, metrics = self.step_fn(state, shard_batch(self.mesh, pairs) if on_device else pairs)
             if pending:  # one step late: the device already works on the next
                 self.report(*pending, progress)
             pending = (step, metrics)

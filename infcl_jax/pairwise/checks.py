@@ -64,7 +64,8 @@ def check_label_range(labels: Array, y_rows: int) -> None:
     """Raises `ValueError` if the labels are known (not traced) and one is outside `[0, y_rows)`."""
     if isinstance(labels, jax.core.Tracer):
         return
-    low, high = int(np.min(labels)), int(np.max(labels))
+    known = np.asarray(labels)  # under jit, jax.numpy would trace even this
+    low, high = int(known.min()), int(known.max())
     if low < 0 or high >= y_rows:
         raise ValueError(f"expected labels in [0, {y_rows}), the rows of the other side, got values {low} to {high}")
 

@@ -5,11 +5,12 @@ from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrint
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.state import TrainState, create_state, parameter_count
-from infcl_jax.training.step import check_finite, make_loss, make_train_step
+from infcl_jax.training.step import GradCacheConfig, check_finite, make_loss, make_train_step
 
 __all__ = [
     "METRICS_FILE",
     "Checkpointer",
+    "GradCacheConfig",
     "MetricWriter",
     "OptimizerConfig",
     "Preemption",

@@ -1,5 +1,7 @@
 """One training step: encode, global loss through the ring, update."""
 
+import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
 from infcl_jax.losses import clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
@@ -17,9 +20,45 @@ from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
 LossFn = Callable[[CLIPOutput], jax.Array]
-TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
+TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
+
+# (state, batch, key) -> ((loss, output), gradients)
+Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, CLIPOutput], Any]]
 
 LOSSES = ("clip", "siglip")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradCacheConfig:
+    """Gradient caching of a run, see `infcl_jax.cached_value_and_grad`.
+
+    Attributes:
+      chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
+      keep: chunks whose activations are kept from the first pass, so that they need no second one.
+      residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
+
+    Raises:
+      ValueError: a value out of its range, or one that has no effect without caching.
+    """
+
+    chunk_size: int | None = None
+    keep: int = 0
+    residency: str = "device"
+
+    def __post_init__(self) -> None:
+        check_choice("grad_cache.residency", self.residency, RESIDENCIES)
+        if self.keep < 0:
+            raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"expected grad_cache.chunk_size >= 1 or None, got {self.chunk_size}")
+        if self.chunk_size is None and (self.keep or self.residency != "device"):
+            raise ValueError(
+                f"expected grad_cache.chunk_size with keep={self.keep} and residency={self.residency!r}, got None, "
+                "which is training without gradient caching"
+            )
+
+
+NO_CACHE = GradCacheConfig()
 
 
 def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossFn:
@@ -47,8 +86,10 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
     return loss
 
 
-def make_train_step(loss_fn: LossFn, seed: int) -> TrainStep:
-    """The jitted step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
+def make_train_step(
+    loss_fn: LossFn, seed: int, cache: GradCacheConfig = NO_CACHE, mesh: Mesh | None = None
+) -> TrainStep:
+    """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
     Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. Metrics are scalars on the
     device: `loss`, `logit_scale` (both before the update), `grad_norm`; and under `finite`, whether each stage of the
@@ -57,35 +98,89 @@ def make_train_step(loss_fn: LossFn, seed: int) -> TrainStep:
     Args:
       loss_fn: from `make_loss`.
       seed: of the dropout keys.
+      cache: gradient caching. With residency "host" the batch is this process's rows as NumPy arrays, which must not
+        be changed before the metrics have been read; otherwise arrays on the devices.
+      mesh: devices over whose first axis the batch is sharded, for gradient caching; None: one device.
     """
+    gradients = _direct(loss_fn) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
-    def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+    def key_of(step: jax.Array | int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(seed), step)
 
+    def finish(state: TrainState, result: tuple[jax.Array, CLIPOutput], grads: Any) -> tuple[TrainState, Metrics]:
+        return state.apply_gradients(grads=grads), _metrics(*result, grads)
+
+    def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        return finish(state, *gradients(state, batch, key_of(state.step)))
+
+    if cache.residency == "device":
+        return jax.jit(on_device, donate_argnums=0)
+    compiled_key, compiled_finish = jax.jit(key_of), jax.jit(finish, donate_argnums=0)
+
+    def from_host(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+        return compiled_finish(state, *gradients(state, batch, compiled_key(state.step)))
+
+    return from_host
+
+
+def _direct(loss_fn: LossFn) -> Gradients:
+    """Gradients with the activations of the whole batch."""
+
+    def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         def loss_of(params: Any) -> tuple[jax.Array, CLIPOutput]:
             variables = {"params": params}
             output = state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
             return loss_fn(output), output
 
-        (loss, output), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
-        stages = {
-            "image features": output.image,
-            "text features": output.text,
-            "the loss": loss,
-            **{f"the gradient of {name}": norm for name, norm in norms.items()},
-        }
-        # Ordered, because jit sorts the keys of a plain dict.
-        finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
-        metrics = {
-            "loss": loss,
-            "logit_scale": output.logit_scale,
-            "grad_norm": optax.tree.norm(norms),
-            "finite": finite,
-        }
-        return state.apply_gradients(grads=grads), metrics
+        return jax.value_and_grad(loss_of, has_aux=True)(state.params)
 
-    return jax.jit(step, donate_argnums=0)
+    return gradients
+
+
+def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
+    """The same gradients chunk by chunk."""
+    sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+
+    @functools.cache  # what is compiled for the host's chunks belongs to one model
+    def of_model(apply_fn: Callable) -> Callable:
+        def encoder(method: str) -> Callable:
+            def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
+                return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
+
+            return encode
+
+        def loss(params: Any, features: dict[str, jax.Array]) -> tuple[jax.Array, CLIPOutput]:
+            scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
+            output = CLIPOutput(features["image"], features["text"], *scalars)
+            return loss_fn(output), output
+
+        return cached_value_and_grad(
+            {"image": encoder("encode_image"), "text": encoder("encode_text")},
+            loss,
+            has_aux=True,
+            sharding=sharding,
+            **dataclasses.asdict(cache),
+        )
+
+    return lambda state, batch, key: of_model(state.apply_fn)(state.params, batch, key)
+
+
+def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:
+    norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
+    stages = {
+        "image features": output.image,
+        "text features": output.text,
+        "the loss": loss,
+        **{f"the gradient of {name}": norm for name, norm in norms.items()},
+    }
+    # Ordered, because jit sorts the keys of a plain dict.
+    finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
+    return {
+        "loss": loss,
+        "logit_scale": output.logit_scale,
+        "grad_norm": optax.tree.norm(norms),
+        "finite": finite,
+    }
 
 
 def check_finite(step: int, metrics: Metrics) -> None:

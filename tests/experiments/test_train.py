@@ -79,6 +79,15 @@ def finished(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_gradient_caching_follows_the_same_curve(tmp_path, finished, residency):
+    cached = settings(**{"grad_cache.chunk_size": 12, "grad_cache.keep": 1, "grad_cache.residency": residency})
+    status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))
+    assert (status, errors) == ([0], [""])
+    for got, expected in zip(history(tmp_path), history(finished), strict=True):
+        assert_close(got, expected)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(finished):
     """Its history."""

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from infcl_jax.distributed import shard_batch
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS, available_implementations
-from infcl_jax.training import check_finite, create_state, make_loss, make_train_step
+from infcl_jax.training import GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 
 BATCH = 32
 RATE = 1e-2
@@ -44,14 +44,15 @@ def fresh(model):
     return jax.device_get(create_state(model, optax.sgd(RATE), runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1)))
 
 
-def stepper(devices, loss="clip", implementation=None):
+def stepper(devices, loss="clip", implementation=None, **cache):
     """`state on the host -> (state, metrics) after a step, on the host`."""
     mesh = oracle.mesh_of(devices)
-    step = make_train_step(make_loss(loss, mesh, implementation), seed=0)
+    step = make_train_step(make_loss(loss, mesh, implementation), 0, GradCacheConfig(**cache), mesh)
 
     def take(state):
         placed = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_get(step(placed, shard_batch(mesh, runs.batch(BATCH))))
+        batch = runs.batch(BATCH)
+        return jax.device_get(step(placed, batch if cache.get("residency") == "host" else shard_batch(mesh, batch)))
 
     return take
 
@@ -122,6 +123,26 @@ def test_a_step_depends_on_neither_devices_nor_implementation(linear, linear_ste
 
 def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
     assert_same_step(stepper(8)(clip), clip_step(clip), clip)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cache"),
+    [
+        (1, {"chunk_size": 12, "keep": 1}),
+        (1, {"chunk_size": 12, "residency": "host"}),
+        (8, {"chunk_size": 8}),
+        (8, {"chunk_size": 24, "keep": 1, "residency": "host"}),
+    ],
+    ids=str,
+)
+def test_gradient_caching_makes_the_same_step(clip, clip_step, devices, cache):
+    assert_same_step(stepper(devices, **cache)(clip), clip_step(clip), clip)
+
+
+@pytest.mark.parametrize("cache", [{"keep": 1}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}])
+def test_gradient_caching_that_makes_no_sense_is_an_error(cache):
+    with pytest.raises(ValueError, match="expected grad_cache"):
+        GradCacheConfig(**cache)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     config.grad_cache = ConfigDict()
     config.grad_cache.chunk_size = placeholder(int)  # pairs encoded at a time, over all devices; None: all, no caching
     config.grad_cache.keep = 0  # chunks whose activations are kept instead of computed twice
-    config.grad_cache.residency = "device"  # where the batch lives: "device" or "host"
+    config.grad_cache.residency = "device"  # where the batch lives: "device", "host", or "replay": read twice
 
     # Training
     config.batch_size = 256  # global, over all devices

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grain
 import numpy as np
 from absl import flags
 
 Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchReader:
+    """One process-local batch that is read part by part, as often as needed, and never held as a whole.
+
+    Attributes:
+      rows: of the batch.
+      chunk_rows: rows that are read together.
+      read_chunk: `read_chunk(number) -> Batch` of so many rows, the same for the same number.
+      threads: in which they are read.
+    """
+
+    rows: int
+    chunk_rows: int
+    read_chunk: Callable[[int], Batch]
+    threads: concurrent.futures.Executor
+
+    def read(self, spans: Sequence[slice]) -> Batch:
+        """The rows of some spans `[start, stop)`, one after the other."""
+        parts = [part for span in spans for part in self._parts(span)]
+        chunks = self.threads.map(self.read_chunk, [number for number, _ in parts])
+        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, parts, strict=True)])
+
+    def _parts(self, span: slice) -> list[tuple[int, slice]]:
+        """The chunks that hold the rows of a span, with their rows of it."""
+        size = self.chunk_rows
+        return [
+            (n, slice(max(span.start - n * size, 0), min(span.stop - n * size, size)))
+            for n in range(span.start // size, -(-span.stop // size))
+        ]
 
 
 class TrainIterator(grain.DatasetIterator):
@@ -24,6 +58,7 @@ class TrainIterator(grain.DatasetIterator):
         chunks: grain.MapDataset,
         *,
         chunks_per_batch: int,
+        rows_per_chunk: int,
         identity: Mapping[str, int],
         num_workers: int,
         num_threads: int,
@@ -32,15 +67,19 @@ class TrainIterator(grain.DatasetIterator):
         super().__init__()
         self._chunks = chunks
         self._chunks_per_batch = chunks_per_batch
+        self._rows_per_chunk = rows_per_chunk
         self._identity = dict(identity)
         self._num_workers = num_workers
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._next_batch = 0
+        self._passed_over = False
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._open()
 
     def _open(self) -> None:
         """Opens the batches from `_next_batch` on. Threads and workers start with the first one asked for."""
+        self._passed_over = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
         if self._num_workers:
             if not flags.FLAGS.is_parsed():  # in notebooks and tests; grain reads its flags to start workers
@@ -59,9 +98,24 @@ class TrainIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         self._assert_not_closed()
+        if self._passed_over:
+            self._finalizer()
+            self._open()
         batch = next(self._batches[0])
         self._next_batch += 1
         return batch
+
+    def next_reader(self) -> BatchReader:
+        """The next batch, instead of by `next`, to be read in parts by `num_threads` threads of this process."""
+        self._assert_not_closed()
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(self._num_threads, "replay")
+        first = self._next_batch * self._chunks_per_batch
+        self._next_batch += 1
+        self._passed_over = True
+        rows = self._rows_per_chunk
+        read = functools.partial(lambda first, number: self._chunks[first + number], first)
+        return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
 
     def get_state(self) -> dict[str, int]:
         """Returns the state after the last batch returned."""
@@ -98,6 +152,8 @@ class TrainIterator(grain.DatasetIterator):
             self._closed: bool = True
             if hasattr(self, "_finalizer"):  # absent where the constructor failed
                 self._finalizer()
+                if self._threads is not None:
+                    self._threads.shutdown(cancel_futures=True)
 
 
 def _concatenate(chunks: Sequence[Batch]) -> Batch:

@@ -183,6 +183,7 @@ def train_iterator(
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make).repeat(),
         chunks_per_batch=local_size // chunk,
+        rows_per_chunk=chunk,
         identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
         num_workers=num_workers,
         num_threads=num_threads,

@@ -4,6 +4,7 @@ from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_wor
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
+from infcl_jax.training.replay import replayed
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import GradCacheConfig, check_finite, make_loss, make_train_step
 
@@ -26,5 +27,6 @@ __all__ = [
     "parameter_count",
     "prepare_workdir",
     "read_metrics",
+    "replayed",
     "save_config",
 ]

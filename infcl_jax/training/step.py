@@ -36,6 +36,7 @@ class GradCacheConfig:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
       keep: chunks whose activations are kept from the first pass, so that they need no second one.
       residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
+        "replay": nowhere; it is read again, chunk by chunk, in the second pass (see `replayed`).
 
     Raises:
       ValueError: a value out of its range, or one that has no effect without caching.
@@ -46,7 +47,7 @@ class GradCacheConfig:
     residency: str = "device"
 
     def __post_init__(self) -> None:
-        check_choice("grad_cache.residency", self.residency, RESIDENCIES)
+        check_choice("grad_cache.residency", self.residency, (*RESIDENCIES, "replay"))
         if self.keep < 0:
             raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -98,8 +99,8 @@ def make_train_step(
     Args:
       loss_fn: from `make_loss`.
       seed: of the dropout keys.
-      cache: gradient caching. With residency "host" the batch is this process's rows as NumPy arrays, which must not
-        be changed before the metrics have been read; otherwise arrays on the devices.
+      cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
+        must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
       mesh: devices over whose first axis the batch is sharded, for gradient caching; None: one device.
     """
     gradients = _direct(loss_fn) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
@@ -157,9 +158,11 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
         return cached_value_and_grad(
             {"image": encoder("encode_image"), "text": encoder("encode_text")},
             loss,
+            chunk_size=cache.chunk_size,
+            keep=cache.keep,
             has_aux=True,
+            residency="device" if cache.residency == "device" else "host",
             sharding=sharding,
-            **dataclasses.asdict(cache),
         )
 
     return lambda state, batch, key: of_model(state.apply_fn)(state.params, batch, key)

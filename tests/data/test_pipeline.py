@@ -106,6 +106,21 @@ def test_chunks_and_threads_do_not_change_the_batches(monkeypatch, chunk, num_th
     assert_equal(batches(source, 7, num_threads=num_threads), whole)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_a_batch_can_be_read_in_parts_and_again(monkeypatch, chunk):
+    monkeypatch.setattr(pipeline, "_CHUNK", chunk)
+    first, second, third = batches(MemorySource(40), 3)
+    iterator = train_iterator(MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, seed=0)
+    assert_equal([next(iterator)], [first])
+    reader = iterator.next_reader()
+    for spans in ([slice(0, 12)], [slice(1, 3), slice(7, 12)], [slice(11, 12), slice(0, 1)]):
+        expected = {key: np.concatenate([array[span] for span in spans]) for key, array in second.items()}
+        assert_equal([reader.read(spans)], [expected])
+    assert iterator.get_state()["next_batch"] == 2
+    assert_equal([next(iterator)], [third])
+    iterator.close()
+
+
 def test_augmentation_differs_between_samples_and_epochs():
     source = MemorySource(12)
     plain = batches(source, 2, augmentation=None)

@@ -79,7 +79,7 @@ def finished(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
+@pytest.mark.parametrize("residency", ["device", "host", "replay"])
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished, residency):
     cached = settings(**{"grad_cache.chunk_size": 12, "grad_cache.keep": 1, "grad_cache.residency": residency})
     status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))

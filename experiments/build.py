@@ -1,14 +1,17 @@
 """The parts of a run, as its configuration describes them (see `configs/base.py`)."""
 
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from experiments.command import parse_overrides
 from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
+from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.models import CLIPConfig, build_model, model_config
-from infcl_jax.training import OptimizerConfig, TrainState, create_state, make_optimizer
+from infcl_jax.training import OptimizerConfig, TrainState, create_state, make_optimizer, replayed
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
@@ -52,6 +55,16 @@ def training_data(config: ConfigDict) -> TrainIterator:
         num_workers=config.num_workers,
         augmentation=Augmentation(**config.augmentation),
     )
+
+
+def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+    """Images and texts of the next step, where `config.grad_cache.residency` wants them."""
+    cache = config.grad_cache
+    if cache.residency == "replay":
+        return replayed(data.next_reader(), cache.chunk_size, mesh)
+    batch = next(data)
+    pairs = {"image": batch["image"], "text": batch["text"]}
+    return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
 
 
 def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:

@@ -7,7 +7,6 @@ On several hosts: the same command on every one, see `infcl_jax.distributed.init
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import build, command, evaluate
 from infcl_jax.data import TrainIterator
-from infcl_jax.distributed import is_lead, shard_batch
+from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite
 from infcl_jax.training import (
     Checkpointer,
@@ -31,7 +30,6 @@ from infcl_jax.training import (
     make_train_step,
     parameter_count,
     prepare_workdir,
-    replayed,
     save_config,
 )
 from infcl_jax.training.step import Metrics, TrainStep
@@ -139,7 +137,7 @@ class Run:
         )
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.total_steps + 1):
-            state, metrics = self.step_fn(state, self.next_batch())
+            state, metrics = self.step_fn(state, build.next_batch(config, self.data, self.mesh))
             if pending:  # one step late: the device already works on the next
                 self.report(*pending, progress)
             pending = (step, metrics)
@@ -160,15 +158,6 @@ class Run:
             if stop and not last:
                 raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
         return results
-
-    def next_batch(self) -> dict[str, Any]:
-        """Images and texts where the configuration wants them."""
-        cache = self.config.grad_cache
-        if cache.residency == "replay":
-            return replayed(self.data.next_reader(), cache.chunk_size, self.mesh)
-        batch = next(self.data)
-        pairs = {"image": batch["image"], "text": batch["text"]}
-        return pairs if cache.residency == "host" else shard_batch(self.mesh, pairs)
 
     def report(self, step: int, metrics: Metrics, progress: ProgressPrinter) -> None:
         """Brings one step's metrics to the host: stops at NaN, prints, records."""

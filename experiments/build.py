@@ -11,6 +11,8 @@ from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_sour
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.pairwise.devices import best_implementation
+from infcl_jax.planner import Workload
 from infcl_jax.training import OptimizerConfig, TrainState, create_state, make_optimizer, replayed
 
 
@@ -73,4 +75,27 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     return create_state(
         build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
+    )
+
+
+def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
+    """What the memory of a run depends on, for `infcl_jax.planner`.
+
+    Args:
+      config: of the run.
+      devices: over which its batch is sharded.
+      implementation: of the CLIP loss where the configuration leaves it open; None: the best for the devices at hand.
+
+    Raises:
+      ValueError: a setting is wrong.
+    """
+    chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
+    return Workload(
+        model=read_model_config(config),
+        optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
+        batch_size=config.batch_size,
+        devices=devices,
+        implementation=chosen,
+        loss=config.loss,
+        **(config.get("grad_cache") or {}),
     )

@@ -23,14 +23,23 @@ _MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
 def run(command: Callable[[str], Any]) -> None:
     """Parses the flags and calls `command(workdir)`; a mistake becomes one line on stderr and exit status 1."""
 
+    def with_workdir() -> None:
+        if not WORKDIR.value:
+            raise ValueError("expected --workdir, the directory of the run, got none")
+        command(WORKDIR.value)
+
+    run_without_workdir(with_workdir)
+
+
+def run_without_workdir(command: Callable[[], Any]) -> None:
+    """As `run`, for a command that leaves nothing behind."""
+
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
         try:
             if len(argv) > 1:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
-            if not WORKDIR.value:
-                raise ValueError("expected --workdir, the directory of the run, got none")
-            command(WORKDIR.value)
+            command()
         except _MISTAKES as error:
             if _TRACEBACK.value:
                 raise

@@ -1,0 +1,71 @@
+"""Says where the memory of a run goes, and the largest batch and chunk that fit, without running it.
+
+    python -m experiments.plan --config=configs/quickstart.py --device=H200 --devices=8 [--config.batch_size=32768]
+
+Without --device and --memory_gib: for the devices at hand.
+"""
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from experiments import build, command
+from infcl_jax.planner import (
+    DEVICES,
+    Workload,
+    best_chunk_size,
+    device_named,
+    format_plan,
+    largest_batch,
+    memory_at_hand,
+    plan_memory,
+)
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
+_DEVICE = flags.DEFINE_string("device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes 3/4 of it.")
+_COUNT = flags.DEFINE_integer("devices", None, "How many there are; those at hand by default, 1 of --device.")
+_MEMORY = flags.DEFINE_float("memory_gib", None, "What JAX may use of each, in GiB, instead of what the device has.")
+
+
+def plan_from_flags() -> None:
+    """Prints the plan of `--config`.
+
+    Raises:
+      ValueError: there is none, or a setting or flag is wrong.
+    """
+    if _CONFIG.value is None:
+        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
+        if flag.value is not None and not flag.value > 0:
+            raise ValueError(f"expected --{name} > 0, got {flag.value}")
+    report(*planned(_CONFIG.value))
+
+
+def planned(config: ConfigDict) -> tuple[Workload, int | None]:
+    """The workload and the memory of one device, as the flags say; errors as `plan_from_flags`."""
+    memory = None if _MEMORY.value is None else int(_MEMORY.value * 2**30)
+    if _DEVICE.value is not None:
+        device = device_named(_DEVICE.value)
+        return build.workload(config, _COUNT.value or 1, device.implementation), memory or device.usable
+    count = _COUNT.value or command.start_devices(config).size
+    return build.workload(config, count), memory or memory_at_hand()
+
+
+def report(workload: Workload, memory: int | None) -> None:
+    """Prints the table and, where the memory is known, what fits into it."""
+    plan = plan_memory(workload, memory)
+    command.say(format_plan(plan))
+    if memory is None:
+        device = jax.devices()[0].device_kind
+        command.say(f"largest batch and chunk: give --device or --memory_gib, since {device} does not tell its memory")
+        return
+    command.say("fits" if plan.fits else "does not fit")
+    for name, search in (("largest batch_size", largest_batch), ("best grad_cache.chunk_size", best_chunk_size)):
+        try:
+            command.say(f"{name}: {search(workload, memory)}")
+        except ValueError as error:
+            command.say(f"{name}: none, {error}")
+
+
+if __name__ == "__main__":
+    command.run_without_workdir(plan_from_flags)

@@ -1,0 +1,31 @@
+"""Where a training step's memory goes, before it runs: a report by part, the largest batch, the best chunk size."""
+
+from infcl_jax.planner.api import (
+    MemoryPlan,
+    Workload,
+    best_chunk_size,
+    compare_with_compiled,
+    largest_batch,
+    plan_memory,
+)
+from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
+from infcl_jax.planner.loss import compiled_workspace, loss_workspace
+from infcl_jax.planner.report import OutOfMemory, explain_out_of_memory, format_plan
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "MemoryPlan",
+    "OutOfMemory",
+    "Workload",
+    "best_chunk_size",
+    "compare_with_compiled",
+    "compiled_workspace",
+    "device_named",
+    "explain_out_of_memory",
+    "format_plan",
+    "largest_batch",
+    "loss_workspace",
+    "memory_at_hand",
+    "plan_memory",
+]

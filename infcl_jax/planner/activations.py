@@ -1,0 +1,142 @@
+"""Memory of an encoder's activations from shapes alone: its jaxpr is traced, nothing is compiled or computed.
+
+Every intermediate is counted from where it is computed to where it is last used. XLA fuses some of them away and adds
+copies of others: the figure is an estimate, see `infcl_jax.planner.plan_memory` for how close it comes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from infcl_jax.models import CLIP
+
+# Rows of the two traces between which memory is taken to be linear.
+_FEW, _MANY = 64, 128
+
+
+class Linear(NamedTuple):
+    """Bytes that grow with the rows."""
+
+    fixed: int
+    per_row: int
+
+    def __call__(self, rows: int) -> int:
+        """Bytes for so many rows, none for no rows."""
+        return self.fixed + self.per_row * rows if rows else 0
+
+
+class Tower(NamedTuple):
+    """Memory of one encoder, forward and backward.
+
+    Attributes:
+      kept: what the backward pass needs of the forward pass, without parameters and input.
+      peak: the most at one time during both passes; more than `kept` by what lives for a moment.
+      row: bytes of one row of its input.
+    """
+
+    kept: Linear
+    peak: Linear
+    row: int
+
+    def momentary(self, rows: int) -> int:
+        """What lives for a moment beside what is kept."""
+        return max(0, self.peak(rows) - self.kept(rows))
+
+
+def row_shapes(model: CLIP, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch: uint8 images and int32 token ids."""
+    size = model.visual.image_size  # type: ignore[attr-defined]
+    return {
+        "image": jax.ShapeDtypeStruct((rows, size, size, 3), jnp.uint8),
+        "text": jax.ShapeDtypeStruct((rows, model.text.context_length), jnp.int32),  # type: ignore[attr-defined]
+    }
+
+
+def parameter_shapes(model: CLIP) -> Any:
+    """The tree of the model's parameters as shapes."""
+    return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())["params"]
+
+
+@functools.lru_cache(maxsize=32)
+def towers(model: CLIP) -> tuple[Tower, ...]:
+    """Both encoders of a model, images first."""
+    return tuple(_tower(model, name) for name in row_shapes(model, 1))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes, of a tree."""
+    return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _tower(model: CLIP, name: str) -> Tower:
+    params, key = parameter_shapes(model), _key()
+    branch = {"image": "visual", "text": "text"}[name]
+    params = {branch: params[branch]}
+
+    def encode(params: Any, rows: Any, key: jax.Array) -> Any:
+        return model.apply({"params": params}, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
+
+    def pull(params: Any, rows: Any, key: jax.Array) -> Callable:
+        return jax.vjp(lambda params: encode(params, rows, key), params)[1]
+
+    def both(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> Any:
+        return pull(params, rows, key)(cotangent)
+
+    def measure(count: int) -> tuple[int, int]:
+        rows = row_shapes(model, count)[name]
+        features = jax.eval_shape(encode, params, rows, key)
+        saved = jax.make_jaxpr(pull)(params, rows, key).jaxpr
+        here = {v for v in saved.outvars if not isinstance(v, Literal)} - {*saved.invars, *saved.constvars}
+        return sum(_bytes(v.aval) for v in here), _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
+
+    kept, peak = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
+    return Tower(kept, peak, tree_bytes(row_shapes(model, 1)[name]))
+
+
+def _line(few: int, many: int) -> Linear:
+    per_row = (many - few) // (_MANY - _FEW)
+    return Linear(max(0, few - per_row * _FEW), per_row)
+
+
+def _peak(jaxpr: Any) -> int:
+    """The most bytes that live at one time, without inputs and results; constants cost nothing."""
+    results = set(_variables(jaxpr.outvars))
+    last = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
+    counted: dict[Any, int] = {}
+    live = most = 0
+    for place, eqn in enumerate(jaxpr.eqns):
+        if list(_variables(eqn.invars)):
+            made = {v: _bytes(v.aval) for v in eqn.outvars if v in last and v not in results}
+            live, counted = live + sum(made.values()), counted | made
+        inner = max((_peak(part) for part in _parts(eqn.params.values())), default=0)
+        most = max(most, live + inner)
+        live -= sum(counted.pop(v, 0) for v in set(_variables(eqn.invars)) if last[v] == place)
+    return most
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (a for a in atoms if not isinstance(a, Literal))
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters: of calls, loops, branches, rematerialised functions."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _parts(value)
+        elif hasattr(value, "jaxpr"):
+            yield value.jaxpr
+        elif hasattr(value, "eqns"):
+            yield value
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))

@@ -1,0 +1,100 @@
+"""A plan as a table, and what to change when memory did not suffice."""
+
+import jax
+
+from infcl_jax.planner.api import MemoryPlan, best_chunk_size
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class OutOfMemory(RuntimeError):
+    """A device ran out of memory; the message says what to change and ends with the table of the plan."""
+
+
+def format_plan(plan: MemoryPlan) -> str:
+    """An aligned table: each part's size on one device, its share of the device's memory, how it was obtained.
+
+    The share is left out where the memory is not known.
+    """
+    lines = [
+        (source.counts, format_bytes(getattr(plan, name)), _share(getattr(plan, name), plan.memory), source.method)
+        for name, source in plan.sources.items()
+    ]
+    lines.append(("most at one time", format_bytes(plan.total), _share(plan.total, plan.memory), "estimate"))
+    if plan.memory is not None:
+        lines.append(("memory for JAX", format_bytes(plan.memory), "", ""))
+    name, size, share = (max(len(line[i]) for line in lines) for i in range(3))
+    rows = [f"{line[0]:{name}}  {line[1]:>{size}}  {line[2]:>{share}}  {line[3]}".rstrip() for line in lines]
+    return "\n".join([_heading(plan), *rows])
+
+
+def format_bytes(count: int) -> str:
+    """In KiB, MiB or GiB, with one digit after the point; below 10 KiB in B."""
+    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
+        if count >= (size if unit != "KiB" else 10 * size):
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
+    """What to raise instead of an error of the training step.
+
+    Example:
+      >>> try:
+      ...     state, metrics = step(state, batch)
+      ... except jax.errors.JaxRuntimeError as error:
+      ...     raise explain_out_of_memory(error, plan)
+
+    Returns:
+      `OutOfMemory` caused by the error if that says `RESOURCE_EXHAUSTED`; any other error itself.
+    """
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    explained = OutOfMemory(f"the device ran out of memory; {_advice(plan)}.\n{format_plan(plan)}")
+    explained.__cause__ = error
+    return explained
+
+
+def _heading(plan: MemoryPlan) -> str:
+    w = plan.workload
+    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, keep {w.keep}, residency {w.residency}"
+    return f"memory of each of {w.devices} device(s), batch_size {w.batch_size}{chunks}, loss {w.implementation}"
+
+
+def _share(count: int, memory: int | None) -> str:
+    return "" if memory is None else f"{100 * count / memory:.1f} %"
+
+
+def _advice(plan: MemoryPlan) -> str:
+    """The setting that the largest of the parts that settings change depends on."""
+    w = plan.workload
+    changes = {
+        "activations": plan.activations,
+        "kept": plan.kept,
+        "batch": plan.batch + plan.next_batch,
+        "loss": plan.loss,
+        "features": plan.features,
+    }
+    largest = max(changes, key=lambda name: changes[name])
+    if largest in ("activations", "kept") and w.chunk_size is None:
+        return f"set grad_cache.chunk_size{_suggestion(plan)}: the activations are of the whole batch"
+    if largest == "kept":
+        return f"set grad_cache.keep below {w.keep}"
+    if largest == "activations" and w.chunk_size > w.devices:
+        return f"set grad_cache.chunk_size below {w.chunk_size}{_suggestion(plan)}"
+    if largest == "batch" and w.residency == "device" and w.chunk_size is not None:
+        return "set grad_cache.residency to host: the batch then visits the devices chunk by chunk"
+    if largest == "loss" and w.implementation in ("dense", "local", "disco", "ring"):
+        return f"set implementation to xla or None: that of {w.implementation} grows with the square of the batch"
+    return f"set batch_size below {w.batch_size}, or use more devices"
+
+
+def _suggestion(plan: MemoryPlan) -> str:
+    """A chunk size that should fit, where the memory is known."""
+    if plan.memory is None:
+        return ""
+    try:
+        best = best_chunk_size(plan.workload, plan.memory)
+    except ValueError:
+        return ""
+    return f" ({best} should fit)" if plan.workload.chunk_size is None or best < plan.workload.chunk_size else ""

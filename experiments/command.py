@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from infcl_jax import distributed
+from infcl_jax.planner import OutOfMemory
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error comes from, not only what it says.")
 
 # What a user can mend. Everything else is a defect and keeps its traceback.
-_MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
+_MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
 
 
 def run(command: Callable[[str], Any]) -> None:
@@ -57,8 +58,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """What a mistake says, with what to do where the library that noticed it does not know."""
+    """What a mistake says, in one line, with what to do where the library that noticed it does not know."""
     text, hint = str(error), ""
+    if isinstance(error, OutOfMemory):
+        return f"error: {text}"  # with a table
     if isinstance(error, AttributeError | KeyError):
         text, hint = f"no such setting: {_unquoted(text)}", "; the keys are in configs/base.py"
     elif "command line flag 'config." in text:  # absl knows these only after --config

@@ -16,6 +16,7 @@ from experiments import build, command, evaluate
 from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite
+from infcl_jax.planner import MemoryPlan, explain_out_of_memory, format_plan, memory_at_hand, plan_memory
 from infcl_jax.training import (
     Checkpointer,
     GradCacheConfig,
@@ -62,6 +63,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       ValueError: a setting is wrong, or `workdir` cannot be written or holds another run.
       FileNotFoundError: a dataset is not prepared.
       FloatingPointError: the loss or a gradient is no longer finite.
+      OutOfMemory: a device ran out of memory; the message says what to change.
       SystemExit: the run was asked to stop (SIGTERM) and has saved its state.
     """
     check_counts(config)
@@ -80,13 +82,19 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        announce(config, mesh, state, workdir)
+        plan = plan_memory(build.workload(config, mesh.size), memory_at_hand())
+        announce(config, mesh, state, workdir, plan)
         if is_lead():
             save_config(workdir, config.to_dict())
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
         with writer, Preemption() as preemption:
             run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption)
-            results = run.fit(state, start) if start < config.total_steps else suite(state.params)
+            try:
+                results = run.fit(state, start) if start < config.total_steps else suite(state.params)
+            except jax.errors.JaxRuntimeError as error:
+                if (explained := explain_out_of_memory(error, plan)) is error:
+                    raise
+                raise explained from error
     data.close()
     evaluate.draw_curves(workdir)
     command.say(f"finished: {evaluate.format_results(results)}")
@@ -105,13 +113,14 @@ def check_counts(config: ConfigDict) -> None:
             raise ValueError(f"expected {name} >= {low}, got {config[name]}")
 
 
-def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path) -> None:
-    """Says what is about to run."""
+def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan) -> None:
+    """Says what is about to run, and where its memory goes."""
     platform = mesh.devices.flat[0].platform
     command.say(
         f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
+    command.say(format_plan(plan))
     if int(state.step):
         command.say(f"resumed from step {int(state.step)} in {workdir}")
 

@@ -5,12 +5,14 @@ import json
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 import runs
 
 from experiments import train
 from infcl_jax.distributed import data_mesh
+from infcl_jax.planner import OutOfMemory
 from infcl_jax.training import METRICS_FILE, Checkpointer, read_metrics
 
 TRAIN = "experiments.train"
@@ -77,6 +79,20 @@ def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("uninterrupted")
     assert finish(start(workdir)) == ([0], [""])
     return workdir
+
+
+@pytest.mark.parametrize(("says", "kind"), [("RESOURCE_EXHAUSTED: 1 GiB", OutOfMemory), ("INTERNAL: x", RuntimeError)])
+def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
+    def fit(self, state, start):
+        raise jax.errors.JaxRuntimeError(says)
+
+    monkeypatch.setattr(train.Run, "fit", fit)
+    with pytest.raises(kind) as caught:
+        train.train(runs.config(), tmp_path)
+    lines = str(caught.value).splitlines()
+    assert ("set grad_cache.chunk_size" in lines[0] and lines[-1].startswith("most at one time")) == (
+        kind is OutOfMemory
+    )
 
 
 @pytest.mark.parametrize("residency", ["device", "host", "replay"])

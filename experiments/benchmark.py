@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, devices, timing, the product that sets the ceiling, records as JSON lines.
+"""What the benchmarks share: flags, devices, timing, the product that sets the ceiling, tables, records, pictures.
 
 Needs neither the data pipeline nor `ml_collections`: it runs wherever JAX and the losses do.
 """
@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +19,22 @@ import numpy as np
 from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from matplotlib.axes import Axes
 
 from infcl_jax import distributed
 
+BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")
 DEVICES = flags.DEFINE_integer("devices", None, "The first so many devices; all by default.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of a program, of which the median counts.", lower_bound=1)
 OUTPUT = flags.DEFINE_string("output", None, "Folder for JSON lines and the picture.")
 
+OUT_OF_MEMORY = "out of memory"
+
 # A timed run lasts at least this long, so that starting a program (0.1 to 0.3 ms) does not show in its time.
 _TIMED_SECONDS = 0.05
+
+# Of a table: heading, key of the record, format.
+Columns = Sequence[tuple[str, str, str]]
 
 
 def run(command: Callable[[], Any]) -> None:
@@ -67,6 +74,28 @@ def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(int, texts))
 
 
+def batch_sizes() -> tuple[int, ...]:
+    """The values of `--batch`; errors as `integers`."""
+    return integers("batch", BATCH.value)
+
+
+def output_folder() -> Path:
+    """The folder that `--output` names.
+
+    Raises:
+      ValueError: it names none.
+    """
+    if not OUTPUT.value:
+        raise ValueError("expected --output, the folder for the results, got none")
+    return Path(OUTPUT.value)
+
+
+def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
+    """Raises `ValueError` unless the devices can share each of a flag's sizes evenly."""
+    if uneven := [size for size in sizes if size % mesh.size]:
+        raise ValueError(f"expected --{name} to be multiples of the {mesh.size} devices, got {uneven[0]}")
+
+
 def start_devices(count: int | None) -> Mesh:
     """Joins the other processes, if any, and returns the mesh of the first `count` devices; of all if None.
 
@@ -80,6 +109,34 @@ def start_devices(count: int | None) -> Mesh:
     if not least <= count <= len(devices):
         raise ValueError(f"expected --devices from {least} to {len(devices)}, what there is here, got {count}")
     return distributed.data_mesh(devices[:count])
+
+
+def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS) -> float:
+    """Median time of a call over several runs.
+
+    The calls of a run follow each other without waiting, so that their start is not measured; not so on the CPU, where
+    it takes next to nothing, and where queued collectives of simulated devices can take each other's threads for good.
+
+    Args:
+      call: returns the arrays to wait for.
+      repeats: runs.
+      least: seconds that a run lasts at least.
+    """
+    jax.block_until_ready(call())  # loads the program, connects the devices
+    calls = math.ceil(least / _elapsed(call, 1))
+    calls = int(multihost_utils.broadcast_one_to_all(np.int32(calls)))  # as many in all processes
+    return statistics.median(_elapsed(call, calls) for _ in range(repeats)) / calls
+
+
+def _elapsed(call: Callable[[], Any], calls: int) -> float:
+    wait = jax.default_backend() == "cpu"
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = call()
+        if wait:
+            jax.block_until_ready(results)
+    jax.block_until_ready(results)
+    return time.perf_counter() - start
 
 
 class Program:
@@ -104,18 +161,8 @@ class Program:
         return self._compiled.memory_analysis().temp_size_in_bytes
 
     def seconds(self, repeats: int) -> float:
-        """Median time of a call. Short calls follow each other without waiting, so that their start is not measured."""
-        self()  # loads the program, connects the devices
-        calls = math.ceil(_TIMED_SECONDS / self._elapsed(1))
-        calls = int(multihost_utils.broadcast_one_to_all(np.int32(calls)))  # as many in all processes
-        return statistics.median(self._elapsed(calls) for _ in range(repeats)) / calls
-
-    def _elapsed(self, calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            results = self._compiled(*self._args)
-        jax.block_until_ready(results)
-        return time.perf_counter() - start
+        """Median time of a call, see `seconds`."""
+        return seconds(lambda: self._compiled(*self._args), repeats)
 
 
 class Product(NamedTuple):
@@ -159,6 +206,29 @@ def circumstances(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def collect(names: Iterable[str], figures: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one case and its status; where memory runs out, those before are kept.
+
+    Args:
+      names: of all figures. Those that cannot be had are None.
+      figures: makes one measurement after the other.
+    """
+    found: dict[str, Any] = dict.fromkeys(names) | {"status": "ok"}
+    try:
+        for known in figures:
+            found |= known
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        found["status"] = OUT_OF_MEMORY
+    return found
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether memory ran out, on the devices or on the host."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Adds a line to a file of JSON lines; on the leading process only."""
     if distributed.is_lead():
@@ -170,3 +240,29 @@ def say(line: str) -> None:
     """Prints a line; on the leading process only."""
     if distributed.is_lead():
         print(line, flush=True)
+
+
+def headings(columns: Columns) -> str:
+    """The first line of a table."""
+    return _table_line(columns, (heading for heading, *_ in columns))
+
+
+def row(columns: Columns, record: dict[str, Any]) -> str:
+    """What a table shows of a record."""
+    cells = ("-" if record[key] is None else format(record[key], style) for _, key, style in columns)
+    return _table_line(columns, cells)
+
+
+def _table_line(columns: Columns, cells: Iterable[str]) -> str:
+    return "  ".join(f"{cell:>{max(len(heading), 9)}}" for cell, (heading, *_) in zip(cells, columns, strict=True))
+
+
+def over_batches(axes: Axes, records: Sequence[dict[str, Any]], keys: Sequence[str], label: str) -> None:
+    """Prepares logarithmic axes for these figures of the records over the batch size."""
+    batches = sorted({record["batch"] for record in records})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [f"{b:,}" for b in batches], fontsize=8)
+    axes.set_yscale("log" if any(record[key] for record in records for key in keys) else "linear")
+    axes.set_xlabel("global batch size b")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)

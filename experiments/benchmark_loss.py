@@ -11,7 +11,7 @@ every process, see `infcl_jax.distributed.initialize`.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +31,8 @@ from infcl_jax.pairwise import IMPLEMENTATIONS
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
-OUT_OF_MEMORY = "out of memory"
 
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
-_BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")
 _FEATURES = flags.DEFINE_list("features", "512", "Widths D of the features.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
@@ -74,22 +72,20 @@ def benchmark_from_flags() -> None:
     """
     settings = Settings(
         implementations=tuple(_IMPLEMENTATIONS.value),
-        batch=benchmark.integers("batch", _BATCH.value),
+        batch=benchmark.batch_sizes(),
         features=benchmark.integers("features", _FEATURES.value),
         dtype=_DTYPE.value,
         scale=_SCALE.value,
         repeats=benchmark.REPEATS.value,
         samples=_SAMPLES.value,
     )
-    if not benchmark.OUTPUT.value:
-        raise ValueError("expected --output, the folder for the results, got none")
+    output = benchmark.output_folder()
     unknown = [name for name in settings.implementations if name not in IMPLEMENTATIONS]
     if unknown or not settings.implementations:
         raise ValueError(f"expected --implementations among {', '.join(IMPLEMENTATIONS)}, got {', '.join(unknown)!r}")
     mesh = benchmark.start_devices(benchmark.DEVICES.value)
-    if uneven := [b for b in settings.batch if b % mesh.size]:
-        raise ValueError(f"expected --batch to be multiples of the {mesh.size} devices, got {uneven[0]}")
-    measure_all(settings, mesh, Path(benchmark.OUTPUT.value))
+    benchmark.check_even("batch", settings.batch, mesh)
+    measure_all(settings, mesh, output)
 
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
@@ -112,7 +108,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
         f"{settings.dtype}, scale {settings.scale:g}; {product}"
     )
-    benchmark.say(_table_line(heading for heading, *_ in _COLUMNS))
+    benchmark.say(benchmark.headings(_COLUMNS))
     records = []
     for dim, b in itertools.product(settings.features, settings.batch):
         case = Case.draw(b, dim, settings, mesh)
@@ -123,7 +119,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
             record |= {f"product_{name}": value for name, value in product._asdict().items()}
             record |= measure(case, implementation, settings.repeats, product, exact)
             benchmark.append_record(output / RECORDS_FILE, record)
-            benchmark.say(_table_line(_cells(record)))
+            benchmark.say(benchmark.row(_COLUMNS, record))
             records.append(record)
     if is_lead():
         draw(records, output / PICTURE_FILE)
@@ -176,15 +172,7 @@ def _unit(rows: jax.Array) -> jax.Array:
 
 def measure(case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None) -> dict[str, Any]:
     """Time, rate, memory and error of one implementation; see docs/benchmarks.md."""
-    figures: dict[str, Any] = dict.fromkeys(_FIGURES) | {"status": "ok"}
-    try:
-        for known in _measured(case, implementation, repeats, product, exact):
-            figures |= known
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        figures["status"] = OUT_OF_MEMORY
-    return figures
+    return benchmark.collect(_FIGURES, _measured(case, implementation, repeats, product, exact))
 
 
 _FIGURES = (
@@ -217,7 +205,6 @@ def _measured(
     yield {"tflops": rate, "of_product": rate / product.tflops}
 
 
-# Heading, key of the record, format.
 _COLUMNS = (
     ("implementation", "implementation", "s"),
     ("b", "batch", ",d"),
@@ -237,23 +224,11 @@ _COLUMNS = (
 )
 
 
-def _table_line(cells: Iterable[str]) -> str:
-    """One line of the table, under its headings."""
-    return "  ".join(f"{cell:>{max(len(heading), 9)}}" for cell, (heading, *_) in zip(cells, _COLUMNS, strict=True))
-
-
-def _cells(record: dict[str, Any]) -> Iterator[str]:
-    """What the table shows of a record."""
-    for _, key, style in _COLUMNS:
-        yield "-" if record[key] is None else format(record[key], style)
-
-
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws time and memory over the batch size: a colour for each implementation, a line style for each width."""
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle("{device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
     names, dims = (list(dict.fromkeys(r[key] for r in records)) for key in ("implementation", "feature_dim"))
-    batches = sorted({r["batch"] for r in records})
     panels = {"total_ms": "forward and backward, ms", "memory_mib": "memory beyond inputs and gradients, MiB"}
     for axes, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for (i, name), (j, dim) in itertools.product(enumerate(names), enumerate(dims)):
@@ -268,12 +243,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
                 markersize=3,
                 label=f"{name}, D = {dim}",
             )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [f"{b:,}" for b in batches], fontsize=8)
-        axes.set_yscale("log" if any(r[key] for r in records) else "linear")
-        axes.set_xlabel("global batch size b")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
+        benchmark.over_batches(axes, records, (key,), label)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 

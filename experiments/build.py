@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments.command import parse_overrides
+from experiments.overrides import parse_overrides
 from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite

@@ -1,7 +1,6 @@
 """What every command shares: configurations, devices, and mistakes reported in one line."""
 
 import ast
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -106,25 +105,6 @@ def _simulate_devices(count: int) -> None:
         raise ValueError(
             f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
         ) from error
-
-
-def parse_overrides(text: str) -> dict[str, Any]:
-    """`"vision.layers=6,dtype=bfloat16"` as a dict; values are Python literals, or else strings.
-
-    Raises:
-      ValueError: a part is not of the form key=value.
-    """
-    overrides = {}
-    parts = re.split(r",(?![^()\[\]]*[)\]])", text)  # at commas outside of brackets
-    for part in filter(None, (part.strip() for part in parts)):
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"expected model_overrides like 'vision.layers=6,dtype=bfloat16', got {part!r}")
-        try:
-            overrides[key.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
-            overrides[key.strip()] = value.strip()
-    return overrides
 
 
 def say(line: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 import runs
 
 from experiments import benchmark, benchmark_loss
-from experiments.benchmark_loss import OUT_OF_MEMORY, PICTURE_FILE, RECORDS_FILE, Case, Settings
+from experiments.benchmark import OUT_OF_MEMORY
+from experiments.benchmark_loss import PICTURE_FILE, RECORDS_FILE, Case, Settings
 from experiments.exact_loss import exact_gradients, relative_errors
 
 MODULE = "experiments.benchmark_loss"

@@ -7,6 +7,7 @@ import pytest
 import runs
 
 from experiments import command, train
+from experiments.overrides import parse_overrides
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,13 @@ from experiments import command, train
     ],
 )
 def test_overrides_are_read_as_python_values(text, expected):
-    assert command.parse_overrides(text) == expected
+    assert parse_overrides(text) == expected
 
 
 @pytest.mark.parametrize("text", ["layers", "a=1,b", "=3"])
 def test_overrides_of_another_form_are_refused(text):
     with pytest.raises(ValueError, match="expected model_overrides like"):
-        command.parse_overrides(text)
+        parse_overrides(text)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "evaluation.batch_size"])

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
 
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error comes from, not only what it says.")
 
@@ -46,6 +47,17 @@ def run_without_workdir(command: Callable[[], Any]) -> None:
             sys.exit(_one_line(error))
 
     app.run(main, flags_parser=_parse_flags)
+
+
+def chosen_config() -> ConfigDict:
+    """The configuration of `--config`, with the changes of the command line.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if _CONFIG.value is None:
+        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    return _CONFIG.value
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -14,28 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import build, command
 from infcl_jax.distributed import is_lead
 from infcl_jax.pairwise import available_implementations
 from infcl_jax.training import GradCacheConfig, make_loss, make_train_step
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/digits.py.")
 CHUNKS = 4  # of a batch with gradient caching
 RESIDENCIES = ("device", "host", "replay")
 RESULTS_FILE, PICTURE_FILE = "parity.json", "parity.png"
-
-
-def compare_from_flags(workdir: str) -> None:
-    """Compares with the configuration of `--config`.
-
-    Raises:
-      ValueError: there is none; otherwise see `compare`.
-    """
-    if _CONFIG.value is None:
-        raise ValueError("expected --config, a configuration such as configs/digits.py, got none")
-    compare(_CONFIG.value, workdir)
 
 
 def compare(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -119,4 +107,4 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    command.run(compare_from_flags)
+    command.run(lambda workdir: compare(command.chosen_config(), workdir))

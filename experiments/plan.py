@@ -7,7 +7,7 @@ Without --device and --memory_gib: for the devices at hand.
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import build, command
 from infcl_jax.planner import (
@@ -21,7 +21,6 @@ from infcl_jax.planner import (
     plan_memory,
 )
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 _DEVICE = flags.DEFINE_string("device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes 3/4 of it.")
 _COUNT = flags.DEFINE_integer("devices", None, "How many there are; those at hand by default, 1 of --device.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "What JAX may use of each, in GiB, instead of what the device has.")
@@ -33,12 +32,10 @@ def plan_from_flags() -> None:
     Raises:
       ValueError: there is none, or a setting or flag is wrong.
     """
-    if _CONFIG.value is None:
-        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
     for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
         if flag.value is not None and not flag.value > 0:
             raise ValueError(f"expected --{name} > 0, got {flag.value}")
-    report(*planned(_CONFIG.value))
+    report(*planned(command.chosen_config()))
 
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:

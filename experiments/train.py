@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import build, command, evaluate
 from infcl_jax.data import TrainIterator
@@ -34,19 +34,6 @@ from infcl_jax.training import (
     save_config,
 )
 from infcl_jax.training.step import Metrics, TrainStep
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
-
-
-def train_from_flags(workdir: str) -> None:
-    """Trains with the configuration of `--config`.
-
-    Raises:
-      ValueError: there is none; otherwise see `train`.
-    """
-    if _CONFIG.value is None:
-        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
-    train(_CONFIG.value, workdir)
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -195,4 +182,4 @@ def _due(step: int, every: int) -> bool:
 
 
 if __name__ == "__main__":
-    command.run(train_from_flags)
+    command.run(lambda workdir: train(command.chosen_config(), workdir))

@@ -128,10 +128,8 @@ def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
 @pytest.mark.parametrize(
     ("devices", "cache"),
     [
-        (1, {"chunk_size": 12, "keep": 1}),
         (1, {"chunk_size": 12, "residency": "host"}),
-        (8, {"chunk_size": 8}),
-        (8, {"chunk_size": 24, "keep": 1, "residency": "host"}),
+        (8, {"chunk_size": 24, "keep": 1}),
     ],
     ids=str,
 )

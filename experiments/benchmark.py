@@ -257,12 +257,11 @@ def _table_line(columns: Columns, cells: Iterable[str]) -> str:
     return "  ".join(f"{cell:>{max(len(heading), 9)}}" for cell, (heading, *_) in zip(cells, columns, strict=True))
 
 
-def over_batches(axes: Axes, records: Sequence[dict[str, Any]], keys: Sequence[str], label: str) -> None:
-    """Prepares logarithmic axes for these figures of the records over the batch size."""
+def over_batches(axes: Axes, records: Sequence[dict[str, Any]], label: str) -> None:
+    """Labels the axes of a picture of `label` over the batch sizes of the records."""
     batches = sorted({record["batch"] for record in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{b:,}" for b in batches], fontsize=8)
-    axes.set_yscale("log" if any(record[key] for record in records for key in keys) else "linear")
     axes.set_xlabel("global batch size b")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)

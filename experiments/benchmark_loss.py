@@ -243,7 +243,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
                 markersize=3,
                 label=f"{name}, D = {dim}",
             )
-        benchmark.over_batches(axes, records, (key,), label)
+        axes.set_yscale("log" if any(r[key] for r in records) else "linear")
+        benchmark.over_batches(axes, records, label)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 

@@ -347,7 +347,8 @@ def draw(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         for key, name in lines.items():
             line = sorted((r["batch"], r[key]) for r in records if r[key])
             axes.plot([b for b, _ in line], [value for _, value in line], marker="o", markersize=3, label=name)
-        benchmark.over_batches(axes, records, tuple(lines), label)
+        benchmark.over_batches(axes, records, label)
+        axes.set_ylim(bottom=0)
         axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
 

@@ -60,7 +60,8 @@ def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
 
     def changed(**changes: object) -> ConfigDict:
         copy = config.copy_and_resolve_references()
-        copy.update_from_flattened_dict({"grad_cache.chunk_size": None, "grad_cache.keep": 0} | changes)
+        none = {"grad_cache.chunk_size": None, "grad_cache.keep": 0, "grad_cache.residency": "device"}
+        copy.update_from_flattened_dict(none | changes)
         return copy
 
     chunk = max(mesh.size, config.batch_size // CHUNKS // mesh.size * mesh.size)

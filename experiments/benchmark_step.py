@@ -29,6 +29,7 @@ from experiments.overrides import parse_overrides
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate, shard_batch
 from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config, model_names
+from infcl_jax.planner import compiled_bytes
 from infcl_jax.training import (
     GradCacheConfig,
     OptimizerConfig,
@@ -200,7 +201,7 @@ class _Case:
         state, step = self.initial_state(), make_train_step(self.loss_fn, _SEED, cache, self.mesh)
         if cache.residency == "device":
             step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-            yield {"memory_mib": planned_bytes(step) / 2**20}
+            yield {"memory_mib": compiled_bytes(step) / 2**20}
         before = peak_bytes(self.mesh)
         train = _Training(step, state, batch)
         seconds = benchmark.seconds(train, repeats, _STEP_SECONDS)
@@ -303,13 +304,6 @@ def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
         "image": rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8),
         "text": rng.integers(0, text.vocab_size, (rows, text.context_length), dtype=np.int32),
     }
-
-
-def planned_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of one device that a program needs, as XLA plans them; what it overwrites counts once."""
-    memory = compiled.memory_analysis()
-    given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    return given + made + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
 def peak_bytes(mesh: Mesh) -> int:

@@ -207,8 +207,13 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
     if not ring_axes(axis_name):
         return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
-    width = round_up(max(-(-columns // PANELS), min(-(-columns // 2), LARGE_PANEL)), PANEL_COLUMNS)
+    width = panel_columns(columns)
     return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
+
+
+def panel_columns(columns: int) -> int:
+    """Columns of a panel of a block with so many, fewer in the last one."""
+    return min(columns, round_up(max(-(-columns // PANELS), min(-(-columns // 2), LARGE_PANEL)), PANEL_COLUMNS))
 
 
 def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from infcl_jax.planner.api import (
     Workload,
     best_chunk_size,
     compare_with_compiled,
+    compiled_bytes,
     largest_batch,
     plan_memory,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "Workload",
     "best_chunk_size",
     "compare_with_compiled",
+    "compiled_bytes",
     "compiled_workspace",
     "device_named",
     "explain_out_of_memory",

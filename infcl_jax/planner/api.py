@@ -264,9 +264,14 @@ def compare_with_compiled(plan: MemoryPlan, compiled: jax.stages.Compiled) -> fl
     """
     if plan.workload.residency != "device":
         raise ValueError(f"expected a plan with residency 'device', got {plan.workload.residency!r}")
-    found = compiled.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return (plan.total - plan.next_batch) / (found.argument_size_in_bytes + found.temp_size_in_bytes + results)
+    return (plan.total - plan.next_batch) / compiled_bytes(compiled)
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of one device that a program needs, as XLA plans them; what it overwrites counts once."""
+    memory = compiled.memory_analysis()
+    given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return given + made + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _largest(fits: Callable[[int], bool], least: str) -> int:

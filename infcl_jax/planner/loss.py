@@ -17,9 +17,8 @@ from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.devices import FUSED
 from infcl_jax.pairwise.fused import PANEL, PRECISE, TRAVELLING, WINDOW
-from infcl_jax.pairwise.ring import LARGE_PANEL, PANEL_COLUMNS, PANELS
+from infcl_jax.pairwise.ring import panel_columns
 from infcl_jax.pairwise.strips import STRIP_ROWS
-from infcl_jax.pairwise.tiles import round_up
 from infcl_jax.training import make_loss
 
 _FP32 = 4
@@ -92,14 +91,9 @@ def _gathered(batch_size: int, width: int, item: int, devices: int) -> int:
     return 0 if devices == 1 else 2 * batch_size * width * (item + _FP32)
 
 
-def _panel(rows: int) -> int:
-    """Columns that travel together, see `infcl_jax.pairwise.ring.split`."""
-    return min(rows, round_up(max(-(-rows // PANELS), min(-(-rows // 2), LARGE_PANEL)), PANEL_COLUMNS))
-
-
 def _travelling(rows: int, width: int, item: int, devices: int) -> int:
     """The columns on their way with the one panel that is there twice, and its accumulators."""
-    return 0 if devices == 1 else ((rows + _panel(rows)) * item + _panel(rows) * _FP32) * width
+    return 0 if devices == 1 else ((rows + panel_columns(rows)) * item + panel_columns(rows) * _FP32) * width
 
 
 def _fused(rows: int, width: int, item: int, devices: int) -> int:
@@ -112,6 +106,6 @@ def _fused(rows: int, width: int, item: int, devices: int) -> int:
         pairs = min(rows * rows, window)
         accumulators = min(matrix, PANEL) + min(matrix, window // rows * width * _FP32)
         return 2 * pairs + accumulators + split + vectors + _LIBRARY
-    pairs = min(rows * _panel(rows), window // 2, TRAVELLING * rows * width)
-    products = _panel(rows) * width * _FP32 + rows * width * item
+    pairs = min(rows * panel_columns(rows), window // 2, TRAVELLING * rows * width)
+    products = panel_columns(rows) * width * _FP32 + rows * width * item
     return 2 * pairs + 2 * matrix + _travelling(rows, width, item, devices) + products + split + vectors + 2 * _LIBRARY

@@ -1,5 +1,7 @@
 """Which clusters are recognised, and arrays on their way to devices and back."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_I
 def joined(monkeypatch):
     """The arguments of every call of `jax.distributed.initialize`."""
     calls = []
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     return calls
 
@@ -55,6 +58,17 @@ def test_a_process_joins_once(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     distributed.initialize(EXPLICIT)
     assert joined == []
+
+
+@pytest.mark.parametrize("given", ["", "--xla_a=1", "--xla_gpu_collective_permute_mode=private"])
+def test_flags_for_the_ring_do_not_replace_those_given(joined, monkeypatch, given):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    for _ in range(2):
+        distributed.initialize({})
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags[: len(given.split())] == given.split()
+    assert sorted({flag.split("=")[0] for flag in flags}) == sorted(flag.split("=")[0] for flag in flags)
+    assert {f"--{name}" for name in distributed.XLA_FLAGS} <= {flag.split("=")[0] for flag in flags}
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))

@@ -12,6 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from infcl_jax.pairwise import gather, ring
 from infcl_jax.pairwise.devices import FUSED, fused_backend
 from infcl_jax.pairwise.references import all_within_range, is_shared, per_sample
+from infcl_jax.pairwise.strips import march, written
 from infcl_jax.pairwise.tiles import (
     Array,
     AxisName,
@@ -42,6 +43,8 @@ _PORTABLE = {
     "xla": Strategy(XlaStrips(), ring.forward, ring.backward),
 }
 BLOCKWISE = (*_PORTABLE, *FUSED)
+# Rows of a gradient that are scaled at a time.
+PART = 1 << 15
 
 
 def _strategy(plan: "Plan") -> Strategy:
@@ -132,9 +135,9 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
             wanted=wanted,
         )
         # The mean's 1/b is in `size`: applied last and exactly, nothing small is ever rounded.
-        found = jax.tree.map(lambda g: g.astype(size.dtype) * size, found)
-        d_x, d_y = (None if g is None else g.astype(block.x.dtype) for g in (found.x, found.y))
-        return found._replace(x=d_x, y=d_y)
+        d_x, d_y = (None if g is None else _times(g, size, block.x.dtype) for g in (found.x, found.y))
+        x_scale, y_scale = (None if g is None else g * size for g in (found.x_scale, found.y_scale))
+        return Gradient(d_x, d_y, x_scale, y_scale)
 
     def general() -> Gradient:
         wanted = static.wanted._replace(y_scale=static.wanted.x_scale)
@@ -162,6 +165,18 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
     if isinstance(cotangent, SymbolicZero):
         return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
     return cotangent
+
+
+def _times(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
+    """The product, rounded once; in place, part by part, if it keeps its dtype: XLA would hold a copy of the whole."""
+    if array.dtype != dtype:
+        return (array * factor).astype(dtype)
+
+    def multiply(first: Array, count: int, array: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(array, first, count)
+        return written(array, part.astype(factor.dtype) * factor, first)
+
+    return march(array.shape[0], min(array.shape[0], PART), multiply, array)
 
 
 def _largest(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:

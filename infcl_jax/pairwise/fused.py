@@ -14,6 +14,7 @@ from jax import lax
 from infcl_jax.pairwise.kernels import Kernels, Operands, Weights, Window
 from infcl_jax.pairwise.padding import LOG2E, Padded
 from infcl_jax.pairwise.references import against, factor, is_shared, shared_reference, within_range
+from infcl_jax.pairwise.strips import march, written
 from infcl_jax.pairwise.tiles import (
     Array,
     Block,
@@ -160,13 +161,13 @@ class Fused:
                     for total, part, at in zip(carry, found, (row, column), strict=True)
                 )
 
-            return _march(cols, size[1], column_window, carry)
+            return march(cols, size[1], column_window, carry)
 
         empty = tuple(
             constant((n,), start, jnp.float32, varying_like=operands.x) if kept else None
             for n, kept in ((rows, True), (cols, columns))
         )
-        return _march(rows, size[0], row_window, empty)
+        return march(rows, size[0], row_window, empty)
 
     def _gradients(
         self, operands: Operands, padded: Padded, weights: Weights, found: "_Found", *, exclude: bool, moments: bool
@@ -215,16 +216,16 @@ class Fused:
             d_y = tuple(
                 None if y is None else _rows(y, first + offset, part).astype(jnp.float32) for offset, part in places
             )
-            found, d_y = _march(rows, size[0], row_window, (found._replace(y=None), d_y))
+            found, d_y = march(rows, size[0], row_window, (found._replace(y=None), d_y))
             for d, (offset, _) in zip(d_y, places, strict=True) if y is not None else ():
-                y = _written(y, d, first + offset)
+                y = written(y, d, first + offset)
             return found._replace(y=y)
 
         start = found._replace(
             row_moment=like((rows,), 0, jnp.float32) if moments else None,
             column_moment=like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
         )
-        return _march(cols, panel, panel_step, start)
+        return march(cols, panel, panel_step, start)
 
     def _window(self, rows: int, columns: int, limit: int, width: int) -> tuple[int, int]:
         """Rows and columns of a window: as few windows of at most `limit` pairs as can be, filling the device."""
@@ -263,7 +264,7 @@ class Fused:
             part = self.kernels.positives(x, jnp.take(padded.y, at, axis=0, mode="clip"), padded.pairs)
             return lax.dynamic_update_slice_in_dim(found, part, first, 0)
 
-        found = _march(total, size, rows, found)[:bx] * padded.gain
+        found = march(total, size, rows, found)[:bx] * padded.gain
         return jnp.where((block.labels >= 0) & (block.labels < by), found, jnp.zeros_like(found))
 
 
@@ -318,16 +319,6 @@ def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, p
     return functools.reduce(jnp.add, products)
 
 
-def _march(total: int, size: int, step: Any, carry: Any) -> Any:
-    """`carry = step(first, count, carry)` for parts of `size`, and for the rest."""
-    full, rest = divmod(total, size)
-    if full == 1:
-        carry = step(jnp.int32(0), size, carry)
-    elif full:
-        carry = lax.fori_loop(0, full, lambda i, carry: step(i * size, size, carry), carry)
-    return step(jnp.int32(full * size), rest, carry) if rest else carry
-
-
 def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
     """`whole` with `part` added (or otherwise combined) from row `first`; simply `part` if that is all of it."""
     if whole.shape == part.shape:
@@ -339,8 +330,3 @@ def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
 
 def _rows(whole: Array, first: Array, count: int) -> Array:
     return whole if whole.shape[0] == count else lax.dynamic_slice_in_dim(whole, first, count)
-
-
-def _written(whole: Array, part: Array, first: Array) -> Array:
-    part = part.astype(whole.dtype)
-    return part if whole.shape == part.shape else lax.dynamic_update_slice_in_dim(whole, part, first, 0)

@@ -40,6 +40,22 @@ def scan_strips(strip: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: 
     return carry, jax.tree.map(lambda a: a.reshape(strips * size, *a.shape[2:])[:count], results)
 
 
+def march(total: int, size: int, step: Callable[[Array, int, Any], Any], carry: Any) -> Any:
+    """`carry = step(first, count, carry)` for one part of `size` (static) after the other, and for the rest."""
+    full, rest = divmod(total, size)
+    if full == 1:
+        carry = step(jnp.int32(0), size, carry)
+    elif full:
+        carry = lax.fori_loop(0, full, lambda i, carry: step(i * size, size, carry), carry)
+    return step(jnp.int32(full * size), rest, carry) if rest else carry
+
+
+def written(whole: Array, part: Array, first: Array) -> Array:
+    """`whole` with `part` in its place from row `first` on, in the dtype of `whole`."""
+    part = part.astype(whole.dtype)
+    return part if whole.shape == part.shape else lax.dynamic_update_slice_in_dim(whole, part, first, 0)
+
+
 def padding_mask(mask: Array | None, count: int, strip_rows: int | None) -> Array | None:
     """The rows' mask, made where there is none but `scan_strips` will pad."""
     strips, size = _division(count, strip_rows)

@@ -20,8 +20,8 @@ XLA_FLAGS = {
 def initialize(environ: Mapping[str, str] | None = None) -> None:
     """Prepares this process: to be called before anything asks JAX for its devices.
 
-    Adds what makes the ring fast on GPUs to `XLA_FLAGS`, where it does not say otherwise already, and joins this process
-    to the others of a multi-process run; that, not for a single process or a second time.
+    Adds what makes the ring fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, and joins this
+    process to the others of a multi-process run, once.
 
     The cluster is read from the environment. Explicit settings come first:
     `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise SLURM, Open MPI and the

@@ -28,6 +28,7 @@ from infcl_jax.pairwise.tiles import (
     matmul,
     no_gradient,
     round_up,
+    zero_after,
 )
 
 # Pairs of a window: 256 MiB of dS in bf16, and as much for partial sums at most (one per 128 columns).
@@ -39,6 +40,9 @@ PRECISE = 8
 # Accumulators in fp32 travel with bf16 features: in a ring a window takes half that place, and at most so many elements
 # for each of the rows' features.
 TRAVELLING = 6
+# In a ring rows are taken in so many parts at most, of so many rows, each with its accumulators, without a loop around
+# them: XLA moves transfers beside products, not beside loops.
+IN_LINE, IN_LINE_ROWS = 4, 1 << 14
 # Bytes of the columns' fp32 gradient that are kept while the rows go by.
 PANEL = 128 << 20
 # Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.
@@ -84,7 +88,13 @@ class Fused:
         x = wanted.x or (shared and wanted.x_scale and not wanted.y)
         kept = Wanted(x, wanted.y, wanted.x_scale and not shared, wanted.y_scale)
         features = [a[:, : padded.width] for a in (padded.x, padded.y)]
-        return no_gradient(block._replace(x=features[0], y=features[1]), kept, dtype)
+        found = no_gradient(block._replace(x=features[0], y=features[1]), kept, dtype)
+        if found.x is None:
+            return found
+        rows = part = found.x.shape[0]
+        if padded.parts == 1 and dtype == jnp.float32 and rows <= IN_LINE * IN_LINE_ROWS:
+            part = max(round_up(-(-rows // IN_LINE), self.kernels.tile[0]), IN_LINE_ROWS // 2)
+        return found._replace(x=tuple(found.x[n : n + part] for n in range(0, rows, part)))
 
     def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
         """See `tiles.Backend.backward`."""
@@ -116,6 +126,8 @@ class Fused:
         """See `tiles.Backend.gradient`: the gradient of a shared scale comes from those of the features."""
         padded = Padded.of(block, self.kernels)
         scale, x_scale = block.x_scale, found.x_scale
+        if found.x is not None:
+            found = found._replace(x=jnp.concatenate(found.x))
         if wanted.x_scale and is_shared(block):
             # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
             features, d = (padded.x, found.x) if found.x is not None else (padded.y, found.y)
@@ -175,51 +187,63 @@ class Fused:
         """Adds up gradients, panel after panel of columns, and in each window after window of rows."""
         weights = padded.weights(weights)
         rows, cols = operands.x.shape[0], operands.y.shape[0]
-        size = self._window(rows, cols, _largest_window(rows, cols, padded, found), padded.width)
+        limit = _largest_window(rows, cols, padded, found)
+        size = self._window(found.x[0].shape[0] if found.x else rows, cols, limit, padded.width)
         panel = max(size[1], PANEL // (4 * padded.width) // size[1] * size[1])
         like = functools.partial(constant, varying_like=operands.x)
 
-        def panel_step(first: Array, width: int, found: _Found) -> _Found:
-            places = [(c, min(size[1], width - c)) for c in range(0, width, size[1])]
+        def add_row(row: Array, count: int, turn: Array, places: list, d_x: Array | None, found: _Found) -> tuple:
+            """Adds what the windows at all `places` of the columns make of some rows."""
+            d_y = list(found.y)
+            for i, (column, width) in enumerate(places):
+                window = Window(turn, column, count, width)
+                d_s, row_moment, column_moment = self.kernels.weights(
+                    operands,
+                    weights,
+                    window,
+                    padded.pairs,
+                    exclude=exclude,
+                    parts=padded.d_s_parts,
+                    moments=moments,
+                )
+                if d_x is not None:
+                    d_x = d_x + _product(d_s, operands.y, column, width, 1, padded)
+                if d_y[i] is not None:
+                    d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
+                if moments:
+                    found = found.with_moments(row_moment, column_moment, row, column)
+                # One window after the other, or their dS would be in memory together.
+                turn = row + zero_after((d_x, d_y[i]))
+            return d_x, found._replace(y=tuple(d_y))
+
+        def add_part(first: int, places: list, part: Array | None, found: _Found, before: tuple) -> tuple:
+            """Adds what all windows make of the rows whose accumulators `part` is, after those `before`."""
+            count = rows if part is None else part.shape[0]
+            if part is not None and part.dtype == jnp.float32 and count <= size[0]:
+                # The products go straight into the accumulators.
+                turn = first + zero_after((before, found.y)) if before else jnp.int32(first)
+                return add_row(jnp.int32(first), count, turn, places, part, found)
 
             def row_window(row: Array, count: int, state: tuple) -> tuple:
-                found, d_y = state
-                turn, d_x, d_y = row, None, list(d_y)
-                if found.x is not None:
-                    # Where that is all of them, the products go straight into the accumulators.
-                    whole = found.x.dtype == jnp.float32 and found.x.shape[0] == count
-                    d_x = found.x if whole else like((count, padded.width), 0, jnp.float32)
-                for i, (offset, part) in enumerate(places):
-                    window = Window(turn, first + offset, count, part)
-                    d_s, row_moment, column_moment = self.kernels.weights(
-                        operands,
-                        weights,
-                        window,
-                        padded.pairs,
-                        exclude=exclude,
-                        parts=padded.d_s_parts,
-                        moments=moments,
-                    )
-                    if d_x is not None:
-                        d_x = d_x + _product(d_s, operands.y, window.column, part, 1, padded)
-                    if d_y[i] is not None:
-                        d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
-                    if moments:
-                        found = found.with_moments(row_moment, column_moment, row, first + offset)
-                    # One window after the other, or their dS would be in memory together.
-                    turn, *_ = lax.optimization_barrier((row, d_x, d_y[i]))
-                if d_x is not None:
-                    found = found._replace(x=d_x if whole else _combined(jnp.add, found.x, d_x, row))
-                return found, tuple(d_y)
+                part, found = state
+                d_x = None if part is None else like((count, padded.width), 0, jnp.float32)
+                d_x, found = add_row(first + row, count, first + row, places, d_x, found)
+                return None if part is None else _combined(jnp.add, part, d_x, row), found
 
-            y = found.y
-            d_y = tuple(
-                None if y is None else _rows(y, first + offset, part).astype(jnp.float32) for offset, part in places
-            )
-            found, d_y = march(rows, size[0], row_window, (found._replace(y=None), d_y))
-            for d, (offset, _) in zip(d_y, places, strict=True) if y is not None else ():
-                y = written(y, d, first + offset)
-            return found._replace(y=y)
+            return march(count, size[0], row_window, (part, found))
+
+        def panel_step(first: Array, width: int, found: _Found) -> _Found:
+            x, y = found.x, found.y
+            places = [(first + c, min(size[1], width - c)) for c in range(0, width, size[1])]
+            d_y = (None if y is None else _rows(y, place, part).astype(jnp.float32) for place, part in places)
+            found, row = found._replace(x=None, y=tuple(d_y)), 0
+            parts: tuple = ()
+            for part in x or (None,):
+                part, found = add_part(row, places, part, found, parts[-1:])
+                parts, row = (*parts, part), row + (0 if part is None else part.shape[0])
+            for d, (place, _) in zip(found.y, places, strict=True) if y is not None else ():
+                y = written(y, d, place)
+            return found._replace(x=x and parts, y=y)
 
         start = found._replace(
             row_moment=like((rows,), 0, jnp.float32) if moments else None,
@@ -275,10 +299,10 @@ WINDOW_COST = 512
 
 
 class _Found(NamedTuple):
-    """Gradients as they accumulate, padded; None for what is not wanted."""
+    """Gradients as they accumulate, padded; None for what is not wanted. Those of the rows in parts."""
 
-    x: Array | None
-    y: Array | None
+    x: tuple[Array, ...] | None
+    y: Any
     row_moment: Array | None = None
     column_moment: Array | None = None
 
@@ -295,7 +319,7 @@ def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> i
     limit = WINDOW if rows + columns < LARGE else WINDOW // 2
     if padded.parts > 1:
         return limit // PRECISE
-    travelling = any(a is not None and a.dtype == jnp.float32 for a in (found.x, found.y))
+    travelling = any(a is not None and a.dtype == jnp.float32 for a in (*(found.x or ()), found.y))
     return min(WINDOW // 2, TRAVELLING * rows * padded.width) if travelling else limit
 
 

@@ -28,6 +28,7 @@ from infcl_jax.pairwise.tiles import (
     accumulation_dtype,
     add_trees,
     round_up,
+    zero_after,
 )
 
 # Straight-line code needs no copies between the steps; longer rings are unrolled in pieces.
@@ -190,15 +191,13 @@ def _step(
 
 
 def _after(done: Any, tree: Any) -> Any:
-    """`tree`, whose matrices have to wait for `done`.
+    """`tree`, whose matrices have to wait for `done`: a row is written onto itself at a place that comes from `done`.
 
-    A row is written onto itself, at a place that is always zero but comes from `done`: barriers are gone when XLA
-    schedules, which then starts all transfers at once and makes one product of those of several panels.
+    XLA would start all transfers at once and make one product of those of several panels.
     """
-    first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
-    if not first:
+    if not jax.tree.leaves(done):
         return tree
-    zero = jnp.minimum(sum(first[1:], first[0]), 0).astype(jnp.int32)
+    zero = zero_after(done)
     return jax.tree.map(lambda a: lax.dynamic_update_slice_in_dim(a, a[:1], zero, 0) if a.ndim > 1 else a, tree)
 
 

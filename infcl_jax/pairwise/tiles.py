@@ -110,13 +110,13 @@ class Gradient(NamedTuple):
     """Gradients as they accumulate; None for what was not wanted. Scales in the accumulation dtype.
 
     Attributes:
-      x: `[bx, D]`.
+      x: `[bx, D]`; accumulators are whatever the backend makes of it.
       y: `[by, D]`.
       x_scale: shaped like `Block.x_scale`.
       y_scale: shaped like `Block.y_scale`.
     """
 
-    x: Array | None
+    x: Any
     y: Array | None
     x_scale: Array | None
     y_scale: Array | None
@@ -215,6 +215,12 @@ def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
 def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:
     """`jnp.full`, typed as varying over the same mesh axes as `varying_like`."""
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
+
+
+def zero_after(done: Any) -> Array:
+    """int32 0 that cannot be known before the arrays of `done`: barriers are gone when XLA schedules."""
+    first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
+    return jnp.minimum(sum(first, jnp.float32(0)), 0).astype(jnp.int32)
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -217,8 +217,10 @@ def test_windows_make_the_whole(interpreter, monkeypatch, size, panel, dtype, op
     check(Fused(PAIRS), make(bx=340, by=330, **options), dtype=dtype)
 
 
-def test_steps_of_a_ring_add_up(interpreter):
-    """Two blocks of columns, one of them without positives, are one."""
+@pytest.mark.parametrize("part", [fused.IN_LINE_ROWS, 256])
+def test_steps_of_a_ring_add_up(interpreter, monkeypatch, part):
+    """Two blocks of columns, one of them without positives, are one; rows in one part or several."""
+    monkeypatch.setattr(fused, "IN_LINE_ROWS", part)
     whole, backend = make(by=256, labels="own"), Fused(PAIRS)
     weights = cotangent_weights(whole, loss=False)
     w = [jnp.asarray(v, jnp.float32) for v in weights]

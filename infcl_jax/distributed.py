@@ -10,17 +10,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = "data"
-# The ring's transfers between the GPUs of a process as plain copies, which take no multiprocessors, one for each hop.
+# On GPUs: the ring's transfers between those of a process as plain copies, which take no multiprocessors, one for each
+# hop; products by cuBLAS, which adds to what is there in place.
 XLA_FLAGS = {
     "xla_gpu_collective_permute_mode": "peer",
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
+    "xla_gpu_enable_triton_gemm": "false",
 }
 
 
 def initialize(environ: Mapping[str, str] | None = None) -> None:
     """Prepares this process: to be called before anything asks JAX for its devices.
 
-    Adds what makes the ring fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, and joins this
+    Adds what makes the loss fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, and joins this
     process to the others of a multi-process run, once.
 
     The cluster is read from the environment. Explicit settings come first:

@@ -212,7 +212,8 @@ class Fused:
                     d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
                 if moments:
                     found = found.with_moments(row_moment, column_moment, row, column)
-                # One window after the other, or their dS would be in memory together.
+                # One window after the other, or their dS would be in memory together; with the sums, not only products.
+                d_x, d_y[i] = lax.optimization_barrier((d_x, d_y[i]))
                 turn = row + zero_after((d_x, d_y[i]))
             return d_x, found._replace(y=tuple(d_y))
 

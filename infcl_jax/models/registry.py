@@ -35,7 +35,7 @@ class TowerConfig:
     mlp_ratio: float = 4.0
     dropout: float = 0.0
     remat: Remat | None = None
-    attention: AttentionImplementation = "xla"
+    attention: AttentionImplementation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ class TransformerConfig:
         but the products with weight matrices, so the attention (quadratic in the sequence length) is never stored.
       attention: "xla" runs everywhere and stores the attention weights for the backward pass unless `remat` is set;
         "cudnn" is the fused kernel of NVIDIA GPUs from Ampere on, whose memory is linear in the sequence length. It
-        needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels.
+        needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks
+        of keys its gradients repeat bit for bit under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` alone.
+        None: `best_attention` of the device that runs.
       dtype: of activations and matrix products: "float32", "bfloat16" or "float16".
       param_dtype: of the stored parameters, one of the same.
 
@@ -89,7 +91,7 @@ class TransformerConfig:
     activation: Activation = "gelu"
     dropout: float = 0.0
     remat: Remat | None = None
-    attention: AttentionImplementation = "xla"
+    attention: AttentionImplementation | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -103,13 +105,13 @@ class TransformerConfig:
         check_choice("activation", self.activation, get_args(Activation))
         check_rate("dropout", self.dropout)
         check_choice("remat", self.remat, (None, *get_args(Remat)))
-        check_choice("attention", self.attention, get_args(AttentionImplementation))
+        check_choice("attention", self.attention, (None, *get_args(AttentionImplementation)))
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
-        if self.attention == "cudnn" and (self.dtype == "float32" or self.width // self.heads % 8):
+        if self.attention == "cudnn" and not _cudnn_accepts(self.dtype, self.width // self.heads):
             raise ValueError(
-                "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head; "
-                f"got {self.dtype!r} and {self.width // self.heads}. Use attention 'xla'."
+                "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most "
+                f"128; got {self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
             )
 
     @property
@@ -177,39 +179,82 @@ def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> 
     )
 
 
-@jax.custom_vjp
-def attention_scores(query: jax.Array, key: jax.Array) -> jax.Array:
-    """All products of queries and keys, summed in float32, with products of 16-bit inputs in the backward pass too.
+def _cudnn_accepts(dtype: Any, head_channels: int) -> bool:
+    return jnp.dtype(dtype).itemsize == 2 and head_channels % 8 == 0 and head_channels <= 128
 
-    The automatic gradient would multiply float32 cotangents with 16-bit inputs, which widens the inputs and runs as a
-    float32 product (and strict dtype promotion refuses it). Here the cotangent is rounded to the inputs' dtype first,
-    as fused attention kernels do.
+
+def best_attention(dtype: Any, head_channels: int) -> AttentionImplementation:
+    """The fastest attention on the default device.
 
     Args:
-      query: [b, t, heads, d], floating.
-      key: [b, s, heads, d], of the same dtype.
+      dtype: of queries, keys and values.
+      head_channels: of each head.
 
     Returns:
-      float32 [b, heads, t, s].
+      "cudnn" on an NVIDIA GPU of compute capability 8.0 or more with inputs that it accepts, otherwise "xla". cuDNN is
+      chosen at any sequence length: for short ones its kernel is far from its peak, but scores that are written to
+      memory cost more.
     """
-    return jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    if jax.default_backend() != "gpu" or not _cudnn_accepts(dtype, head_channels):
+        return "xla"
+    capability = getattr(jax.devices()[0], "compute_capability", "")  # "9.0"; AMD's are names
+    return "cudnn" if capability[:1].isdigit() and float(capability) >= 8.0 else "xla"
 
 
-def _scores_forward(query: jax.Array, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return attention_scores(query, key), (query, key)
+def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    """Attention by the fused kernel, whose backward pass JAX offers for even sequence lengths alone.
+
+    Odd ones get one more position, which no other sees: as the last one of a causal sequence, or by the keys' lengths.
+    """
+    b, t = query.shape[:2]
+    lengths = None
+    if t % 2:
+        query, key, value = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (query, key, value))
+        lengths = None if causal else jnp.full(b, t, jnp.int32)
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
+    )[:, :t]
 
 
-def _scores_backward(inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    query, key = inputs
-    cotangent = cotangent.astype(query.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", cotangent, key), jnp.einsum("bnts,btnd->bsnd", cotangent, query)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _xla_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    """Attention in plain XLA; its gradient keeps the weights in the inputs' dtype and nothing else of their size.
+
+    The automatic gradient would keep the softmax in float32 too, and multiply float32 cotangents with 16-bit inputs,
+    which widens the inputs. Here every product has factors of the inputs' dtype and sums in float32, as in fused
+    kernels; the softmax is float32 between two products.
+    """
+    return _attention_forward(query, key, value, causal)[0]
 
 
-attention_scores.defvjp(_scores_forward, _scores_backward)
+def _attention_forward(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> tuple[jax.Array, tuple]:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    if causal:
+        scores = jnp.where(jnp.tri(query.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value), (query, key, value, weights)
+
+
+def _attention_backward(causal: bool, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    query, key, value, weights = saved  # the weights of masked positions are 0, and so are their gradients
+    slopes = jnp.einsum("btnd,bsnd->bnts", cotangent, value, preferred_element_type=jnp.float32)
+    wide = weights.astype(jnp.float32)
+    slopes = wide * (slopes - jnp.sum(wide * slopes, axis=-1, keepdims=True)) * query.shape[-1] ** -0.5
+    slopes = slopes.astype(query.dtype)
+    d_query, d_key = jnp.einsum("bnts,bsnd->btnd", slopes, key), jnp.einsum("bnts,btnd->bsnd", slopes, query)
+    return d_query, d_key, jnp.einsum("bnts,btnd->bsnd", weights, cotangent)
+
+
+_xla_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: AttentionImplementation
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
 
@@ -218,19 +263,15 @@ def attend(
       key: [b, t, heads, d], of the same dtype.
       value: [b, t, heads, d], of the same dtype.
       causal: whether position i sees only positions up to i.
-      implementation: "xla", or "cudnn" for the fused kernel through `jax.nn.dot_product_attention`.
+      implementation: "xla", or "cudnn" for the fused kernel through `jax.nn.dot_product_attention`; None for
+        `best_attention`.
 
     Returns:
       [b, t, heads, d] in the dtype of the inputs.
     """
-    if implementation == "cudnn":
-        return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
-    scores = attention_scores(query, key) * query.shape[-1] ** -0.5
-    if causal:
-        t = query.shape[1]
-        scores = jnp.where(jnp.tri(t, dtype=bool)[None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+    if (implementation or best_attention(query.dtype, query.shape[-1])) == "cudnn":
+        return _cudnn_attention(query, key, value, causal)
+    return _xla_attention(query, key, value, causal)
 
 
 class SelfAttention(nn.Module):

@@ -1,12 +1,14 @@
 """The blocks that both towers share: attention, LayerNorm, remat, initialisation, configuration."""
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from infcl_jax.models import transformer
 from infcl_jax.models.transformer import Block, SelfAttention, Transformer, TransformerConfig, attend, quick_gelu
@@ -74,28 +76,68 @@ def test_attention_gradient_is_that_of_the_plain_formula(causal, dtype, toleranc
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_cudnn_goes_to_the_fused_kernel_with_the_same_meaning(monkeypatch, causal):
+@pytest.mark.parametrize("length", [T, T + 1])
+def test_cudnn_goes_to_the_fused_kernel_with_the_same_meaning(monkeypatch, causal, length):
     """The kernel itself needs a GPU; JAX's XLA attention, which follows the same contract, stands in for it."""
     seen = []
 
-    def stand_in(query, key, value, *, is_causal, implementation):
-        seen.append(implementation)
+    def stand_in(query, key, value, *, implementation, **options):
+        seen.append((implementation, query.shape[1] % 2))
         with jax.numpy_dtype_promotion("standard"):
-            return original(query, key, value, is_causal=is_causal, implementation="xla")
+            return original(query, key, value, implementation="xla", **options)
+
+    def value_and_gradients(implementation):
+        def loss(*inputs):
+            return jnp.sum(weight * attend(*inputs, causal=causal, implementation=implementation).astype(jnp.float32))
+
+        return jax.tree.leaves(jax.value_and_grad(loss, (0, 1, 2))(*inputs))
 
     original = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    inputs = [normal(seed, B, T, HEADS, DIM).astype(jnp.bfloat16) for seed in range(3)]
-    fused = attend(*inputs, causal=causal, implementation="cudnn")
-    assert seen == ["cudnn"]
-    ours = attend(*inputs, causal=causal, implementation="xla")
-    np.testing.assert_allclose(fused.astype(jnp.float32), ours.astype(jnp.float32), rtol=2e-2, atol=2e-2)
+    inputs = [normal(seed, B, length, HEADS, DIM).astype(jnp.bfloat16) for seed in range(3)]
+    weight = normal(3, B, length, HEADS, DIM)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        fused = value_and_gradients("cudnn")
+    assert seen == [("cudnn", 0)]
+    for theirs, ours in zip(fused, value_and_gradients("xla"), strict=True):
+        np.testing.assert_allclose(theirs.astype(jnp.float32), ours.astype(jnp.float32), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "dtype", "channels", "best"),
+    [
+        ("cpu", None, "bfloat16", 64, "xla"),
+        ("gpu", "9.0", "bfloat16", 64, "cudnn"),
+        ("gpu", "12.0", "float16", 128, "cudnn"),
+        ("gpu", "7.5", "float16", 64, "xla"),
+        ("gpu", "gfx942", "bfloat16", 64, "xla"),
+        ("gpu", "9.0", "float32", 64, "xla"),
+        ("gpu", "9.0", "bfloat16", 136, "xla"),
+        ("gpu", "9.0", "bfloat16", 20, "xla"),
+    ],
+)
+def test_the_best_attention_is_what_device_and_inputs_allow(monkeypatch, backend, capability, dtype, channels, best):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert transformer.best_attention(dtype, channels) == best
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [50, 77, 197, 257])
+def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, causal, length):
+    """Without a GPU: the program for one is built, forward and backward."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    attention = functools.partial(attend, causal=causal, implementation="cudnn")
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sum(attention(*x).astype(jnp.float32)), (0, 1, 2)))
+    inputs = [jax.ShapeDtypeStruct((B, length, HEADS, 64), jnp.bfloat16)] * 3
+    program = gradient.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax(" in program and "__cudnn$fmhaSoftmaxBackward(" in program
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="cuDNN needs an NVIDIA GPU")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [50, 77, 197])
+@pytest.mark.parametrize("length", [50, 77, 197, 257])
 def test_cudnn_agrees_with_xla_on_a_gpu(causal, length):
     inputs = [normal(seed, B, length, HEADS, 64).astype(jnp.bfloat16) for seed in range(3)]
 
@@ -229,9 +271,10 @@ def test_quick_gelu_is_close_to_gelu():
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\); got 1.0"),
         ({"activation": "relu"}, "activation must be one of 'gelu', 'quick_gelu'; got 'relu'"),
         ({"remat": "dot"}, "remat must be one of None, 'full', 'dots'; got 'dot'"),
-        ({"attention": "flash"}, "attention must be one of 'xla', 'cudnn'; got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of None, 'xla', 'cudnn'; got 'flash'"),
         ({"attention": "cudnn"}, "attention 'cudnn' needs dtype"),
         ({"attention": "cudnn", "dtype": "bfloat16", "heads": 4}, "got 'bfloat16' and 4"),
+        ({"attention": "cudnn", "dtype": "float16", "width": 272}, "at most 128; got 'float16' and 136"),
         ({"dtype": "int32"}, "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'int32'"),
         ({"param_dtype": "bf16"}, "param_dtype must be one of .* got 'bf16'"),
     ],

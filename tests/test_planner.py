@@ -123,7 +123,7 @@ def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, set
     plan = plan_memory(workload(model=model, batch_size=256, devices=devices, **settings))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
         compiled = step.lower(state, batch).compile()
-    assert 0.9 < compare_with_compiled(plan, compiled) < 1.3
+    assert 0.85 < compare_with_compiled(plan, compiled) < 1.3
 
 
 def test_a_step_of_several_programs_cannot_be_compared():

@@ -1,7 +1,8 @@
 """The pre-LayerNorm transformer that both towers share.
 
-Parameters are stored in `param_dtype` and matrix products run in `dtype`. LayerNorm, the softmax of the
-attention and the final projection to features are float32 whatever `dtype` is.
+Parameters are stored in `param_dtype` and matrix products run in `dtype`. Between products everything is computed in
+float32 and stored in `dtype`: LayerNorm, biases, activation functions, the softmax of the attention. The final
+projection to features is float32.
 
 Layers are unrolled (`block_00`, `block_01`, ...) rather than scanned. A scan would compile a deep tower faster, but it
 stacks the weights of all layers into one array, and then neither a rule per layer (learning rate, freezing) nor the
@@ -135,36 +136,85 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": quick_gelu,
-}
+def recomputed(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+    """An elementwise function or a normalisation of which the backward pass keeps the arguments alone."""
+    return jax.checkpoint(function, prevent_cse=False, **options)  # no barrier, which would keep XLA from fusing it
 
 
-def layer_norm(config: TransformerConfig, x: jax.Array, name: str) -> jax.Array:
-    """LayerNorm over the last axis in float32; to be called inside a module's compact method.
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    return quick_gelu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+_ACTIVATIONS = {"gelu": recomputed(_gelu), "quick_gelu": recomputed(_quick_gelu)}
+
+
+def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
+    """One pass over `x` for both statistics."""
+    x, scale, bias = (a.astype(jnp.float32) for a in (x, scale, bias))
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean, 0.0)
+    leading = (1,) * (x.ndim - 1)
+    x = (x - mean) * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    return (x * scale.reshape(*leading, -1) + bias.reshape(*leading, -1)).astype(dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last axis, in float32 from inputs to a result of any dtype; parameters `scale` and `bias`."""
+
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., width] to [..., width] in `dtype`."""
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        return recomputed(_normalize, static_argnums=3)(x, scale, bias, jnp.dtype(self.dtype))
+
+
+def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
+    """LayerNorm over the last axis with float32 statistics; to be called inside a module's compact method.
 
     Args:
-      config: gives the dtype of the parameters.
+      config: gives the dtypes.
       x: activations [..., width], any floating dtype.
       name: of the submodule, whose parameters are `scale` and `bias`.
+      dtype: of the result; None for the compute dtype.
 
     Returns:
-      float32 [..., width]. A dense layer that follows casts it to the compute dtype.
+      [..., width] in `dtype`.
     """
-    norm = nn.LayerNorm(LAYER_NORM_EPSILON, dtype=jnp.float32, param_dtype=config.param_dtype, name=name)
-    return norm(x.astype(jnp.float32))
+    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x)
 
 
-def projection(config: TransformerConfig, features: int, std: float, name: str) -> nn.Dense:
+class Dense(nn.Module):
+    """A dense layer whose bias is added in float32, so that the bias's gradient sums all rows in float32.
+
+    Parameters: `kernel` [inputs, features], `bias` [features].
+    """
+
+    features: int
+    std: float
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [b, t, inputs] to [b, t, features] in `dtype`."""
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        return (y.astype(jnp.float32) + bias[None, None].astype(jnp.float32)).astype(self.dtype)
+
+
+def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
     """A dense layer with normal weights of standard deviation `std` and zero bias."""
-    return nn.Dense(
-        features,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        kernel_init=nn.initializers.normal(std),
-        name=name,
-    )
+    return Dense(features, std, config.dtype, config.param_dtype, name=name)
 
 
 def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> nn.Dense:
@@ -288,7 +338,8 @@ class SelfAttention(nn.Module):
         """Maps [b, t, width] to [b, t, width] in the compute dtype."""
         c = self.config
         qkv = projection(c, 3 * c.width, c.input_std, "in_proj")(x)
-        query, key, value = jnp.moveaxis(qkv.reshape(*x.shape[:2], 3, c.heads, c.width // c.heads), 2, 0)
+        by_head = (*x.shape[:2], c.heads, c.width // c.heads)
+        query, key, value = (part.reshape(by_head) for part in jnp.split(qkv, 3, axis=-1))
         y = attend(query, key, value, causal=c.causal, implementation=c.attention)
         return projection(c, c.width, c.residual_std, "out_proj")(y.reshape(x.shape))
 

@@ -168,8 +168,9 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations come from shapes,
     too, of tracing each encoder forward and backward: every intermediate counts from where it is computed to where it
     is last used. For one encoder that is 0.85 to 1.3 times what XLA plans on the CPU, up to 1.6 times with
-    rematerialisation; the total is 0.9 to 1.2 times what it plans for the training step, up to 1.5 times. GPUs have not
-    been compared: where XLA fuses more than on the CPU, less is needed than planned.
+    rematerialisation; the total is 0.85 to 1.2 times what it plans for the training step, up to 1.5 times. GPUs have
+    not been compared: where XLA fuses more than on the CPU, less is needed than planned. Attention None is planned as
+    it runs on the device at hand: for a GPU from a machine without one, as "xla".
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,

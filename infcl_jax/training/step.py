@@ -101,9 +101,9 @@ def make_train_step(
       seed: of the dropout keys.
       cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
         must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
-      mesh: devices over whose first axis the batch is sharded, for gradient caching; None: one device.
+      mesh: devices over whose first axis the batch is sharded; None: one device.
     """
-    gradients = _direct(loss_fn) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
+    gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def key_of(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
@@ -124,16 +124,20 @@ def make_train_step(
     return from_host
 
 
-def _direct(loss_fn: LossFn) -> Gradients:
+def _direct(loss_fn: LossFn, mesh: Mesh | None) -> Gradients:
     """Gradients with the activations of the whole batch."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        def loss_of(params: Any) -> tuple[jax.Array, CLIPOutput]:
+        def model(params: Any) -> CLIPOutput:
             variables = {"params": params}
-            output = state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
-            return loss_fn(output), output
+            return state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
 
-        return jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        output, pull = jax.vjp(model, state.params)
+        loss, slopes = jax.value_and_grad(loss_fn)(output)
+        if mesh is None:
+            return (loss, output), pull(slopes)[0]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # see infcl_jax.models.embedding.embed_tokens
+            return (loss, output), pull(slopes)[0]
 
     return gradients
 

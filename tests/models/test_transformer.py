@@ -183,8 +183,8 @@ def test_layer_norm_of_bfloat16_keeps_float32_statistics():
     got, _ = Norm().init_with_output(jax.random.key(0), x)
     wide = np.asarray(x, np.float64)
     want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, atol=2e-2)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2)
 
 
 def _gradient(remat, dropout=0.0):

@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
     # Training
     config.batch_size = 256  # global, over all devices
     config.total_steps = 1000
+    config.parameter_sharding = "replicated"  # "fsdp": parameters and optimizer state sharded over the devices
     config.optimizer = ConfigDict()  # see infcl_jax.training.OptimizerConfig
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 100

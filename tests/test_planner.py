@@ -28,7 +28,7 @@ from infcl_jax.planner import (
     plan_memory,
 )
 from infcl_jax.planner.activations import row_shapes, towers
-from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step
+from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
 
 ADAM = optax.adamw(1e-3)
 MIB = 1 << 20
@@ -53,6 +53,15 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
         plan = plan_memory(workload(model=model, optimizer=optimizer))
     assert (plan.parameters, plan.optimizer) == (nbytes(state.params), nbytes(state.opt_state))
     assert plan.gradients == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_parameters(monkeypatch):
+    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
+    state = create_state(runs.model(), ADAM, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(4), "fsdp")
+    whole, plan = (plan_memory(workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
+    parts = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, (state.params, state.opt_state))
+    assert (plan.parameters, plan.optimizer, plan.updates) == (nbytes(parts[0]), nbytes(parts[1]), nbytes(parts[0]))
+    assert plan.gradients == whole.gradients + whole.parameters
 
 
 @pytest.mark.parametrize("chunk_size", [None, 16])

@@ -18,6 +18,7 @@ from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.tiles import accumulation_dtype
 from infcl_jax.planner.activations import Tower, parameter_shapes, towers, tree_bytes
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS, bytes_per_device
 from infcl_jax.training.step import LOSSES
 
 
@@ -29,13 +30,14 @@ class Workload:
       model: a `CLIP` module, or its configuration.
       optimizer: whose state and updates are counted.
       batch_size: b, global.
-      devices: n, over which the batch is sharded; everything else is on every one of them.
+      devices: n, over which the batch is sharded; everything else is on every one of them, but for "fsdp".
       chunk_size: rows encoded at once, over all devices; None: the whole batch, no gradient caching.
       keep: chunks whose activations are kept from the first pass.
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
       loss: "clip" or "siglip".
+      parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
 
     Raises:
       ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
@@ -50,11 +52,13 @@ class Workload:
     residency: str = "device"
     implementation: str = "xla"
     loss: str = "clip"
+    parameter_sharding: str = "replicated"
 
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         check_choice("loss", self.loss, LOSSES)
+        check_choice("parameter_sharding", self.parameter_sharding, PARAMETER_SHARDINGS)
         if self.loss == "siglip":
             check_choice("implementation of the siglip loss", self.implementation, ("ring", "xla"))
         if self.devices < 1 or self.keep < 0:
@@ -100,9 +104,10 @@ class MemoryPlan:
 
     Attributes:
       workload: what was planned.
-      parameters: of the model.
-      optimizer: its state.
-      gradients: their sums over chunks; driven from the host also the parameters' copy for the encoders.
+      parameters: of the model; with "fsdp" this device's part.
+      optimizer: its state; likewise.
+      gradients: their sums over chunks; driven from the host, or with "fsdp", also the parameters' copy for the
+        encoders.
       updates: the gradients that are scaled or turned into updates, beside their sums.
       batch: images and texts of the batch in use; of two chunks where it is not on the devices.
       next_batch: of the batch, or the chunk, that is on its way meanwhile.
@@ -186,17 +191,19 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
       ValueError: the mesh has another number of devices, or the loss does not run on them.
     """
     rows, chunk, kept_rows = workload.rows, workload.chunk_rows, workload.kept_rows
-    parameters, sums, optimizer = _state_bytes(workload.model, workload.optimizer)
+    parameters, sums, part, optimizer = _state_bytes(
+        workload.model, workload.optimizer, workload.devices, workload.parameter_sharding
+    )
     both = towers(workload.model)
     row = sum(tower.row for tower in both)
     on_device = workload.residency == "device"
     again = kept_rows < rows
     return MemoryPlan(
         workload=workload,
-        parameters=parameters,
+        parameters=part,
         optimizer=optimizer,
-        gradients=sums if on_device else parameters + 2 * sums,
-        updates=parameters,
+        gradients=parameters + 2 * sums if not on_device else sums if part == parameters else sums + parameters,
+        updates=part,
         batch=row * (rows if on_device else min(rows, 2 * chunk)),
         next_batch=row * (rows if on_device else chunk),
         features=2 * len(both) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
@@ -292,12 +299,15 @@ def _largest(fits: Callable[[int], bool], least: str) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _state_bytes(model: CLIP, optimizer: optax.GradientTransformation) -> tuple[int, int, int]:
-    """Parameters, sums of gradients, optimizer state."""
+def _state_bytes(
+    model: CLIP, optimizer: optax.GradientTransformation, devices: int, parameter_sharding: str
+) -> tuple[int, int, int, int]:
+    """All parameters, the sums of their gradients; one device's part of parameters and optimizer state."""
     params = parameter_shapes(model)
     wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), params)
     state = jax.eval_shape(optimizer.init, params)
-    return tree_bytes(params), tree_bytes(wide), tree_bytes(state)
+    part, optimizer_part = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, state))
+    return tree_bytes(params), tree_bytes(wide), part, optimizer_part
 
 
 def _at_a_time(tower: Tower, chunk: int, again: bool) -> int:

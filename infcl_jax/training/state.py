@@ -1,4 +1,4 @@
-"""The state of a run: parameters, optimizer state and step, on every device of the mesh."""
+"""The state of a run: parameters, optimizer state and step, on the devices of the mesh."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from infcl_jax.models import clamp_logit_scale
+from infcl_jax.pairwise.checks import check_choice
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
 class TrainState(train_state.TrainState):
@@ -22,9 +24,15 @@ class TrainState(train_state.TrainState):
 
 
 def create_state(
-    model: nn.Module, tx: optax.GradientTransformation, image_size: int, context_length: int, seed: int, mesh: Mesh
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    image_size: int,
+    context_length: int,
+    seed: int,
+    mesh: Mesh,
+    parameter_sharding: str = "replicated",
 ) -> TrainState:
-    """A fresh state, the same on every device of `mesh`, whatever the number of devices.
+    """A fresh state, the same numbers whatever the number of devices.
 
     Args:
       model: a `CLIP` module.
@@ -33,14 +41,20 @@ def create_state(
       context_length: tokens of the texts it takes.
       seed: of the initial parameters.
       mesh: devices that hold the state.
+      parameter_sharding: "replicated": all of it on every one. "fsdp": every large array, optimizer moments included,
+        is sharded over them, see `infcl_jax.training.sharding`.
+
+    Raises:
+      ValueError: another `parameter_sharding`.
     """
+    check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
 
     def init() -> TrainState:
         image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
         params = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    return jax.jit(init, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh, parameter_sharding))()
 
 
 def parameter_count(params: Any) -> int:

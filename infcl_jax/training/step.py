@@ -16,6 +16,7 @@ from infcl_jax.losses import clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -88,7 +89,11 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
 
 
 def make_train_step(
-    loss_fn: LossFn, seed: int, cache: GradCacheConfig = NO_CACHE, mesh: Mesh | None = None
+    loss_fn: LossFn,
+    seed: int,
+    cache: GradCacheConfig = NO_CACHE,
+    mesh: Mesh | None = None,
+    parameter_sharding: str = "replicated",
 ) -> TrainStep:
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
@@ -102,17 +107,28 @@ def make_train_step(
       cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
         must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
       mesh: devices over whose first axis the batch is sharded; None: one device.
+      parameter_sharding: as the state was created with. With "fsdp" every step gathers the parameters to compute with,
+        and each device updates its own part with its own part of the gradient.
+
+    Raises:
+      ValueError: another `parameter_sharding`, or "fsdp" without a mesh.
     """
+    check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
+    if mesh is None and parameter_sharding == "fsdp":
+        raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def key_of(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
     def finish(state: TrainState, result: tuple[jax.Array, CLIPOutput], grads: Any) -> tuple[TrainState, Metrics]:
-        return state.apply_gradients(grads=grads), _metrics(*result, grads)
+        grads = constrain(grads, mesh, parameter_sharding)
+        after = constrain(state.apply_gradients(grads=grads), mesh, parameter_sharding)
+        return after, _metrics(*result, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        return finish(state, *gradients(state, batch, key_of(state.step)))
+        whole = state.replace(params=constrain(state.params, mesh, "replicated"))
+        return finish(state, *gradients(whole, batch, key_of(state.step)))
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)

@@ -1,7 +1,6 @@
 """The memory of one training step by part, and the largest settings that fit."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,13 +11,13 @@ import optax
 from jax.sharding import Mesh
 
 from infcl_jax.grad_cache import RESIDENCIES
-from infcl_jax.models import CLIP, CLIPConfig, build_model
+from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice
-from infcl_jax.pairwise.tiles import accumulation_dtype
-from infcl_jax.planner.activations import Tower, parameter_shapes, towers, tree_bytes
+from infcl_jax.planner.activations import Tower, towers
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
-from infcl_jax.training.sharding import PARAMETER_SHARDINGS, bytes_per_device
+from infcl_jax.planner.state import state_bytes
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import LOSSES
 
 
@@ -38,6 +37,7 @@ class Workload:
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
       loss: "clip" or "siglip".
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
+      frozen: towers that are not trained, "image" or "text".
 
     Raises:
       ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
@@ -53,12 +53,15 @@ class Workload:
     implementation: str = "xla"
     loss: str = "clip"
     parameter_sharding: str = "replicated"
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         check_choice("loss", self.loss, LOSSES)
         check_choice("parameter_sharding", self.parameter_sharding, PARAMETER_SHARDINGS)
+        for name in self.frozen:
+            check_choice("frozen", name, tuple(TOWERS))
         if self.loss == "siglip":
             check_choice("implementation of the siglip loss", self.implementation, ("ring", "xla"))
         if self.devices < 1 or self.keep < 0:
@@ -191,24 +194,28 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
       ValueError: the mesh has another number of devices, or the loss does not run on them.
     """
     rows, chunk, kept_rows = workload.rows, workload.chunk_rows, workload.kept_rows
-    parameters, sums, part, optimizer = _state_bytes(
-        workload.model, workload.optimizer, workload.devices, workload.parameter_sharding
+    state = state_bytes(
+        workload.model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen
     )
-    both = towers(workload.model)
-    row = sum(tower.row for tower in both)
+    encoders = dict(zip(TOWERS, towers(workload.model), strict=True))
+    trained = [tower for name, tower in encoders.items() if name not in workload.frozen]
+    row = sum(tower.row for tower in encoders.values())
     on_device = workload.residency == "device"
     again = kept_rows < rows
     return MemoryPlan(
         workload=workload,
-        parameters=part,
-        optimizer=optimizer,
-        gradients=parameters + 2 * sums if not on_device else sums if part == parameters else sums + parameters,
-        updates=part,
+        parameters=state.part,
+        optimizer=state.optimizer,
+        gradients=state.gradients(on_device),
+        updates=state.updates,
         batch=row * (rows if on_device else min(rows, 2 * chunk)),
         next_batch=row * (rows if on_device else chunk),
-        features=2 * len(both) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
-        kept=sum(tower.kept(kept_rows) for tower in both),
-        activations=max(_at_a_time(tower, chunk, again) for tower in both),
+        features=2 * len(encoders) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
+        kept=sum(tower.kept(kept_rows) for tower in trained),
+        activations=max(
+            *(_at_a_time(tower, chunk, again) for tower in trained),
+            *(encoders[name].forward(chunk) for name in workload.frozen),
+        ),
         loss=_workspace(workload, mesh),
         loss_method=FORMULA if mesh is None else COMPILED,
         memory=memory,
@@ -296,18 +303,6 @@ def _largest(fits: Callable[[int], bool], least: str) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@functools.lru_cache(maxsize=32)
-def _state_bytes(
-    model: CLIP, optimizer: optax.GradientTransformation, devices: int, parameter_sharding: str
-) -> tuple[int, int, int, int]:
-    """All parameters, the sums of their gradients; one device's part of parameters and optimizer state."""
-    params = parameter_shapes(model)
-    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), params)
-    state = jax.eval_shape(optimizer.init, params)
-    part, optimizer_part = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, state))
-    return tree_bytes(params), tree_bytes(wide), part, optimizer_part
 
 
 def _at_a_time(tower: Tower, chunk: int, again: bool) -> int:

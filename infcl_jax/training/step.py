@@ -17,13 +17,13 @@ from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
-from infcl_jax.training.state import TrainState
+from infcl_jax.training.state import TrainState, trained
 
 Metrics = dict[str, Any]
 LossFn = Callable[[CLIPOutput], jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
 
-# (state, batch, key) -> ((loss, output), gradients)
+# (state, batch, key) -> ((loss, output), gradients of what is trained)
 Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, CLIPOutput], Any]]
 
 LOSSES = ("clip", "siglip")
@@ -97,9 +97,10 @@ def make_train_step(
 ) -> TrainStep:
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
-    Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. Metrics are scalars on the
-    device: `loss`, `logit_scale` (both before the update), `grad_norm`; and under `finite`, whether each stage of the
-    step held only finite numbers, in order of computation.
+    Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. The state's frozen towers
+    are encoded as in training, but once, and have no gradient. Metrics are scalars on the device: `loss`, `logit_scale`
+    (both before the update), `grad_norm`; and under `finite`, whether each stage of the step held only finite numbers,
+    in order of computation.
 
     Args:
       loss_fn: from `make_loss`.
@@ -145,10 +146,10 @@ def _direct(loss_fn: LossFn, mesh: Mesh | None) -> Gradients:
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         def model(params: Any) -> CLIPOutput:
-            variables = {"params": params}
+            variables = {"params": {**state.params, **params}}
             return state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
 
-        output, pull = jax.vjp(model, state.params)
+        output, pull = jax.vjp(model, state.trained)
         loss, slopes = jax.value_and_grad(loss_fn)(output)
         if mesh is None:
             return (loss, output), pull(slopes)[0]
@@ -163,7 +164,7 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     @functools.cache  # what is compiled for the host's chunks belongs to one model
-    def of_model(apply_fn: Callable) -> Callable:
+    def of_model(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
         def encoder(method: str) -> Callable:
             def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
                 return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
@@ -180,12 +181,17 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
             loss,
             chunk_size=cache.chunk_size,
             keep=cache.keep,
+            frozen=frozen,
             has_aux=True,
             residency="device" if cache.residency == "device" else "host",
             sharding=sharding,
         )
 
-    return lambda state, batch, key: of_model(state.apply_fn)(state.params, batch, key)
+    def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
+        result, grads = of_model(state.apply_fn, state.frozen)(state.params, batch, key)
+        return result, trained(grads, state.frozen)
+
+    return gradients
 
 
 def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:

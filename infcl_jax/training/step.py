@@ -1,5 +1,6 @@
 """One training step: encode, global loss through the ring, update."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -149,12 +150,11 @@ def _direct(loss_fn: LossFn, mesh: Mesh | None) -> Gradients:
             variables = {"params": {**state.params, **params}}
             return state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
 
-        output, pull = jax.vjp(model, state.trained)
+        # The mesh is for infcl_jax.models.embedding.embed_tokens. The loss is given its own.
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            output, pull = jax.vjp(model, state.trained)
         loss, slopes = jax.value_and_grad(loss_fn)(output)
-        if mesh is None:
-            return (loss, output), pull(slopes)[0]
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # see infcl_jax.models.embedding.embed_tokens
-            return (loss, output), pull(slopes)[0]
+        return (loss, output), pull(slopes)[0]
 
     return gradients
 

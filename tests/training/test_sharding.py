@@ -1,5 +1,7 @@
 """A state that is sharded over the devices: the same training in a share of the memory."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -74,6 +76,17 @@ def test_training_is_the_same_and_the_state_stays_sharded(replicated, cache):
     assert shardings_of(state) == shardings_of(fresh("fsdp"))
     for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fsdp"])
+def test_nothing_but_sharded_parameters_is_gathered(kind):
+    """Neither activations nor the tokens, whose embedding's gradient each device sums for itself."""
+    mesh, state = oracle.mesh_of(DEVICES), fresh(kind)
+    step = make_train_step(make_loss("clip", mesh), 0, mesh=mesh, parameter_sharding=kind)
+    program = step.lower(state, shard_batch(mesh, runs.batch(BATCH))).compile().as_text()
+    sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.sharding.is_fully_replicated]
+    assert len(re.findall(r" all-gather(-start)?\(", program)) == len(sharded)
+    assert "all-to-all" not in program
 
 
 def test_every_device_holds_its_share():

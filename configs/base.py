@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
     config.model = "tiny-shapes"  # a name of infcl_jax.models.model_names()
     config.model_overrides = ""  # changes to it, e.g. "vision.layers=6,dtype=bfloat16,vision.remat=dots"
 
+    config.frozen = ()  # towers that stay as they are, "image" or "text" (LiT)
+
     # Loss
     config.loss = "clip"  # "clip" or "siglip"
     config.implementation = placeholder(str)  # of the pairs, see infcl_jax.pairwise_lse; None: the best here
@@ -40,6 +42,7 @@ def get_config() -> ConfigDict:
     # Training
     config.batch_size = 256  # global, over all devices
     config.total_steps = 1000
+    config.parameter_sharding = "replicated"  # "fsdp": parameters and optimizer state sharded over the devices
     config.optimizer = ConfigDict()  # see infcl_jax.training.OptimizerConfig
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 100

@@ -39,6 +39,7 @@ from infcl_jax.training import (
     make_optimizer,
     make_train_step,
 )
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep
 
 RECORDS_FILE = "benchmark_step.jsonl"
@@ -49,6 +50,7 @@ _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Changes to it, such as 
 _CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; without: no caching.", lower_bound=1)
 _KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
 _RESIDENCY = flags.DEFINE_enum("residency", "device", RESIDENCIES, "Where the batch lives.")
+_SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of the loss; the best here by default.")
 
 _SEED = 0
@@ -66,6 +68,7 @@ class Settings:
       model_overrides: changes to the model.
       cache: gradient caching, with the batch on the devices or on the host.
       implementation: of the loss, see `infcl_jax.pairwise_lse`.
+      parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       repeats: timed runs of each program, of which the median counts.
     """
 
@@ -74,6 +77,7 @@ class Settings:
     model_overrides: str = ""
     cache: GradCacheConfig = NO_CACHE
     implementation: str | None = None
+    parameter_sharding: str = "replicated"
     repeats: int = 5
 
     @functools.cached_property
@@ -94,6 +98,7 @@ def benchmark_from_flags() -> None:
         model_overrides=_OVERRIDES.value,
         cache=GradCacheConfig(chunk_size=_CHUNK_SIZE.value, keep=_KEEP.value, residency=_RESIDENCY.value),
         implementation=_IMPLEMENTATION.value,
+        parameter_sharding=_SHARDING.value,
         repeats=benchmark.REPEATS.value,
     )
     output = benchmark.output_folder()
@@ -132,7 +137,9 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     records = []
     for b in settings.batch:
         record = benchmark.circumstances(mesh) | {"batch": b, "flops_per_pair": flops}
-        record |= {name: getattr(settings, name) for name in ("model", "model_overrides", "implementation", "repeats")}
+        record |= {
+            name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
+        }
         record |= dataclasses.asdict(settings.cache)
         record |= {f"product_{name}": value for name, value in product._asdict().items()}
         record |= benchmark.collect(_FIGURES, _Case(settings, mesh, loss_fn, b).figures(product))
@@ -198,7 +205,7 @@ class _Case:
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         pairs = draw_pairs(config, self.b * len(self.mesh.local_devices) // self.mesh.size)
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
-        state, step = self.initial_state(), make_train_step(self.loss_fn, _SEED, cache, self.mesh)
+        state, step = self.initial_state(), self.train_step(cache)
         if cache.residency == "device":
             step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
             yield {"memory_mib": compiled_bytes(step) / 2**20}
@@ -223,7 +230,11 @@ class _Case:
         config, run = self.settings.model_config, base.get_config()
         optimizer = make_optimizer(OptimizerConfig(**run.optimizer), run.total_steps)
         sizes = config.vision.image_size, config.text.context_length
-        return create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh)
+        return create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, self.settings.parameter_sharding)
+
+    def train_step(self, cache: GradCacheConfig) -> TrainStep:
+        """The step as `experiments.train` makes it, with this gradient caching."""
+        return make_train_step(self.loss_fn, _SEED, cache, self.mesh, self.settings.parameter_sharding)
 
     def parts(self, train: _Training) -> Iterator[dict[str, float]]:
         """Times of the parts, each compiled for itself on the shapes of the step."""
@@ -291,8 +302,7 @@ class _Case:
             fed = _FedTraining(train.step, train.state, pairs, self.mesh)
             return benchmark.seconds(fed, repeats, _STEP_SECONDS) - seconds
         on_devices = dataclasses.replace(cache, residency="device")
-        step = make_train_step(self.loss_fn, _SEED, on_devices, self.mesh)
-        resident = _Training(step, train.state, shard_batch(self.mesh, pairs))
+        resident = _Training(self.train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
         return seconds - benchmark.seconds(resident, repeats, _STEP_SECONDS)
 
 

@@ -70,12 +70,19 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 
 
 def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
-    """Fresh parameters and optimizer state, on every device."""
+    """Fresh parameters and optimizer state, on the devices."""
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
-    return create_state(
-        build_model(model), optimizer, model.vision.image_size, model.text.context_length, config.seed, mesh
-    )
+    sizes = model.vision.image_size, model.text.context_length
+    return create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+
+
+def _state_options(config: ConfigDict) -> dict[str, Any]:
+    """Settings that runs saved before they existed do not have."""
+    return {
+        "parameter_sharding": config.get("parameter_sharding", "replicated"),
+        "frozen": tuple(config.get("frozen", ())),
+    }
 
 
 def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
@@ -97,5 +104,6 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
         devices=devices,
         implementation=chosen,
         loss=config.loss,
+        **_state_options(config),
         **(config.get("grad_cache") or {}),
     )

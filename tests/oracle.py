@@ -59,3 +59,14 @@ def relative_error(got, expected) -> float:
 
 def absolute_error(got, expected) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64)))
+
+
+def attention(query, key, value, causal):
+    """One loop per sample, head and query, in float64 NumPy."""
+    q, k, v = (np.asarray(a, np.float64) for a in (query, key, value))
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        seen = slice(t + 1) if causal else slice(None)
+        weights = np.exp(k[b, seen, h] @ q[b, t, h] / np.sqrt(q.shape[-1]))
+        out[b, t, h] = weights @ v[b, seen, h] / weights.sum()
+    return out

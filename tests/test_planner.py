@@ -28,7 +28,7 @@ from infcl_jax.planner import (
     plan_memory,
 )
 from infcl_jax.planner.activations import row_shapes, towers
-from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step
+from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
 
 ADAM = optax.adamw(1e-3)
 MIB = 1 << 20
@@ -53,6 +53,15 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
         plan = plan_memory(workload(model=model, optimizer=optimizer))
     assert (plan.parameters, plan.optimizer) == (nbytes(state.params), nbytes(state.opt_state))
     assert plan.gradients == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_parameters(monkeypatch):
+    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
+    state = create_state(runs.model(), ADAM, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(4), "fsdp")
+    whole, plan = (plan_memory(workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
+    parts = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, (state.params, state.opt_state))
+    assert (plan.parameters, plan.optimizer, plan.updates) == (nbytes(parts[0]), nbytes(parts[1]), nbytes(parts[0]))
+    assert plan.gradients == whole.gradients + whole.parameters
 
 
 @pytest.mark.parametrize("chunk_size", [None, 16])
@@ -123,7 +132,7 @@ def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, set
     plan = plan_memory(workload(model=model, batch_size=256, devices=devices, **settings))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
         compiled = step.lower(state, batch).compile()
-    assert 0.9 < compare_with_compiled(plan, compiled) < 1.3
+    assert 0.85 < compare_with_compiled(plan, compiled) < 1.3
 
 
 def test_a_step_of_several_programs_cannot_be_compared():
@@ -172,7 +181,7 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
 
 
 @pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("memory", [40 * MIB, 90 * MIB])
+@pytest.mark.parametrize("memory", [40 * MIB, 80 * MIB])
 def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, memory):
     run = workload(**(settings | {"batch_size": 4096}))
     found = best_chunk_size(run, memory)

@@ -92,7 +92,7 @@ def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -
     Raises:
         ValueError: the encoder's output is not [b, D].
     """
-    features = encode(params, inputs)
+    features = encode(jax.lax.with_sharding_constraint(params, NamedSharding(mesh, P())), inputs)
     if features.ndim != 2 or features.shape[0] != inputs.shape[0]:
         raise ValueError(
             f"expected an encoder that maps {inputs.shape} to [{inputs.shape[0]}, D], got an output of shape "

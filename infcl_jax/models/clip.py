@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 MAX_LOGIT_SCALE = 100.0
 
+# The encoders, and the subtree of the parameters that each uses.
+TOWERS = {"image": "visual", "text": "text"}
+
 # Mean and standard deviation of OpenAI's CLIP training images, RGB in [0, 1].
 OPENAI_IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -10,11 +10,11 @@ import difflib
 import math
 from typing import Any, get_args
 
+from infcl_jax.models.attention import AttentionImplementation
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.transformer import (
     Activation,
-    AttentionImplementation,
     Remat,
     TransformerConfig,
     check_choice,
@@ -35,7 +35,7 @@ class TowerConfig:
     mlp_ratio: float = 4.0
     dropout: float = 0.0
     remat: Remat | None = None
-    attention: AttentionImplementation = "xla"
+    attention: AttentionImplementation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from infcl_jax.models.embedding import embed_tokens
 from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
 
 
@@ -17,8 +18,9 @@ def pool_at_end(states: jax.Array, tokens: jax.Array) -> jax.Array:
     Returns:
       [b, width] in the dtype of `states`.
     """
-    end = jnp.argmax(tokens, axis=1)
-    return jnp.take_along_axis(states, end[:, None, None], axis=1)[:, 0]
+    # Not by its index, whose gradient would be a scatter.
+    at_end = jnp.arange(tokens.shape[1])[None] == jnp.argmax(tokens, axis=1)[:, None]
+    return jnp.where(at_end[:, :, None], states, jnp.zeros_like(states)).sum(axis=1)
 
 
 class TextTransformer(nn.Module):
@@ -53,18 +55,13 @@ class TextTransformer(nn.Module):
           float32 [b, embed_dim], not normalised.
         """
         x = Transformer(self.config, name="transformer")(self._embed(tokens), train=train)
-        x = layer_norm(self.config, pool_at_end(x, tokens), "ln_final")
+        x = layer_norm(self.config, pool_at_end(x, tokens), "ln_final", jnp.float32)
         return feature_projection(self.config, self.embed_dim, "text_projection")(x)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        """Token plus position, [b, t, width] in the compute dtype.
-
-        Gathered and added in float32: the gradient of a frequent token (the start token occurs in every caption) sums
-        over the batch, where bfloat16 would stop counting after a few hundred terms.
-        """
+        """Token plus position, [b, t, width] in the compute dtype."""
         c = self.config
         table = self.param("token_embedding", nn.initializers.normal(0.02), (self.vocab_size, c.width), c.param_dtype)
         shape = (self.context_length, c.width)
         positions = self.param("positional_embedding", nn.initializers.normal(0.01), shape, c.param_dtype)
-        rows = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(jnp.float32)
-        return (rows + positions[None, : tokens.shape[1]].astype(jnp.float32)).astype(c.dtype)
+        return embed_tokens(table, positions[: tokens.shape[1]], tokens, c.dtype)

@@ -1,7 +1,8 @@
 """The pre-LayerNorm transformer that both towers share.
 
-Parameters are stored in `param_dtype` and matrix products run in `dtype`. LayerNorm, the softmax of the
-attention and the final projection to features are float32 whatever `dtype` is.
+Parameters are stored in `param_dtype` and matrix products run in `dtype`. Between products everything is computed in
+float32 and stored in `dtype`: LayerNorm, biases, activation functions, the softmax of the attention. The final
+projection to features is float32.
 
 Layers are unrolled (`block_00`, `block_01`, ...) rather than scanned. A scan would compile a deep tower faster, but it
 stacks the weights of all layers into one array, and then neither a rule per layer (learning rate, freezing) nor the
@@ -17,8 +18,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts
+
 Activation = Literal["gelu", "quick_gelu"]
-AttentionImplementation = Literal["xla", "cudnn"]
 Remat = Literal["full", "dots"]
 
 LAYER_NORM_EPSILON = 1e-5
@@ -73,7 +75,9 @@ class TransformerConfig:
         but the products with weight matrices, so the attention (quadratic in the sequence length) is never stored.
       attention: "xla" runs everywhere and stores the attention weights for the backward pass unless `remat` is set;
         "cudnn" is the fused kernel of NVIDIA GPUs from Ampere on, whose memory is linear in the sequence length. It
-        needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels.
+        needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks
+        of keys its gradients repeat bit for bit under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` alone.
+        None: `best_attention` of the device that runs.
       dtype: of activations and matrix products: "float32", "bfloat16" or "float16".
       param_dtype: of the stored parameters, one of the same.
 
@@ -89,7 +93,7 @@ class TransformerConfig:
     activation: Activation = "gelu"
     dropout: float = 0.0
     remat: Remat | None = None
-    attention: AttentionImplementation = "xla"
+    attention: AttentionImplementation | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -103,13 +107,13 @@ class TransformerConfig:
         check_choice("activation", self.activation, get_args(Activation))
         check_rate("dropout", self.dropout)
         check_choice("remat", self.remat, (None, *get_args(Remat)))
-        check_choice("attention", self.attention, get_args(AttentionImplementation))
+        check_choice("attention", self.attention, (None, *get_args(AttentionImplementation)))
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
-        if self.attention == "cudnn" and (self.dtype == "float32" or self.width // self.heads % 8):
+        if self.attention == "cudnn" and not cudnn_accepts(self.dtype, self.width // self.heads):
             raise ValueError(
-                "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head; "
-                f"got {self.dtype!r} and {self.width // self.heads}. Use attention 'xla'."
+                "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most "
+                f"128; got {self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
             )
 
     @property
@@ -133,36 +137,85 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": quick_gelu,
-}
+def recomputed(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+    """An elementwise function or a normalisation of which the backward pass keeps the arguments alone."""
+    return jax.checkpoint(function, prevent_cse=False, **options)  # no barrier, which would keep XLA from fusing it
 
 
-def layer_norm(config: TransformerConfig, x: jax.Array, name: str) -> jax.Array:
-    """LayerNorm over the last axis in float32; to be called inside a module's compact method.
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    return quick_gelu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+_ACTIVATIONS = {"gelu": recomputed(_gelu), "quick_gelu": recomputed(_quick_gelu)}
+
+
+def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
+    """One pass over `x` for both statistics."""
+    x, scale, bias = (a.astype(jnp.float32) for a in (x, scale, bias))
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean, 0.0)
+    leading = (1,) * (x.ndim - 1)
+    x = (x - mean) * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    return (x * scale.reshape(*leading, -1) + bias.reshape(*leading, -1)).astype(dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last axis, in float32 from inputs to a result of any dtype; parameters `scale` and `bias`."""
+
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., width] to [..., width] in `dtype`."""
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        return recomputed(_normalize, static_argnums=3)(x, scale, bias, jnp.dtype(self.dtype))
+
+
+def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
+    """LayerNorm over the last axis with float32 statistics; to be called inside a module's compact method.
 
     Args:
-      config: gives the dtype of the parameters.
+      config: gives the dtypes.
       x: activations [..., width], any floating dtype.
       name: of the submodule, whose parameters are `scale` and `bias`.
+      dtype: of the result; None for the compute dtype.
 
     Returns:
-      float32 [..., width]. A dense layer that follows casts it to the compute dtype.
+      [..., width] in `dtype`.
     """
-    norm = nn.LayerNorm(LAYER_NORM_EPSILON, dtype=jnp.float32, param_dtype=config.param_dtype, name=name)
-    return norm(x.astype(jnp.float32))
+    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x)
 
 
-def projection(config: TransformerConfig, features: int, std: float, name: str) -> nn.Dense:
+class Dense(nn.Module):
+    """A dense layer whose bias is added in float32, so that the bias's gradient sums all rows in float32.
+
+    Parameters: `kernel` [inputs, features], `bias` [features].
+    """
+
+    features: int
+    std: float
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [b, t, inputs] to [b, t, features] in `dtype`."""
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        return (y.astype(jnp.float32) + bias[None, None].astype(jnp.float32)).astype(self.dtype)
+
+
+def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
     """A dense layer with normal weights of standard deviation `std` and zero bias."""
-    return nn.Dense(
-        features,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        kernel_init=nn.initializers.normal(std),
-        name=name,
-    )
+    return Dense(features, std, config.dtype, config.param_dtype, name=name)
 
 
 def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> nn.Dense:
@@ -175,62 +228,6 @@ def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> 
         kernel_init=nn.initializers.normal(config.input_std),
         name=name,
     )
-
-
-@jax.custom_vjp
-def attention_scores(query: jax.Array, key: jax.Array) -> jax.Array:
-    """All products of queries and keys, summed in float32, with products of 16-bit inputs in the backward pass too.
-
-    The automatic gradient would multiply float32 cotangents with 16-bit inputs, which widens the inputs and runs as a
-    float32 product (and strict dtype promotion refuses it). Here the cotangent is rounded to the inputs' dtype first,
-    as fused attention kernels do.
-
-    Args:
-      query: [b, t, heads, d], floating.
-      key: [b, s, heads, d], of the same dtype.
-
-    Returns:
-      float32 [b, heads, t, s].
-    """
-    return jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
-
-
-def _scores_forward(query: jax.Array, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return attention_scores(query, key), (query, key)
-
-
-def _scores_backward(inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    query, key = inputs
-    cotangent = cotangent.astype(query.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", cotangent, key), jnp.einsum("bnts,btnd->bsnd", cotangent, query)
-
-
-attention_scores.defvjp(_scores_forward, _scores_backward)
-
-
-def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: AttentionImplementation
-) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
-
-    Args:
-      query: [b, t, heads, d], floating.
-      key: [b, t, heads, d], of the same dtype.
-      value: [b, t, heads, d], of the same dtype.
-      causal: whether position i sees only positions up to i.
-      implementation: "xla", or "cudnn" for the fused kernel through `jax.nn.dot_product_attention`.
-
-    Returns:
-      [b, t, heads, d] in the dtype of the inputs.
-    """
-    if implementation == "cudnn":
-        return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
-    scores = attention_scores(query, key) * query.shape[-1] ** -0.5
-    if causal:
-        t = query.shape[1]
-        scores = jnp.where(jnp.tri(t, dtype=bool)[None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", weights, value)
 
 
 class SelfAttention(nn.Module):
@@ -247,7 +244,8 @@ class SelfAttention(nn.Module):
         """Maps [b, t, width] to [b, t, width] in the compute dtype."""
         c = self.config
         qkv = projection(c, 3 * c.width, c.input_std, "in_proj")(x)
-        query, key, value = jnp.moveaxis(qkv.reshape(*x.shape[:2], 3, c.heads, c.width // c.heads), 2, 0)
+        by_head = (*x.shape[:2], c.heads, c.width // c.heads)
+        query, key, value = (part.reshape(by_head) for part in jnp.split(qkv, 3, axis=-1))
         y = attend(query, key, value, causal=c.causal, implementation=c.attention)
         return projection(c, c.width, c.residual_std, "out_proj")(y.reshape(x.shape))
 

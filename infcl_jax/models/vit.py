@@ -85,16 +85,16 @@ class VisionTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalised.
         """
-        x = layer_norm(self.config, self._embed(image, train), "ln_pre").astype(self.config.dtype)
+        x = layer_norm(self.config, self._embed(image, train), "ln_pre")
         x = Transformer(self.config, name="transformer")(x, train=train)
         if self.pool == "tok":
-            x = layer_norm(self.config, x[:, 0], "ln_post")
+            x = layer_norm(self.config, x[:, 0], "ln_post", jnp.float32)
         else:
-            x = layer_norm(self.config, x[:, 1:], "ln_post").mean(axis=1)
+            x = layer_norm(self.config, x[:, 1:], "ln_post", jnp.float32).mean(axis=1)
         return feature_projection(self.config, self.embed_dim, "proj")(x)
 
     def _embed(self, image: jax.Array, train: bool) -> jax.Array:
-        """Float32 tokens [b, 1 + kept patches, width]; float32 so that the embeddings' gradients sum in float32."""
+        """Tokens [b, 1 + kept patches, width] in the compute dtype; added in float32, and so are their gradients."""
         c = self.config
         patches = PatchEmbedding(c, self.patch_size, name="conv1")(image).astype(jnp.float32)
         b, n, _ = patches.shape
@@ -105,4 +105,4 @@ class VisionTransformer(nn.Module):
         if train and self.patch_dropout > 0:
             patches = drop_patches(self.make_rng("dropout"), patches, self.patch_dropout)
         first = jnp.broadcast_to(class_embedding + positions[0], (b, 1, c.width))
-        return jnp.concatenate([first, patches], axis=1)
+        return jnp.concatenate([first, patches], axis=1).astype(c.dtype)

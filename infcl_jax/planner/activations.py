@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from infcl_jax.models import CLIP
+from infcl_jax.models import CLIP, TOWERS
 
 # Rows of the two traces between which memory is taken to be linear.
 _FEW, _MANY = 64, 128
@@ -36,11 +36,13 @@ class Tower(NamedTuple):
     Attributes:
       kept: what the backward pass needs of the forward pass, without parameters and input.
       peak: the most at one time during both passes; more than `kept` by what lives for a moment.
+      forward: the most at one time without a backward pass.
       row: bytes of one row of its input.
     """
 
     kept: Linear
     peak: Linear
+    forward: Linear
     row: int
 
     def momentary(self, rows: int) -> int:
@@ -65,7 +67,7 @@ def parameter_shapes(model: CLIP) -> Any:
 @functools.lru_cache(maxsize=32)
 def towers(model: CLIP) -> tuple[Tower, ...]:
     """Both encoders of a model, images first."""
-    return tuple(_tower(model, name) for name in row_shapes(model, 1))
+    return tuple(_tower(model, name) for name in TOWERS)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -75,8 +77,7 @@ def tree_bytes(tree: Any) -> int:
 
 def _tower(model: CLIP, name: str) -> Tower:
     params, key = parameter_shapes(model), _key()
-    branch = {"image": "visual", "text": "text"}[name]
-    params = {branch: params[branch]}
+    params = {TOWERS[name]: params[TOWERS[name]]}
 
     def encode(params: Any, rows: Any, key: jax.Array) -> Any:
         return model.apply({"params": params}, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
@@ -87,15 +88,16 @@ def _tower(model: CLIP, name: str) -> Tower:
     def both(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> Any:
         return pull(params, rows, key)(cotangent)
 
-    def measure(count: int) -> tuple[int, int]:
+    def measure(count: int) -> tuple[int, int, int]:
         rows = row_shapes(model, count)[name]
         features = jax.eval_shape(encode, params, rows, key)
         saved = jax.make_jaxpr(pull)(params, rows, key).jaxpr
         here = {v for v in saved.outvars if not isinstance(v, Literal)} - {*saved.invars, *saved.constvars}
-        return sum(_bytes(v.aval) for v in here), _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
+        peak = _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
+        return sum(_bytes(v.aval) for v in here), peak, _peak(jax.make_jaxpr(encode)(params, rows, key).jaxpr)
 
-    kept, peak = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
-    return Tower(kept, peak, tree_bytes(row_shapes(model, 1)[name]))
+    kept, peak, forward = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
+    return Tower(kept, peak, forward, tree_bytes(row_shapes(model, 1)[name]))
 
 
 def _line(few: int, many: int) -> Linear:

@@ -1,7 +1,6 @@
 """The memory of one training step by part, and the largest settings that fit."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,12 +11,13 @@ import optax
 from jax.sharding import Mesh
 
 from infcl_jax.grad_cache import RESIDENCIES
-from infcl_jax.models import CLIP, CLIPConfig, build_model
+from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice
-from infcl_jax.pairwise.tiles import accumulation_dtype
-from infcl_jax.planner.activations import Tower, parameter_shapes, towers, tree_bytes
+from infcl_jax.planner.activations import Tower, towers
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
+from infcl_jax.planner.state import state_bytes
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import LOSSES
 
 
@@ -29,13 +29,15 @@ class Workload:
       model: a `CLIP` module, or its configuration.
       optimizer: whose state and updates are counted.
       batch_size: b, global.
-      devices: n, over which the batch is sharded; everything else is on every one of them.
+      devices: n, over which the batch is sharded; everything else is on every one of them, but for "fsdp".
       chunk_size: rows encoded at once, over all devices; None: the whole batch, no gradient caching.
       keep: chunks whose activations are kept from the first pass.
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
       loss: "clip" or "siglip".
+      parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
+      frozen: towers that are not trained, "image" or "text".
 
     Raises:
       ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
@@ -50,11 +52,16 @@ class Workload:
     residency: str = "device"
     implementation: str = "xla"
     loss: str = "clip"
+    parameter_sharding: str = "replicated"
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         check_choice("loss", self.loss, LOSSES)
+        check_choice("parameter_sharding", self.parameter_sharding, PARAMETER_SHARDINGS)
+        for name in self.frozen:
+            check_choice("frozen", name, tuple(TOWERS))
         if self.loss == "siglip":
             check_choice("implementation of the siglip loss", self.implementation, ("ring", "xla"))
         if self.devices < 1 or self.keep < 0:
@@ -100,9 +107,10 @@ class MemoryPlan:
 
     Attributes:
       workload: what was planned.
-      parameters: of the model.
-      optimizer: its state.
-      gradients: their sums over chunks; driven from the host also the parameters' copy for the encoders.
+      parameters: of the model; with "fsdp" this device's part.
+      optimizer: its state; likewise.
+      gradients: their sums over chunks; driven from the host, or with "fsdp", also the parameters' copy for the
+        encoders.
       updates: the gradients that are scaled or turned into updates, beside their sums.
       batch: images and texts of the batch in use; of two chunks where it is not on the devices.
       next_batch: of the batch, or the chunk, that is on its way meanwhile.
@@ -168,8 +176,9 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations come from shapes,
     too, of tracing each encoder forward and backward: every intermediate counts from where it is computed to where it
     is last used. For one encoder that is 0.85 to 1.3 times what XLA plans on the CPU, up to 1.6 times with
-    rematerialisation; the total is 0.9 to 1.2 times what it plans for the training step, up to 1.5 times. GPUs have not
-    been compared: where XLA fuses more than on the CPU, less is needed than planned.
+    rematerialisation; the total is 0.85 to 1.2 times what it plans for the training step, up to 1.5 times. GPUs have
+    not been compared: where XLA fuses more than on the CPU, less is needed than planned. Attention None is planned as
+    it runs on the device at hand: for a GPU from a machine without one, as "xla".
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
@@ -185,22 +194,28 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
       ValueError: the mesh has another number of devices, or the loss does not run on them.
     """
     rows, chunk, kept_rows = workload.rows, workload.chunk_rows, workload.kept_rows
-    parameters, sums, optimizer = _state_bytes(workload.model, workload.optimizer)
-    both = towers(workload.model)
-    row = sum(tower.row for tower in both)
+    state = state_bytes(
+        workload.model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen
+    )
+    encoders = dict(zip(TOWERS, towers(workload.model), strict=True))
+    trained = [tower for name, tower in encoders.items() if name not in workload.frozen]
+    row = sum(tower.row for tower in encoders.values())
     on_device = workload.residency == "device"
     again = kept_rows < rows
     return MemoryPlan(
         workload=workload,
-        parameters=parameters,
-        optimizer=optimizer,
-        gradients=sums if on_device else parameters + 2 * sums,
-        updates=parameters,
+        parameters=state.part,
+        optimizer=state.optimizer,
+        gradients=state.gradients(on_device),
+        updates=state.updates,
         batch=row * (rows if on_device else min(rows, 2 * chunk)),
         next_batch=row * (rows if on_device else chunk),
-        features=2 * len(both) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
-        kept=sum(tower.kept(kept_rows) for tower in both),
-        activations=max(_at_a_time(tower, chunk, again) for tower in both),
+        features=2 * len(encoders) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
+        kept=sum(tower.kept(kept_rows) for tower in trained),
+        activations=max(
+            *(_at_a_time(tower, chunk, again) for tower in trained),
+            *(encoders[name].forward(chunk) for name in workload.frozen),
+        ),
         loss=_workspace(workload, mesh),
         loss_method=FORMULA if mesh is None else COMPILED,
         memory=memory,
@@ -288,15 +303,6 @@ def _largest(fits: Callable[[int], bool], least: str) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@functools.lru_cache(maxsize=32)
-def _state_bytes(model: CLIP, optimizer: optax.GradientTransformation) -> tuple[int, int, int]:
-    """Parameters, sums of gradients, optimizer state."""
-    params = parameter_shapes(model)
-    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), params)
-    state = jax.eval_shape(optimizer.init, params)
-    return tree_bytes(params), tree_bytes(wide), tree_bytes(state)
 
 
 def _at_a_time(tower: Tower, chunk: int, again: bool) -> int:

@@ -1,5 +1,6 @@
 """One training step: encode, global loss through the ring, update."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
@@ -16,13 +17,14 @@ from infcl_jax.losses import clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
-from infcl_jax.training.state import TrainState
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
+from infcl_jax.training.state import TrainState, trained
 
 Metrics = dict[str, Any]
 LossFn = Callable[[CLIPOutput], jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
 
-# (state, batch, key) -> ((loss, output), gradients)
+# (state, batch, key) -> ((loss, output), gradients of what is trained)
 Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, CLIPOutput], Any]]
 
 LOSSES = ("clip", "siglip")
@@ -88,31 +90,47 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
 
 
 def make_train_step(
-    loss_fn: LossFn, seed: int, cache: GradCacheConfig = NO_CACHE, mesh: Mesh | None = None
+    loss_fn: LossFn,
+    seed: int,
+    cache: GradCacheConfig = NO_CACHE,
+    mesh: Mesh | None = None,
+    parameter_sharding: str = "replicated",
 ) -> TrainStep:
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
-    Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. Metrics are scalars on the
-    device: `loss`, `logit_scale` (both before the update), `grad_norm`; and under `finite`, whether each stage of the
-    step held only finite numbers, in order of computation.
+    Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. The state's frozen towers
+    are encoded as in training, but once, and have no gradient. Metrics are scalars on the device: `loss`, `logit_scale`
+    (both before the update), `grad_norm`; and under `finite`, whether each stage of the step held only finite numbers,
+    in order of computation.
 
     Args:
       loss_fn: from `make_loss`.
       seed: of the dropout keys.
       cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
         must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
-      mesh: devices over whose first axis the batch is sharded, for gradient caching; None: one device.
+      mesh: devices over whose first axis the batch is sharded; None: one device.
+      parameter_sharding: as the state was created with. With "fsdp" every step gathers the parameters to compute with,
+        and each device updates its own part with its own part of the gradient.
+
+    Raises:
+      ValueError: another `parameter_sharding`, or "fsdp" without a mesh.
     """
-    gradients = _direct(loss_fn) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
+    check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
+    if mesh is None and parameter_sharding == "fsdp":
+        raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
+    gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def key_of(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
     def finish(state: TrainState, result: tuple[jax.Array, CLIPOutput], grads: Any) -> tuple[TrainState, Metrics]:
-        return state.apply_gradients(grads=grads), _metrics(*result, grads)
+        grads = constrain(grads, mesh, parameter_sharding)
+        after = constrain(state.apply_gradients(grads=grads), mesh, parameter_sharding)
+        return after, _metrics(*result, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        return finish(state, *gradients(state, batch, key_of(state.step)))
+        whole = state.replace(params=constrain(state.params, mesh, "replicated"))
+        return finish(state, *gradients(whole, batch, key_of(state.step)))
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)
@@ -124,16 +142,19 @@ def make_train_step(
     return from_host
 
 
-def _direct(loss_fn: LossFn) -> Gradients:
+def _direct(loss_fn: LossFn, mesh: Mesh | None) -> Gradients:
     """Gradients with the activations of the whole batch."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        def loss_of(params: Any) -> tuple[jax.Array, CLIPOutput]:
-            variables = {"params": params}
-            output = state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
-            return loss_fn(output), output
+        def model(params: Any) -> CLIPOutput:
+            variables = {"params": {**state.params, **params}}
+            return state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
 
-        return jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        # The mesh is for infcl_jax.models.embedding.embed_tokens. The loss is given its own.
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            output, pull = jax.vjp(model, state.trained)
+        loss, slopes = jax.value_and_grad(loss_fn)(output)
+        return (loss, output), pull(slopes)[0]
 
     return gradients
 
@@ -143,7 +164,7 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     @functools.cache  # what is compiled for the host's chunks belongs to one model
-    def of_model(apply_fn: Callable) -> Callable:
+    def of_model(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
         def encoder(method: str) -> Callable:
             def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
                 return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
@@ -160,12 +181,17 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
             loss,
             chunk_size=cache.chunk_size,
             keep=cache.keep,
+            frozen=frozen,
             has_aux=True,
             residency="device" if cache.residency == "device" else "host",
             sharding=sharding,
         )
 
-    return lambda state, batch, key: of_model(state.apply_fn)(state.params, batch, key)
+    def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
+        result, grads = of_model(state.apply_fn, state.frozen)(state.params, batch, key)
+        return result, trained(grads, state.frozen)
+
+    return gradients
 
 
 def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:

@@ -1,0 +1,129 @@
+"""Frozen towers: they stay bit for bit, cost no gradient and no optimizer state, and everything else is trained."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import runs
+
+from infcl_jax.distributed import shard_batch
+from infcl_jax.models import TOWERS
+from infcl_jax.planner import Workload, plan_memory
+from infcl_jax.training import (
+    Checkpointer,
+    GradCacheConfig,
+    OptimizerConfig,
+    create_state,
+    make_loss,
+    make_optimizer,
+    make_train_step,
+)
+
+BATCH, STEPS, DEVICES = 16, 2, 2
+# With weight decay and clipping, so that neither reaches what is frozen.
+OPTIMIZER = make_optimizer(OptimizerConfig(clip_norm=0.1), 100)
+NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 8, "keep": 1}, {"chunk_size": 8, "residency": "host"}
+
+
+class Data:
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+
+def fresh(*frozen, seed=0):
+    return create_state(runs.model(), OPTIMIZER, runs.SIDE, runs.CONTEXT, seed, oracle.mesh_of(DEVICES), frozen=frozen)
+
+
+def stepper(**cache):
+    mesh = oracle.mesh_of(DEVICES)
+    return make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**cache), mesh)
+
+
+def train(state, steps=STEPS, **cache):
+    """The state after some steps, and the last one's metrics."""
+    step = stepper(**cache)
+    for _ in range(steps):
+        batch = runs.batch(BATCH, seed=int(state.step))
+        batch = batch if cache.get("residency") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
+        state, metrics = step(state, batch)
+    return jax.device_get(state), jax.device_get(metrics)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
+        yield
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Some steps without caching, by what is frozen."""
+    return functools.cache(lambda frozen: train(fresh(frozen)))
+
+
+def bits(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("frozen", TOWERS)
+def test_what_is_frozen_stays_and_all_else_moves(run, frozen):
+    before, (after, metrics) = bits(fresh(frozen).params), run(frozen)
+    moved = {path for path, value in bits(after.params).items() if value != before[path]}
+    assert moved == {path for path in before if not path.startswith(f"['{TOWERS[frozen]}']")}
+    assert [name for name in metrics["finite"] if name.endswith(f"gradient of {TOWERS[frozen]}")] == []
+
+
+@pytest.mark.parametrize("cache", [CHUNKS, HOST], ids=str)
+def test_gradient_caching_trains_the_same(run, cache):
+    (after, metrics), (expected, expected_metrics) = train(fresh("image"), **cache), run("image")
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-4)
+    assert bits(after.params["visual"]) == bits(expected.params["visual"])
+
+
+def test_there_are_no_moments_of_what_is_frozen():
+    moments = [path for path, leaf in jax.tree.leaves_with_path(fresh("image").opt_state) if leaf.ndim]
+    assert moments and not any("visual" in jax.tree_util.keystr(path) for path in moments)
+
+
+@pytest.mark.parametrize("cache", [NO_CACHE, CHUNKS], ids=str)
+def test_no_gradient_of_it_is_computed(cache):
+    """Counted in matrix products: a frozen tower has a third of a trained one's, when nothing is computed twice."""
+
+    def products(*frozen):
+        step, batch = stepper(**cache), shard_batch(oracle.mesh_of(DEVICES), runs.batch(BATCH))
+        return step.lower(fresh(*frozen), batch).as_text().count("dot_general")
+
+    assert products("image") < 0.85 * products()
+
+
+def test_a_run_with_a_frozen_tower_is_restored(run, tmp_path):
+    state, _ = run("image")
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(STEPS, state, Data())
+        checkpoints.wait()
+        restored = checkpoints.restore_latest(fresh("image", seed=1))
+        with pytest.raises(ValueError, match=f"the checkpoint of step {STEPS} is of another run"):
+            checkpoints.restore_latest(fresh())
+    assert runs.equal_bits(*(jax.device_get((s.step, s.params, s.opt_state)) for s in (restored, state)))
+
+
+def test_the_planner_leaves_out_what_is_frozen():
+    def plan(*frozen):
+        return plan_memory(Workload(model=runs.model(), optimizer=OPTIMIZER, batch_size=64, frozen=frozen))
+
+    whole, part, state = plan(), plan("image"), fresh("image")
+    assert part.parameters == whole.parameters
+    assert part.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert part.gradients == part.updates == sum(leaf.nbytes for leaf in jax.tree.leaves(state.trained))
+    assert part.kept + plan("text").kept == whole.kept
+
+
+def test_an_unknown_tower_is_refused():
+    with pytest.raises(ValueError, match=r"expected frozen to be one of \('image', 'text'\), got 'visual'"):
+        fresh("visual")

@@ -1,0 +1,131 @@
+"""A state that is sharded over the devices: the same training in a share of the memory."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import oracle
+import pytest
+import runs
+
+from infcl_jax.distributed import shard_batch
+from infcl_jax.training import (
+    Checkpointer,
+    GradCacheConfig,
+    create_state,
+    make_loss,
+    make_train_step,
+    sharding,
+)
+from infcl_jax.training.sharding import sharded_axis
+
+DEVICES, BATCH, STEPS = 4, 32, 3
+
+
+class Data:
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def small_arrays_too(monkeypatch):
+    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
+
+
+def fresh(parameter_sharding, seed=0):
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    mesh = oracle.mesh_of(DEVICES)
+    return create_state(runs.model(), optimizer, runs.SIDE, runs.CONTEXT, seed, mesh, parameter_sharding)
+
+
+def bytes_of_each(state):
+    """Bytes that every device holds."""
+    shards = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    return [sum(s.data.nbytes for s in shards if s.device == d) for d in jax.devices()[:DEVICES]]
+
+
+def shardings_of(state):
+    return [leaf.sharding for leaf in jax.tree.leaves(state)]
+
+
+def train(parameter_sharding, **cache):
+    """Losses of some steps and the last state."""
+    mesh = oracle.mesh_of(DEVICES)
+    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**cache), mesh, parameter_sharding)
+    state, losses = fresh(parameter_sharding), []
+    for number in range(STEPS):
+        batch = runs.batch(BATCH, seed=number)
+        state, metrics = step(state, batch if cache.get("residency") == "host" else shard_batch(mesh, batch))
+        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def replicated():
+    return train("replicated")
+
+
+@pytest.mark.parametrize("cache", [{}, {"chunk_size": 16}, {"chunk_size": 16, "residency": "host"}], ids=str)
+def test_training_is_the_same_and_the_state_stays_sharded(replicated, cache):
+    (losses, state), (expected, whole) = train("fsdp", **cache), replicated
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert shardings_of(state) == shardings_of(fresh("fsdp"))
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fsdp"])
+def test_nothing_but_sharded_parameters_is_gathered(kind):
+    """Neither activations nor the tokens, whose embedding's gradient each device sums for itself."""
+    mesh, state = oracle.mesh_of(DEVICES), fresh(kind)
+    step = make_train_step(make_loss("clip", mesh), 0, mesh=mesh, parameter_sharding=kind)
+    program = step.lower(state, shard_batch(mesh, runs.batch(BATCH))).compile().as_text()
+    sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.sharding.is_fully_replicated]
+    assert len(re.findall(r" all-gather(-start)?\(", program)) == len(sharded)
+    assert "all-to-all" not in program
+
+
+def test_every_device_holds_its_share():
+    whole, shares = (bytes_of_each(fresh(kind)) for kind in ("replicated", "fsdp"))
+    assert len(set(shares)) == 1
+    assert 1 / DEVICES <= shares[0] / whole[0] < 1.02 / DEVICES
+
+
+@pytest.mark.parametrize(("saved", "restored"), [("fsdp", "replicated"), ("replicated", "fsdp")])
+def test_checkpoints_do_not_depend_on_the_sharding(tmp_path, saved, restored):
+    state, template = fresh(saved, seed=1), fresh(restored)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, Data())
+        checkpoints.wait()
+        got = checkpoints.restore_latest(template)
+    assert shardings_of(got) == shardings_of(template)
+    assert runs.equal_bits(jax.device_get(got.params), jax.device_get(state.params))
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "axis"),
+    [
+        ((8, 12), 4, 1),
+        ((12, 8), 4, 0),
+        ((7, 12), 4, 1),
+        ((8, 999), 4, 0),
+        ((7, 9), 4, None),
+        ((8,), 4, None),
+        ((), 4, None),
+        ((8, 8), 1, None),
+    ],
+)
+def test_the_largest_axis_that_the_devices_divide_is_sharded(shape, devices, axis):
+    assert sharded_axis(shape, devices, "fsdp") == axis
+    assert sharded_axis(shape, devices, "replicated") is None
+
+
+def test_unknown_shardings_are_refused():
+    with pytest.raises(ValueError, match=r"expected parameter_sharding to be one of .*'fsdp'.*got 'zero'"):
+        fresh("zero")
+    with pytest.raises(ValueError, match="expected a mesh with parameter_sharding 'fsdp'"):
+        make_train_step(lambda output: output, 0, parameter_sharding="fsdp")

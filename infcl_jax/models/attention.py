@@ -32,19 +32,18 @@ def best_attention(dtype: Any, head_channels: int) -> AttentionImplementation:
     return "cudnn" if capability[:1].isdigit() and float(capability) >= 8.0 else "xla"
 
 
-def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
-    """Attention by the fused kernel, whose backward pass JAX offers for even sequence lengths alone.
+def padding_for(positions: int, dtype: Any, head_channels: int, implementation: AttentionImplementation | None) -> int:
+    """Positions to add to sequences for `attend`: cuDNN's backward pass is offered for even lengths alone."""
+    return positions % 2 if (implementation or best_attention(dtype, head_channels)) == "cudnn" else 0
 
-    Odd ones get one more position, which no other sees: as the last one of a causal sequence, or by the keys' lengths.
-    """
+
+def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, padding: int) -> jax.Array:
     b, t = query.shape[:2]
-    lengths = None
-    if t % 2:
-        query, key, value = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (query, key, value))
-        lengths = None if causal else jnp.full(b, t, jnp.int32)
+    # In a causal sequence the others do not see the last positions anyway.
+    lengths = jnp.full(b, t - padding, jnp.int32) if padding and not causal else None
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
-    )[:, :t]
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -85,6 +84,7 @@ def attend(
     value: jax.Array,
     *,
     causal: bool,
+    padding: int = 0,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
@@ -94,12 +94,18 @@ def attend(
       key: [b, t, heads, d], of the same dtype.
       value: [b, t, heads, d], of the same dtype.
       causal: whether position i sees only positions up to i.
+      padding: positions at the end that the others do not see, see `padding_for`; their own results are arbitrary.
       implementation: "xla", or "cudnn" for the fused kernel through `jax.nn.dot_product_attention`; None for
         `best_attention`.
 
     Returns:
       [b, t, heads, d] in the dtype of the inputs.
+
+    Raises:
+      ValueError: padding for plain XLA, which needs none.
     """
     if (implementation or best_attention(query.dtype, query.shape[-1])) == "cudnn":
-        return _cudnn_attention(query, key, value, causal)
+        return _cudnn_attention(query, key, value, causal, padding)
+    if padding:
+        raise ValueError(f"expected no padding for attention in plain XLA, got {padding}")
     return _xla_attention(query, key, value, causal)

@@ -11,19 +11,17 @@ conversion to and from other CLIP implementations can address a layer by its nam
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts
+from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts, padding_for
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, gelu, quick_gelu
 
 Activation = Literal["gelu", "quick_gelu"]
 Remat = Literal["full", "dots"]
-
-LAYER_NORM_EPSILON = 1e-5
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -132,49 +130,7 @@ class TransformerConfig:
         return (2 * self.width) ** -0.5
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
-    """`x * sigmoid(1.702 x)`, the sigmoid approximation of GELU (Hendrycks & Gimpel 2016, section 2)."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
-def recomputed(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
-    """An elementwise function or a normalisation of which the backward pass keeps the arguments alone."""
-    return jax.checkpoint(function, prevent_cse=False, **options)  # no barrier, which would keep XLA from fusing it
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
-
-
-def _quick_gelu(x: jax.Array) -> jax.Array:
-    return quick_gelu(x.astype(jnp.float32)).astype(x.dtype)
-
-
-_ACTIVATIONS = {"gelu": recomputed(_gelu), "quick_gelu": recomputed(_quick_gelu)}
-
-
-def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
-    """One pass over `x` for both statistics."""
-    x, scale, bias = (a.astype(jnp.float32) for a in (x, scale, bias))
-    mean = jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean, 0.0)
-    leading = (1,) * (x.ndim - 1)
-    x = (x - mean) * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
-    return (x * scale.reshape(*leading, -1) + bias.reshape(*leading, -1)).astype(dtype)
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm over the last axis, in float32 from inputs to a result of any dtype; parameters `scale` and `bias`."""
-
-    dtype: Any
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., width] to [..., width] in `dtype`."""
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
-        return recomputed(_normalize, static_argnums=3)(x, scale, bias, jnp.dtype(self.dtype))
+_ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
 
 
 def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
@@ -190,27 +146,6 @@ def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = 
       [..., width] in `dtype`.
     """
     return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x)
-
-
-class Dense(nn.Module):
-    """A dense layer whose bias is added in float32, so that the bias's gradient sums all rows in float32.
-
-    Parameters: `kernel` [inputs, features], `bias` [features].
-    """
-
-    features: int
-    std: float
-    dtype: Any
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [b, t, inputs] to [b, t, features] in `dtype`."""
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
-        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
-        return (y.astype(jnp.float32) + bias[None, None].astype(jnp.float32)).astype(self.dtype)
 
 
 def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
@@ -235,19 +170,26 @@ class SelfAttention(nn.Module):
 
     Parameters: `in_proj` {kernel [width, 3 width], bias}, whose columns are query, key, value, each ordered by head;
     `out_proj` {kernel [width, width], bias}.
+
+    Attributes:
+      config: of the transformer.
+      positions: t, of every sequence.
+      padding: positions at the end of every sequence that the others do not see.
     """
 
     config: TransformerConfig
+    positions: int
+    padding: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [b, t, width] to [b, t, width] in the compute dtype."""
+        """Maps [b * t, width] to [b * t, width] in the compute dtype."""
         c = self.config
-        qkv = projection(c, 3 * c.width, c.input_std, "in_proj")(x)
-        by_head = (*x.shape[:2], c.heads, c.width // c.heads)
-        query, key, value = (part.reshape(by_head) for part in jnp.split(qkv, 3, axis=-1))
-        y = attend(query, key, value, causal=c.causal, implementation=c.attention)
-        return projection(c, c.width, c.residual_std, "out_proj")(y.reshape(x.shape))
+        by_head = (-1, self.positions, c.heads, c.width // c.heads)
+        in_proj = projection(c, 3 * c.width, c.input_std, "in_proj")
+        query, key, value = (part.reshape(by_head) for part in in_proj(x, parts=3))
+        y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
+        return projection(c, c.width, c.residual_std, "out_proj")(y.reshape(x.shape))[0]
 
 
 class Mlp(nn.Module):
@@ -257,32 +199,39 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [b, t, width] to [b, t, width] in the compute dtype."""
+        """Maps [..., width] to [..., width] in the compute dtype."""
         c = self.config
-        hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc")(x)
-        return projection(c, c.width, c.residual_std, "c_proj")(_ACTIVATIONS[c.activation](hidden))
+        hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc")(x)[0]
+        return projection(c, c.width, c.residual_std, "c_proj")(_ACTIVATIONS[c.activation](hidden))[0]
 
 
 class Block(nn.Module):
-    """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`."""
+    """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`.
+
+    Attributes:
+      config: of the transformer.
+      positions: as of `SelfAttention`.
+      padding: likewise.
+    """
 
     config: TransformerConfig
+    positions: int
+    padding: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Maps [b, t, width] to [b, t, width]; `train` turns dropout on."""
+        """Maps [b * t, width] to [b * t, width]; `train` turns dropout on."""
         c = self.config
         drop = functools.partial(nn.Dropout, c.dropout, deterministic=not train)
-        x = x + drop(name="drop_1")(SelfAttention(c, name="attn")(layer_norm(c, x, "ln_1")))
+        attention = SelfAttention(c, self.positions, self.padding, name="attn")
+        x = x + drop(name="drop_1")(attention(layer_norm(c, x, "ln_1")))
         return x + drop(name="drop_2")(Mlp(c, name="mlp")(layer_norm(c, x, "ln_2")))
 
 
 def _block_class(remat: Remat | None) -> type[Block]:
     if remat is None:
         return Block
-    # "dots" keeps products with weights alone: the attention's own products have batch dimensions and are quadratic
-    # in the sequence length.
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policies = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
     return nn.remat(Block, policy=policies[remat], static_argnums=(2,))
 
 
@@ -302,7 +251,12 @@ class Transformer(nn.Module):
         Returns:
           [b, t, width] in `config.dtype`, not normalised.
         """
-        block = _block_class(self.config.remat)
-        for i in range(self.config.layers):
-            x = block(self.config, name=f"block_{i:02d}")(x, train)
-        return x
+        c, (b, t, _) = self.config, x.shape
+        block = _block_class(c.remat)
+        padding = padding_for(t, c.dtype, c.width // c.heads, c.attention)
+        positions = t + padding
+        # Rows are all tokens: with a batch axis XLA lays activations out in ways that have to be transposed again.
+        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)
+        for i in range(c.layers):
+            x = block(c, positions, padding, name=f"block_{i:02d}")(x, train)
+        return x.reshape(b, positions, c.width)[:, :t]

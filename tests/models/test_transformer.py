@@ -31,16 +31,16 @@ def random_variables(module, *inputs):
 
 
 def test_block_is_two_pre_norm_residual_sums():
-    c, x = config(activation="quick_gelu"), normal(0, B, T, WIDTH)
-    variables = random_variables(Block(c), x, False)
+    c, x = config(activation="quick_gelu"), normal(0, B * T, WIDTH)
+    variables = random_variables(Block(c, T), x, False)
     p = jax.tree.map(np.asarray, variables["params"])
 
     def norm(y, of):
         y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
-        return y * of["scale"][None, None] + of["bias"][None, None]
+        return y * of["scale"][None] + of["bias"][None]
 
     def dense(y, of):
-        return y @ of["kernel"] + of["bias"][None, None]
+        return y @ of["kernel"] + of["bias"][None]
 
     x1 = np.asarray(x)
     qkv = dense(norm(x1, p["ln_1"]), p["attn"]["in_proj"])
@@ -48,7 +48,7 @@ def test_block_is_two_pre_norm_residual_sums():
     x2 = x1 + dense(oracle.attention(query, key, value, causal=False).reshape(x.shape), p["attn"]["out_proj"])
     hidden = dense(norm(x2, p["ln_2"]), p["mlp"]["c_fc"])
     want = x2 + dense(hidden / (1 + np.exp(-1.702 * hidden)), p["mlp"]["c_proj"])
-    got = jax.jit(Block(c).apply, static_argnums=2)(variables, x, False)
+    got = jax.jit(Block(c, T).apply, static_argnums=2)(variables, x, False)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -111,8 +111,8 @@ def test_dropout_is_seeded_and_only_in_training():
 
 def test_initial_weights_have_the_papers_scales():
     c = config(width=256, heads=4, layers=2)
-    init = jax.jit(Block(c).init, static_argnums=2)
-    params = jax.tree.map(np.asarray, init(jax.random.key(0), jnp.zeros((1, 2, 256)), False)["params"])
+    init = jax.jit(Block(c, 2).init, static_argnums=2)
+    params = jax.tree.map(np.asarray, init(jax.random.key(0), jnp.zeros((2, 256)), False)["params"])
     stds = {
         "in_proj": (params["attn"]["in_proj"], 256**-0.5),
         "out_proj": (params["attn"]["out_proj"], 256**-0.5 * 4**-0.5),
@@ -126,7 +126,7 @@ def test_initial_weights_have_the_papers_scales():
 
 def test_attention_parameters_split_by_query_key_value():
     """Zero value columns of `in_proj` leave the bias of `out_proj` alone, whatever queries and keys are."""
-    module, x = SelfAttention(config()), normal(0, B, T, WIDTH)
+    module, x = SelfAttention(config(), T), normal(0, B * T, WIDTH)
     variables = random_variables(module, x)
     kernel = variables["params"]["in_proj"]["kernel"].at[:, 2 * WIDTH :].set(0.0)
     variables["params"]["in_proj"] = {"kernel": kernel, "bias": jnp.zeros(3 * WIDTH)}

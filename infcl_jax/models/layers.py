@@ -1,0 +1,170 @@
+"""What the towers are made of, with gradients written by hand.
+
+What the automatic gradients keep is up to the compiler, which stores float32 arrays of activations to save the work of
+computing them again. Here the backward pass keeps the arguments, in the compute dtype, and computes the rest in one go;
+sums over rows (gradients of biases and gains) are float32, and so are statistics and elementwise functions.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+LAYER_NORM_EPSILON = 1e-5
+# Name of what a `Dense` layer returns, for the policies of `jax.checkpoint`.
+PRODUCT = "product"
+
+
+def _elementwise(function: Callable[[jax.Array], jax.Array], slope: Callable[[jax.Array], jax.Array]) -> Callable:
+    """A function that keeps its argument's dtype, computed in float32, with its derivative."""
+
+    @jax.custom_vjp
+    def apply(x: jax.Array) -> jax.Array:
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    def backward(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+        # Without the barrier the compiler keeps what both passes compute of `x`, in float32.
+        wide = lax.optimization_barrier(x).astype(jnp.float32)
+        return ((cotangent.astype(jnp.float32) * slope(wide)).astype(x.dtype),)
+
+    apply.defvjp(lambda x: (apply(x), x), backward)
+    return apply
+
+
+def _normal_cdf(x: jax.Array) -> jax.Array:
+    return 0.5 * (1.0 + lax.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_slope(x: jax.Array) -> jax.Array:
+    return _normal_cdf(x) + x * jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _quick_gelu_slope(x: jax.Array) -> jax.Array:
+    s = jax.nn.sigmoid(1.702 * x)
+    return s * (1.0 + 1.702 * x * (1.0 - s))
+
+
+# Hendrycks & Gimpel 2016: with erf, and section 2's approximation `x * sigmoid(1.702 x)`.
+gelu = _elementwise(lambda x: x * _normal_cdf(x), _gelu_slope)
+quick_gelu = _elementwise(lambda x: x * jax.nn.sigmoid(1.702 * x), _quick_gelu_slope)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
+    """LayerNorm (Ba et al. 2016) over the last axis.
+
+    Args:
+      x: [..., width], floating.
+      scale: [width].
+      bias: [width].
+      dtype: of the result.
+
+    Returns:
+      [..., width]; statistics from one pass over `x`, float32 throughout.
+    """
+    return _normalize_forward(x, scale, bias, dtype)[0]
+
+
+def _normalize_forward(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True) - mean * mean, 0.0)
+    inverse = lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    y = (wide - mean) * inverse * _along(scale, x) + _along(bias, x)
+    return y.astype(dtype), (x, mean, inverse, scale, bias)
+
+
+def _normalize_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    x, mean, inverse, scale = lax.optimization_barrier(saved[:-1])
+    bias = saved[-1]
+    slope = cotangent.astype(jnp.float32)
+    normal = (x.astype(jnp.float32) - mean) * inverse
+    rows = tuple(range(x.ndim - 1))
+    of_scale, of_bias = (slope * normal).sum(rows), slope.sum(rows)
+    slope = slope * _along(scale, x)
+    along = jnp.mean(slope * normal, axis=-1, keepdims=True)
+    of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * along)
+    return of_x.astype(x.dtype), of_scale.astype(scale.dtype), of_bias.astype(bias.dtype)
+
+
+normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+@jax.custom_vjp
+def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """`x @ kernel + bias` in the dtype of `x`.
+
+    Args:
+      x: [..., inputs], floating.
+      kernel: [inputs, features], of any floating dtype.
+      bias: [features], likewise.
+
+    Returns:
+      [..., features] in the dtype of `x`. Gradients of kernel and bias are sums in float32.
+    """
+    return x @ kernel.astype(x.dtype) + _along(bias, x).astype(x.dtype)
+
+
+def _affine_forward(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple]:
+    return affine(x, kernel, bias), (x, kernel, bias)
+
+
+def _affine_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    x, kernel, bias = saved
+    rows = tuple(range(x.ndim - 1))
+    of_kernel = lax.dot_general(x, cotangent, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    of_bias = cotangent.sum(rows, dtype=jnp.float32)
+    return cotangent @ kernel.astype(x.dtype).T, of_kernel.astype(kernel.dtype), of_bias.astype(bias.dtype)
+
+
+affine.defvjp(_affine_forward, _affine_backward)
+
+
+def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """float32 [width] with the leading axes of `x` added."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+class LayerNorm(nn.Module):
+    """`normalize` to a result of any dtype; parameters `scale` and `bias`."""
+
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., width] to [..., width] in `dtype`."""
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        return normalize(x, scale, bias, jnp.dtype(self.dtype))
+
+
+class Dense(nn.Module):
+    """`affine` with normal weights: parameters `kernel` [inputs, features] and `bias` [features].
+
+    Attributes:
+      features: of the result.
+      std: standard deviation of the weights at the start.
+      dtype: of the result.
+      param_dtype: of the parameters.
+    """
+
+    features: int
+    std: float
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, parts: int = 1) -> tuple[jax.Array, ...]:
+        """Maps [..., inputs] to `parts` times [..., features / parts] in `dtype`; parts are cheaper than slices."""
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+        weights = zip(jnp.split(kernel, parts, axis=1), jnp.split(bias, parts), strict=True)
+        return tuple(checkpoint_name(affine(x.astype(self.dtype), *part), PRODUCT) for part in weights)

@@ -1,0 +1,50 @@
+"""Gradients written by hand against those that JAX derives from the formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infcl_jax.models import layers
+
+SHAPES = {"x": (5, 7, 12), "kernel": (12, 6), "scale": (12,), "bias": (12,), "short": (6,)}
+
+
+def plain_norm(x, scale, bias):
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + layers.LAYER_NORM_EPSILON) * scale + bias
+
+
+LAYERS = {
+    "gelu": (layers.gelu, lambda x: jax.nn.gelu(x, approximate=False), ("x",)),
+    "quick_gelu": (layers.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x), ("x",)),
+    "layer norm": (lambda *a: layers.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
+    "affine": (layers.affine, lambda x, kernel, bias: x @ kernel + bias, ("x", "kernel", "short")),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_and_gradients_are_those_of_the_formula(name, dtype, tolerance):
+    layer, formula, names = LAYERS[name]
+    rng = np.random.default_rng(0)
+    x, *others = (jnp.asarray(2 * rng.standard_normal(SHAPES[n]), jnp.float32) for n in names)
+    x = x.astype(dtype)
+    with jax.numpy_rank_promotion("allow"):
+        want, pull = jax.vjp(formula, x.astype(jnp.float32), *others)
+        weight = jnp.asarray(rng.standard_normal(want.shape), jnp.float32)
+        expected = want, *pull(weight)
+    got, pull = jax.vjp(layer, x, *others)
+    found = got, *pull(weight.astype(got.dtype))
+    assert [a.dtype for a in found] == [x.dtype, x.dtype, *(a.dtype for a in others)]
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = float(jnp.abs(theirs).max())
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=0, atol=tolerance * scale)
+
+
+def test_parts_of_a_dense_layer_are_its_columns():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 12)), jnp.float32)
+    dense = layers.Dense(6, 1.0, "float32", "float32")
+    variables = dense.init(jax.random.key(0), x)
+    (whole,), parts = dense.apply(variables, x), dense.apply(variables, x, parts=3)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-6)

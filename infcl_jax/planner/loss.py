@@ -1,9 +1,9 @@
 """Memory of the loss and its gradient beyond the features, their gradients and the parameters.
 
-The formulas are for GPUs: what each implementation holds, fitted to the figures of docs/benchmarks.md. They give 0.67
-to 1.1 times those for `mosaic_gpu`, 0.95 to 1.1 for `xla` and `dense` on one GPU, 0.5 to 0.9 for `triton`; `local`,
-`disco` and `ring`, and `xla` and `dense` on several GPUs, have not been measured there. On the CPU XLA plans two to
-four times as much. `compiled_workspace` asks XLA for the devices at hand.
+The formulas are for GPUs: what each implementation holds, fitted to the figures of docs/benchmarks.md. They give 0.75
+to 1.1 times those for `mosaic_gpu` (1.5 at b = 8,192), 0.95 to 1.1 for `xla` and `dense` on one GPU, 0.6 to 0.9 for
+`triton`; `local`, `disco` and `ring`, and `xla` and `dense` on several GPUs, have not been measured there. On the CPU XLA
+plans two to four times as much. `compiled_workspace` asks XLA for the devices at hand.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.devices import FUSED
-from infcl_jax.pairwise.fused import PANEL, PRECISE, TRAVELLING, WINDOW
+from infcl_jax.pairwise.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, TRAVELLING, WINDOW
 from infcl_jax.pairwise.ring import panel_columns
 from infcl_jax.pairwise.strips import STRIP_ROWS
 from infcl_jax.training import make_loss
 
 _FP32 = 4
-# What the library of matrix products reserves; a ring has two, one for the transfers' stream.
+# What the library of matrix products reserves.
 _LIBRARY = 32 << 20
 # fp32 vectors of rows and columns in the fused backends.
 _VECTORS = 14
@@ -107,5 +107,6 @@ def _fused(rows: int, width: int, item: int, devices: int) -> int:
         accumulators = min(matrix, PANEL) + min(matrix, window // rows * width * _FP32)
         return 2 * pairs + accumulators + split + vectors + _LIBRARY
     pairs = min(rows * panel_columns(rows), window // 2, TRAVELLING * rows * width)
-    products = panel_columns(rows) * width * _FP32 + rows * width * item
-    return 2 * pairs + 2 * matrix + _travelling(rows, width, item, devices) + products + split + vectors + 2 * _LIBRARY
+    in_line = parts == 1 and rows <= IN_LINE * IN_LINE_ROWS
+    products = 0 if in_line else rows * width * item
+    return 2 * pairs + 2 * matrix + _travelling(rows, width, item, devices) + products + split + vectors + _LIBRARY

@@ -181,7 +181,7 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
 
 
 @pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("memory", [40 * MIB, 80 * MIB])
+@pytest.mark.parametrize("memory", [40 * MIB, 60 * MIB])
 def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, memory):
     run = workload(**(settings | {"batch_size": 4096}))
     found = best_chunk_size(run, memory)

@@ -12,8 +12,14 @@ from infcl_jax.pairwise.tiles import Array, AxisName, accumulation_dtype
 
 
 def over_mesh(
-    loss: Callable[..., Array], sharded: Any, shared: Any, *, axis_name: AxisName | None, mesh: Mesh | None
-) -> Array:
+    loss: Callable[..., Any],
+    sharded: Any,
+    shared: Any,
+    *,
+    axis_name: AxisName | None,
+    mesh: Mesh | None,
+    sharded_result: Any = False,
+) -> Any:
     """Calls `loss(axis_name, sharded, shared)` on each device's part of the batch.
 
     Args:
@@ -23,6 +29,8 @@ def over_mesh(
       axis_name: with a mesh, its axis (or axes) over which the batch is sharded, the first by default; without one, the
         axis of the enclosing `shard_map`, or None for one device.
       mesh: given outside `shard_map`, under `jit`; None otherwise.
+      sharded_result: whether the result has rows of each device instead of being the same everywhere, or a tuple of
+        such for a tuple of results.
 
     Raises:
       ValueError: the mesh has no such axis, or its devices cannot share the batch evenly.
@@ -49,7 +57,7 @@ def over_mesh(
         lambda sharded, shared: loss(axis_name, sharded, shared),
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
-        out_specs=PartitionSpec(),
+        out_specs=jax.tree.map(lambda rows: spec if rows else PartitionSpec(), sharded_result),
     )
     return body(sharded, shared)
 

@@ -27,7 +27,6 @@ from infcl_jax.training import (
     TrainState,
     check_finite,
     learning_rate_schedule,
-    make_loss,
     make_train_step,
     parameter_count,
     prepare_workdir,
@@ -57,7 +56,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     cache = GradCacheConfig(**config.grad_cache)
-    step_fn = make_train_step(make_loss(config.loss, mesh, config.implementation), config.seed, cache, mesh)
+    step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh)
     data = build.training_data(config)
     suite = build.evaluation_suite(config, mesh)
     state = build.initial_state(config, mesh)

@@ -30,22 +30,24 @@ class Variant:
       temperature: "constant", "learned": one for all, or "samples": each sample has two of its own, which learn.
       scaled: whether each sample's term is multiplied by its temperature in the paper.
       scaled_in_code: the same in the authors' code.
+      gamma_schedule: of the papers, "constant" or "cosine" by epoch; the caller's concern.
       regularized: whether `rho` times the temperature is part of the loss.
     """
 
     temperature: str
     scaled: bool
     scaled_in_code: bool
+    gamma_schedule: str
     regularized: bool = False
 
 
 VARIANTS = {
-    "sogclr": Variant("constant", scaled=True, scaled_in_code=False),
-    "isogclr": Variant("samples", scaled=True, scaled_in_code=False, regularized=True),
-    "fastclip_v0": Variant("learned", scaled=False, scaled_in_code=False),
-    "fastclip_v1": Variant("constant", scaled=True, scaled_in_code=False),
-    "fastclip_v2": Variant("samples", scaled=True, scaled_in_code=False, regularized=True),
-    "fastclip_v3": Variant("learned", scaled=True, scaled_in_code=True, regularized=True),
+    "sogclr": Variant("constant", True, False, "constant"),
+    "isogclr": Variant("samples", True, False, "constant", regularized=True),
+    "fastclip_v0": Variant("learned", False, False, "cosine"),
+    "fastclip_v1": Variant("constant", True, False, "cosine"),
+    "fastclip_v2": Variant("samples", True, False, "cosine", regularized=True),
+    "fastclip_v3": Variant("learned", True, True, "cosine", regularized=True),
 }
 
 

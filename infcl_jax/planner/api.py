@@ -35,7 +35,8 @@ class Workload:
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
-      loss: "clip" or "siglip".
+      loss: "clip", also for the global contrastive losses, or "siglip".
+      sample_bytes: on each device, of what a global contrastive loss remembers of all samples.
 
     Raises:
       ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
@@ -50,6 +51,7 @@ class Workload:
     residency: str = "device"
     implementation: str = "xla"
     loss: str = "clip"
+    sample_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
@@ -102,6 +104,7 @@ class MemoryPlan:
       workload: what was planned.
       parameters: of the model.
       optimizer: its state.
+      samples: what a global contrastive loss remembers.
       gradients: their sums over chunks; driven from the host also the parameters' copy for the encoders.
       updates: the gradients that are scaled or turned into updates, beside their sums.
       batch: images and texts of the batch in use; of two chunks where it is not on the devices.
@@ -117,6 +120,7 @@ class MemoryPlan:
     workload: Workload
     parameters: int
     optimizer: int
+    samples: int
     gradients: int
     updates: int
     batch: int
@@ -134,6 +138,7 @@ class MemoryPlan:
         return {
             "parameters": Source("parameters", EXACT),
             "optimizer": Source("optimizer state", EXACT),
+            **({"samples": Source("state of the samples", EXACT)} if self.samples else {}),
             "gradients": Source("gradients", EXACT),
             "batch": Source("batch", EXACT),
             "next_batch": Source("next batch on its way", EXACT),
@@ -147,7 +152,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most at one time. The updates come when the activations have gone, and the loss before a chunk's come."""
-        lasting = self.parameters + self.optimizer + self.gradients + self.batch + self.next_batch + self.features
+        state = self.parameters + self.optimizer + self.samples
+        lasting = state + self.gradients + self.batch + self.next_batch + self.features
         return lasting + max(self.kept + max(self.activations, self.loss), self.updates)
 
     @property
@@ -194,6 +200,7 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
         workload=workload,
         parameters=parameters,
         optimizer=optimizer,
+        samples=workload.sample_bytes,
         gradients=sums if on_device else parameters + 2 * sums,
         updates=parameters,
         batch=row * (rows if on_device else min(rows, 2 * chunk)),

@@ -13,7 +13,20 @@ from infcl_jax.models import clamp_logit_scale
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state for a CLIP model: `step`, `params`, `opt_state`; static `apply_fn` and `tx`."""
+    """Flax's train state for a CLIP model: `step`, `params`, `opt_state`; static `apply_fn` and `tx`.
+
+    Attributes:
+      batch_stats: running statistics of batch normalisation, None for models without.
+      samples: what a global contrastive loss remembers (`infcl_jax.SampleState`), None for other losses.
+    """
+
+    batch_stats: Any = None
+    samples: Any = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the model's methods take, outside training."""
+        return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
         """One optimizer step, after which the logit scale is put back into its range (at most 100)."""
@@ -37,8 +50,9 @@ def create_state(
 
     def init() -> TrainState:
         image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
-        params = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        variables = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))
+        statistics = variables.get("batch_stats")
+        return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=statistics)
 
     return jax.jit(init, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,36 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
-from infcl_jax.losses import clip_loss, siglip_loss
+from infcl_jax.losses import SampleState, clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
 LossFn = Callable[[CLIPOutput], jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
 
-# (state, batch, key) -> ((loss, output), gradients)
-Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, CLIPOutput], Any]]
-
 LOSSES = ("clip", "siglip")
+
+
+class Result(NamedTuple):
+    """What a loss is computed from, and what is to be remembered.
+
+    Attributes:
+      output: of the model for the global batch.
+      samples: index and new state of each row's sample; None for losses that remember nothing.
+      batch_stats: new running statistics of batch normalisation, None for models without.
+    """
+
+    output: CLIPOutput
+    samples: tuple[jax.Array, SampleState] | None = None
+    batch_stats: Any = None
+
+
+# (state, batch, key) -> ((loss, result), gradients)
+Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Result], Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +82,7 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
     """The loss of a run as a function of the model's output over the global batch.
 
     Args:
-      name: "clip" or "siglip" (which needs a model with a logit bias).
+      name: "clip" or "siglip" (which needs a model with a logit bias). `GlobalContrastive` makes the others.
       mesh: devices over which the batch is sharded.
       implementation: see `infcl_jax.pairwise_lse`.
 
@@ -88,57 +104,100 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
 
 
 def make_train_step(
-    loss_fn: LossFn, seed: int, cache: GradCacheConfig = NO_CACHE, mesh: Mesh | None = None
+    loss_fn: LossFn | GlobalContrastive, seed: int, cache: GradCacheConfig = NO_CACHE, mesh: Mesh | None = None
 ) -> TrainStep:
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
+    Global contrastive losses also need `"index"`, the sample of each pair, and the state's `samples`.
+
     Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. Metrics are scalars on the
     device: `loss`, `logit_scale` (both before the update), `grad_norm`; and under `finite`, whether each stage of the
-    step held only finite numbers, in order of computation.
+    step held only finite numbers, in order of computation. Where samples have temperatures of their own, `logit_scale`
+    is the inverse of the batch's mean.
 
     Args:
-      loss_fn: from `make_loss`.
+      loss_fn: from `make_loss`, or a `GlobalContrastive`.
       seed: of the dropout keys.
       cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
         must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
       mesh: devices over whose first axis the batch is sharded, for gradient caching; None: one device.
+
+    Raises:
+      ValueError: a global contrastive loss with residency "replay".
     """
+    memory = loss_fn if isinstance(loss_fn, GlobalContrastive) else None
+    if memory and cache.residency == "replay":
+        raise ValueError(f"expected residency 'device' or 'host' with {memory.variant}, got 'replay'")
     gradients = _direct(loss_fn) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def key_of(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
-    def finish(state: TrainState, result: tuple[jax.Array, CLIPOutput], grads: Any) -> tuple[TrainState, Metrics]:
-        return state.apply_gradients(grads=grads), _metrics(*result, grads)
+    def finish(state: TrainState, loss: jax.Array, result: Result, grads: Any) -> tuple[TrainState, Metrics]:
+        changes = {} if result.batch_stats is None else {"batch_stats": result.batch_stats}
+        if memory and result.samples:
+            changes["samples"] = memory.write(state.samples, *result.samples)
+        return state.apply_gradients(grads=grads, **changes), _metrics(loss, result, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        return finish(state, *gradients(state, batch, key_of(state.step)))
+        (loss, result), grads = gradients(state, batch, key_of(state.step))
+        return finish(state, loss, result, grads)
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)
     compiled_key, compiled_finish = jax.jit(key_of), jax.jit(finish, donate_argnums=0)
 
     def from_host(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        return compiled_finish(state, *gradients(state, batch, compiled_key(state.step)))
+        (loss, result), grads = gradients(state, batch, compiled_key(state.step))
+        return compiled_finish(state, loss, result, grads)
 
     return from_host
 
 
-def _direct(loss_fn: LossFn) -> Gradients:
+def _evaluate(
+    loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
+) -> tuple[jax.Array, Result]:
+    """The loss, of the model's output alone or with its `_memory`."""
+    if not isinstance(loss_fn, GlobalContrastive):
+        return loss_fn(output), Result(output)
+    index = memory["index"]
+    loss, rows = loss_fn(output, index, memory["samples"], memory["step"])
+    return loss, Result(output, (index, rows))
+
+
+def _memory(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the loss needs besides the model's output.
+
+    Raises:
+      ValueError: the state or the batch lacks it.
+    """
+    if not isinstance(loss_fn, GlobalContrastive):
+        return {}
+    if state.samples is None or "index" not in batch:
+        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.variant}, got none")
+    return {"index": batch["index"], "samples": state.samples, "step": state.step}
+
+
+def _direct(loss_fn: LossFn | GlobalContrastive) -> Gradients:
     """Gradients with the activations of the whole batch."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        def loss_of(params: Any) -> tuple[jax.Array, CLIPOutput]:
-            variables = {"params": params}
-            output = state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
-            return loss_fn(output), output
+        memory = _memory(loss_fn, state, batch)
+
+        def loss_of(params: Any) -> tuple[jax.Array, Result]:
+            variables = state.variables | {"params": params}
+            output, changed = state.apply_fn(
+                variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
+            )
+            loss, result = _evaluate(loss_fn, output, memory)
+            return loss, result._replace(batch_stats=changed.get("batch_stats"))
 
         return jax.value_and_grad(loss_of, has_aux=True)(state.params)
 
     return gradients
 
 
-def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
+def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
     """The same gradients chunk by chunk."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
@@ -150,10 +209,9 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
 
             return encode
 
-        def loss(params: Any, features: dict[str, jax.Array]) -> tuple[jax.Array, CLIPOutput]:
+        def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Result]:
             scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
-            output = CLIPOutput(features["image"], features["text"], *scalars)
-            return loss_fn(output), output
+            return _evaluate(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
 
         return cached_value_and_grad(
             {"image": encoder("encode_image"), "text": encoder("encode_text")},
@@ -165,10 +223,15 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
             sharding=sharding,
         )
 
-    return lambda state, batch, key: of_model(state.apply_fn)(state.params, batch, key)
+    def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
+        pairs = {name: batch[name] for name in ("image", "text")}
+        return of_model(state.apply_fn)(state.params, pairs | _memory(loss_fn, state, batch), key)
+
+    return gradients
 
 
-def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:
+def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
+    output, own = result.output, result.samples and result.samples[1].temperature
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
     stages = {
         "image features": output.image,
@@ -180,7 +243,7 @@ def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:
     finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
     return {
         "loss": loss,
-        "logit_scale": output.logit_scale,
+        "logit_scale": output.logit_scale if own is None else 1 / own.mean(),
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }

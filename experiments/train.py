@@ -76,7 +76,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         with writer, Preemption() as preemption:
             run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption)
             try:
-                results = run.fit(state, start) if start < config.total_steps else suite(state.params)
+                results = run.fit(state, start) if start < config.total_steps else suite(state.variables)
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
@@ -169,7 +169,7 @@ class Run:
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates and records."""
-        results = self.suite(state.params)
+        results = self.suite(state.variables)
         if results:
             self.writer.write(step, results)
             command.say(f"step {step}: {evaluate.format_results(results)}")

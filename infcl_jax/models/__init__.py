@@ -19,6 +19,7 @@ from infcl_jax.models.registry import (
     model_config,
     model_names,
 )
+from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.vit import VisionTransformer
 
@@ -29,6 +30,8 @@ __all__ = [
     "OPENAI_IMAGE_STD",
     "CLIPConfig",
     "CLIPOutput",
+    "ResNet",
+    "ResNetConfig",
     "TextConfig",
     "TextTransformer",
     "VisionConfig",

@@ -138,7 +138,7 @@ class MemoryPlan:
         return {
             "parameters": Source("parameters", EXACT),
             "optimizer": Source("optimizer state", EXACT),
-            **({"samples": Source("state of the samples", EXACT)} if self.samples else {}),
+            "samples": Source("state of the samples", EXACT),
             "gradients": Source("gradients", EXACT),
             "batch": Source("batch", EXACT),
             "next_batch": Source("next batch on its way", EXACT),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
+from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
 from infcl_jax.losses import SampleState, clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
@@ -109,6 +109,9 @@ def make_train_step(
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
     Global contrastive losses also need `"index"`, the sample of each pair, and the state's `samples`.
+
+    Batch normalisation sees the global batch; with gradient caching one device's share of a chunk, and its running
+    statistics then follow the first chunk of each step.
 
     Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. Metrics are scalars on the
     device: `loss`, `logit_scale` (both before the update), `grad_norm`; and under `finite`, whether each stage of the
@@ -225,9 +228,28 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         pairs = {name: batch[name] for name in ("image", "text")}
-        return of_model(state.apply_fn)(state.params, pairs | _memory(loss_fn, state, batch), key)
+        (loss, result), grads = of_model(state.apply_fn)(state.params, pairs | _memory(loss_fn, state, batch), key)
+        if state.batch_stats is not None:
+            first = _first_chunk(batch["image"], cache, sharding)
+            result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))
+        return (loss, result), grads
 
     return gradients
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
+    """The running statistics of batch normalisation after some images."""
+    settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
+    return apply_fn(variables, image, **settings)[1]["batch_stats"]
+
+
+def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
+    """The rows of a batch that move the running statistics, as an array on the devices."""
+    if cache.residency == "device":
+        return image[: cache.chunk_size]
+    rows = image.load(0) if isinstance(image, Replay) else image[: cache.chunk_size // jax.process_count()]
+    return jax.device_put(rows) if sharding is None else jax.make_array_from_process_local_data(sharding, rows)
 
 
 def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:

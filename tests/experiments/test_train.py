@@ -189,7 +189,7 @@ class Recorder:
     def write(self, step, metrics):
         self.events.append(f"{'record' if 'loss' in metrics else 'record evaluation'} {step}")
 
-    def suite(self, params):
+    def suite(self, variables):
         self.events.append("evaluate")
         return {"zero_shot/top1": 0.5}
 
@@ -209,7 +209,7 @@ class Recorder:
 class State(int):
     """The number of steps taken, as a state."""
 
-    params = None
+    variables = None
 
     def __add__(self, other):
         return State(int(self) + other)

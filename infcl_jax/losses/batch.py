@@ -1,5 +1,6 @@
 """What every loss shares: running where the batch is sharded, and means over the global batch."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,7 @@ def over_mesh(
     """
     if mesh is None:
         return loss(axis_name, sharded, shared)
-    axis_name = mesh.axis_names[0] if axis_name is None else axis_name
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if unknown := set(axes) - set(mesh.axis_names):
-        raise ValueError(f"expected axis_name to be among the mesh's axes {mesh.axis_names}, got {sorted(unknown)}")
-    devices = 1
-    for axis in axes:
-        devices *= mesh.shape[axis]
+    axis_name, devices = axis_and_devices(mesh, axis_name)
     for array in jax.tree.leaves(sharded):
         if array.shape[0] % devices:
             raise ValueError(
@@ -60,6 +55,19 @@ def over_mesh(
         out_specs=jax.tree.map(lambda rows: spec if rows else PartitionSpec(), sharded_result),
     )
     return body(sharded, shared)
+
+
+def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
+    """The axis (or axes) over which a batch is sharded, the mesh's first by default, and the number of its devices.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    axis_name = mesh.axis_names[0] if axis_name is None else axis_name
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if unknown := set(axes) - set(mesh.axis_names):
+        raise ValueError(f"expected axis_name to be among the mesh's axes {mesh.axis_names}, got {sorted(unknown)}")
+    return axis_name, math.prod(mesh.shape[axis] for axis in axes)
 
 
 def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.losses.batch import Array, AxisName, over_mesh
+from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
 
 # The arrays are as long as the next multiple, whatever the devices: a checkpoint fits any number that divides it.
 LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7
@@ -29,24 +29,31 @@ class SampleState(NamedTuple):
     second_moment: Array | None = None
 
 
-def create_samples(samples: int, *, temperature: float | None = None, mesh: Mesh | None = None) -> SampleState:
+def create_samples(
+    samples: int, *, temperature: float | None = None, axis_name: AxisName | None = None, mesh: Mesh | None = None
+) -> SampleState:
     """The state of a dataset that has not been seen: 8 bytes per sample, 32 with temperatures of their own.
 
     Args:
       samples: of the dataset, indexed from 0.
       temperature: where every sample's own temperature starts; None for losses with one temperature for all.
-      mesh: the state is sharded over all its devices, each of which holds consecutive samples; None: one device.
+      axis_name: axis (or axes) of the mesh over which the state is sharded, as the batch is; the first by default.
+      mesh: its devices, each of which holds consecutive samples; None: one device.
 
     Raises:
-      ValueError: too few or too many samples, a temperature that is not positive, or a number of devices that does not
-        divide `LENGTH_MULTIPLE`.
+      ValueError: too few or too many samples, a temperature that is not positive, an unknown axis, or a number of
+        devices that does not divide `LENGTH_MULTIPLE`.
     """
     if not 1 <= samples < 2**31 - LENGTH_MULTIPLE:
         raise ValueError(f"expected 1 to 2^31 samples, which int32 can index, got {samples}")
     if temperature is not None and not temperature > 0:
         raise ValueError(f"expected temperature > 0, got {temperature}")
-    if mesh is not None and LENGTH_MULTIPLE % mesh.size:
-        raise ValueError(f"expected a number of devices that divides {LENGTH_MULTIPLE}, got {mesh.size}")
+    sharding = None
+    if mesh is not None:
+        axis_name, devices = axis_and_devices(mesh, axis_name)
+        if LENGTH_MULTIPLE % devices:
+            raise ValueError(f"expected a number of devices that divides {LENGTH_MULTIPLE}, got {devices}")
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     shape = (-(-samples // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, 2)
 
     def create() -> SampleState:
@@ -55,7 +62,6 @@ def create_samples(samples: int, *, temperature: float | None = None, mesh: Mesh
             return SampleState(log_u)
         return SampleState(log_u, jnp.full(shape, temperature, jnp.float32), *jnp.zeros((2, *shape), jnp.float32))
 
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.jit(create, out_shardings=sharding)()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import oracle_global
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax import create_samples, global_contrastive_loss
@@ -170,6 +171,25 @@ def test_inside_shard_map(checked):
         assert oracle.relative_error(got, reference) <= 1e-6
 
 
+def test_a_mesh_with_two_axes():
+    image, text = oracle.features("random", 16, 16, 33)
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    expected = stepper("fastclip_v1", 1)(image, text, 20.0, np.arange(16), fresh("fastclip_v1"), np.float32(0.5), 0)
+    for axes, shards in (("data", 4), (("replica", "data"), 8)):
+        state = create_samples(SAMPLES, mesh=mesh, axis_name=axes)
+        assert len({shard.index for shard in state.log_u.addressable_shards}) == shards
+
+        def loss(image, text, state, axes=axes):
+            options = settings("fastclip_v1", 0, 20.0) | {"mesh": mesh, "axis_name": axes}
+            return global_contrastive_loss(
+                image, text, np.arange(16), state, variant="fastclip_v1", gamma=0.5, **options
+            )
+
+        value, after = jax.jit(loss)(image, text, state)
+        assert value == pytest.approx(float(expected[0][0]), rel=1e-6)
+        np.testing.assert_allclose(after.log_u, expected[0][1].log_u, rtol=1e-5)
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_of_several_rows_for_one_sample_the_last_counts(devices):
     index = np.random.default_rng(0).integers(-2, 30, 64).astype(np.int32)
@@ -253,6 +273,7 @@ def test_bad_input_is_a_one_line_error(variant, change, message):
         ({"samples": 0}, "samples"),
         ({"samples": 2**31}, "samples"),
         ({"samples": 8, "temperature": 0.0}, "temperature"),
+        ({"samples": 8, "mesh": oracle.mesh_of(2), "axis_name": "rows"}, "mesh's axes"),
     ],
 )
 def test_a_state_that_cannot_be_is_an_error(arguments, message):

@@ -5,7 +5,7 @@
 
 Each run is one of `experiments.train` in a folder of its own, so that the same command continues where it stopped.
 Writes `losses.json`, the last evaluation of every run, and `losses.png`: accuracy and recall over the steps, the mean
-over seeds in bold. About 25 minutes on two CPU cores.
+over seeds in bold. About 20 minutes on two CPU cores.
 """
 
 import json

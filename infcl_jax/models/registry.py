@@ -191,11 +191,11 @@ def _resnet(embed_dim: int, layers: tuple[int, int, int, int], text_width: int) 
 _CONFIGS: dict[str, CLIPConfig] = {
     "tiny": _tiny(width=64, layers=2, text_width=64, context_length=77),
     "tiny-shapes": _tiny(width=96, layers=3, text_width=64, context_length=60),
-    "RN50": _resnet(embed_dim=1024, layers=(3, 4, 6, 3), text_width=512),
     "ViT-S/16": _vit(embed_dim=384, width=384, layers=12, patch_size=16, text_width=384),
     "ViT-B/32": _vit(embed_dim=512, width=768, layers=12, patch_size=32, text_width=512),
     "ViT-B/16": _vit(embed_dim=512, width=768, layers=12, patch_size=16, text_width=512),
     "ViT-L/14": _vit(embed_dim=768, width=1024, layers=24, patch_size=14, text_width=768),
+    "RN50": _resnet(embed_dim=1024, layers=(3, 4, 6, 3), text_width=512),
 }
 
 

@@ -14,8 +14,8 @@ were tuned, or "published").
 | large | CC12M, 9.1 M | ViT-B/32 | 2048 | 33 |
 | xlarge | LAION, 315 M | ViT-B/16 | 5120 | 42 |
 
-"quickstart" takes about 3 minutes on two CPU cores. CC3M, CC12M and LAION have to be prepared with
-tensorflow-datasets under the names below; their sizes are those of the paper, and as many steps are taken as they give.
+"quickstart" takes about 3 minutes on two CPU cores. The others expect datasets in TFDS's array_record format in the
+folders `cc3m`, `cc12m` and `laion` of `data_dir`, and take as many steps as the paper's numbers of samples give.
 Wei et al., "FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources" (2024).
 """
 

@@ -30,8 +30,17 @@ def get_config() -> ConfigDict:
     config.frozen = ()  # towers that stay as they are, "image" or "text" (LiT)
 
     # Loss
-    config.loss = "clip"  # "clip" or "siglip"
+    config.loss = "clip"  # "clip", "siglip", "sogclr", "isogclr", or "fastclip_v0" to "fastclip_v3"
     config.implementation = placeholder(str)  # of the pairs, see infcl_jax.pairwise_lse; None: the best here
+
+    config.global_contrastive = ConfigDict()  # of SogCLR to FastCLIP, see infcl_jax.training.GlobalContrastiveConfig
+    config.global_contrastive.mode = "published"  # or "reference", as the authors' code computes
+    config.global_contrastive.gamma_schedule = placeholder(str)  # "constant", "cosine"; None: as the loss has it
+    config.global_contrastive.gamma_min = 0.2  # the inner learning rate starts at 1 and ends here
+    config.global_contrastive.gamma_epochs = 18  # after so many epochs
+    config.global_contrastive.rho = 6.5  # weight of learned temperatures
+    config.global_contrastive.eps = 1e-14
+    config.global_contrastive.temperature_learning_rate = 1e-2  # where every sample has its own
 
     # Gradient caching, see infcl_jax.training.GradCacheConfig
     config.grad_cache = ConfigDict()
@@ -44,10 +53,16 @@ def get_config() -> ConfigDict:
     config.total_steps = 1000
     config.parameter_sharding = "replicated"  # "fsdp": parameters and optimizer state sharded over the devices
     config.optimizer = ConfigDict()  # see infcl_jax.training.OptimizerConfig
+    config.optimizer.name = "adamw"  # "adamw", "lamb", "lion", "sgd", "adafactor"
     config.optimizer.learning_rate = 1e-3
+    config.optimizer.schedule = "cosine"  # after the warm-up; or "constant"
     config.optimizer.warmup_steps = 100
     config.optimizer.final_learning_rate = 0.0
+    config.optimizer.learning_rate_rules = ()  # factors by name: (("visual/.*", 0.1), (".*", 1.0))
+    config.optimizer.temperature_learning_rate = placeholder(float)  # of the logit scale; None: as the others
+    config.optimizer.temperature_schedule = "constant"  # of that; or "cosine", "threshold"
     config.optimizer.weight_decay = 0.2
+    config.optimizer.weight_decay_rules = ()  # likewise; none: matrices decay, vectors and scalars do not
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.98
     config.optimizer.eps = 1e-6

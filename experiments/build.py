@@ -1,19 +1,34 @@
 """The parts of a run, as its configuration describes them (see `configs/base.py`)."""
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from experiments.overrides import parse_overrides
-from infcl_jax.data import Augmentation, ByteTokenizer, TrainIterator, load_source, train_iterator
+from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
+from infcl_jax.losses import SampleState, create_samples
+from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.devices import best_implementation
-from infcl_jax.planner import Workload
-from infcl_jax.training import OptimizerConfig, TrainState, create_state, make_optimizer, replayed
+from infcl_jax.planner import Workload, tree_bytes
+from infcl_jax.training import (
+    GlobalContrastive,
+    GlobalContrastiveConfig,
+    OptimizerConfig,
+    TrainState,
+    create_state,
+    make_loss,
+    make_optimizer,
+    replayed,
+)
+from infcl_jax.training.step import LOSSES, LossFn
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
@@ -43,11 +58,15 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
     )
 
 
+def _training_source(config: ConfigDict) -> Source:
+    return load_source(config.dataset, config.split, config.data_dir)
+
+
 def training_data(config: ConfigDict) -> TrainIterator:
     """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
     model = read_model_config(config)
     return train_iterator(
-        load_source(config.dataset, config.split, config.data_dir),
+        _training_source(config),
         tokenizer=ByteTokenizer(model.text.context_length),
         image_size=model.vision.image_size,
         batch_size=config.batch_size,
@@ -59,22 +78,46 @@ def training_data(config: ConfigDict) -> TrainIterator:
     )
 
 
+def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
+    """The loss of a run.
+
+    Raises:
+      ValueError: an unknown name or implementation, or a wrong setting.
+    """
+    settings = GlobalContrastiveConfig(**config.global_contrastive)
+    check_choice("loss", config.loss, (*LOSSES, *VARIANTS))
+    if config.loss not in VARIANTS:
+        return make_loss(config.loss, mesh, config.implementation)
+    return GlobalContrastive(
+        variant=config.loss,
+        config=settings,
+        steps_per_epoch=len(_training_source(config)) // config.batch_size,
+        mesh=mesh,
+        implementation=config.implementation,
+    )
+
+
 def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-    """Images and texts of the next step, where `config.grad_cache.residency` wants them."""
+    """Images and texts of the next step, and their samples, where `config.grad_cache.residency` wants them."""
     cache = config.grad_cache
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh)
     batch = next(data)
     pairs = {"image": batch["image"], "text": batch["text"]}
+    if config.loss in VARIANTS:
+        pairs["index"] = batch["index"].astype(np.int32)
     return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
 
 
 def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
-    """Fresh parameters and optimizer state, on the devices."""
+    """Fresh parameters and optimizer state, on the devices, and what the loss remembers, sharded over them."""
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     sizes = model.vision.image_size, model.text.context_length
-    return create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+    state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+    if config.loss not in VARIANTS:
+        return state
+    return state.replace(samples=_fresh_samples(config, model, mesh))
 
 
 def _state_options(config: ConfigDict) -> dict[str, Any]:
@@ -83,6 +126,12 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
         "parameter_sharding": config.get("parameter_sharding", "replicated"),
         "frozen": tuple(config.get("frozen", ())),
     }
+
+
+def _fresh_samples(config: ConfigDict, model: CLIPConfig, mesh: Mesh | None) -> SampleState:
+    """Where each sample has temperatures of its own, they start at the model's."""
+    temperature = math.exp(-model.init_logit_scale) if VARIANTS[config.loss].temperature == "samples" else None
+    return create_samples(len(_training_source(config)), temperature=temperature, mesh=mesh)
 
 
 def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
@@ -96,14 +145,17 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
     Raises:
       ValueError: a setting is wrong.
     """
+    model, remembers = read_model_config(config), config.loss in VARIANTS
+    samples = jax.eval_shape(lambda: _fresh_samples(config, model, None)) if remembers else None
     chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
     return Workload(
-        model=read_model_config(config),
+        model=model,
         optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
         batch_size=config.batch_size,
         devices=devices,
         implementation=chosen,
-        loss=config.loss,
+        loss="clip" if remembers else config.loss,
+        sample_bytes=tree_bytes(samples) // devices,
         **_state_options(config),
         **(config.get("grad_cache") or {}),
     )

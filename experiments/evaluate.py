@@ -58,7 +58,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {workdir} yet; train further before evaluating")
         state = checkpoints.restore_latest(state)
-    results = suite(state.params, grid_path=workdir / GRID_FILE)
+    results = suite(state.variables, grid_path=workdir / GRID_FILE)
     draw_curves(workdir)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """The operations of a dual encoder's matrix products, counted from its configuration."""
 
 from infcl_jax.models import CLIPConfig
-from infcl_jax.models.registry import TowerConfig
+from infcl_jax.models.registry import TowerConfig, VisionConfig
 
 
 def forward_flops(config: CLIPConfig) -> int:
@@ -12,8 +12,13 @@ def forward_flops(config: CLIPConfig) -> int:
     `4 t w h` for the MLP. To the layers of a tower come `2 w D` for the projection to D features, and for the images
     `6 n p^2 w` for embedding n patches of p^2 pixels; t is 1 + n for images, without the patches that patch dropout
     leaves out, and the context length for texts.
+
+    Raises:
+      ValueError: the image tower is no Vision Transformer.
     """
     vision, text = config.vision, config.text
+    if not isinstance(vision, VisionConfig):
+        raise ValueError(f"expected a Vision Transformer to count operations of, got {type(vision).__name__}")
     patches = (vision.image_size // vision.patch_size) ** 2
     kept = max(1, int(patches * (1 - vision.patch_dropout)))
     embedding = 6 * patches * vision.patch_size**2 * vision.width

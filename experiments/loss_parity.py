@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from experiments import build, command
 from infcl_jax.distributed import is_lead
 from infcl_jax.pairwise import available_implementations
-from infcl_jax.training import GradCacheConfig, make_loss, make_train_step
+from infcl_jax.training import GradCacheConfig, make_train_step
 
 CHUNKS = 4  # of a batch with gradient caching
 RESIDENCIES = ("device", "host", "replay")
@@ -77,8 +77,7 @@ def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
 
 def losses(config: ConfigDict, mesh: Mesh) -> list[float]:
     """The loss of every step."""
-    loss_fn = make_loss(config.loss, mesh, config.implementation)
-    step = make_train_step(loss_fn, config.seed, GradCacheConfig(**config.grad_cache), mesh)
+    step = make_train_step(build.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
     data, state, found = build.training_data(config), build.initial_state(config, mesh), []
     for _ in range(config.total_steps):
         state, metrics = step(state, build.next_batch(config, data, mesh))

@@ -27,7 +27,6 @@ from infcl_jax.training import (
     TrainState,
     check_finite,
     learning_rate_schedule,
-    make_loss,
     make_train_step,
     parameter_count,
     prepare_workdir,
@@ -57,8 +56,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     cache = GradCacheConfig(**config.grad_cache)
-    loss_fn = make_loss(config.loss, mesh, config.implementation)
-    step_fn = make_train_step(loss_fn, config.seed, cache, mesh, config.parameter_sharding)
+    step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
     data = build.training_data(config)
     suite = build.evaluation_suite(config, mesh)
     state = build.initial_state(config, mesh)
@@ -78,7 +76,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         with writer, Preemption() as preemption:
             run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption)
             try:
-                results = run.fit(state, start) if start < config.total_steps else suite(state.params)
+                results = run.fit(state, start) if start < config.total_steps else suite(state.variables)
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
@@ -171,7 +169,7 @@ class Run:
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates and records."""
-        results = self.suite(state.params)
+        results = self.suite(state.variables)
         if results:
             self.writer.write(step, results)
             command.say(f"step {step}: {evaluate.format_results(results)}")

@@ -85,11 +85,11 @@ class Suite:
             if self._classes is None:
                 raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
 
-    def __call__(self, params: Any, grid_path: str | Path | None = None) -> dict[str, float]:
-        """Evaluates `params`.
+    def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
+        """Evaluates a model.
 
         Args:
-          params: the model's parameters, on the mesh.
+          variables: the model's, on the mesh, such as `TrainState.variables`.
           grid_path: where to draw the first captions of the gallery with their most similar images, if anywhere.
 
         Returns:
@@ -98,8 +98,8 @@ class Suite:
         """
         metrics: dict[str, float] = {}
         if self._gallery is not None:
-            features = self._encode(self._gallery, params)
-            scale, _ = self._model.apply({"params": params}, method="logit_scale_and_bias")
+            features = self._encode(self._gallery, variables)
+            scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
             metrics["validation/loss"] = split_loss(
                 features.image, features.text, float(scale), self._mesh, self._implementation
             )
@@ -109,23 +109,23 @@ class Suite:
             if grid_path is not None and is_lead():
                 self._draw_grid(image, text, grid_path)
         if self._zero_shot is not None:
-            metrics |= {f"zero_shot/{name}": value for name, value in self._classify(params).items()}
+            metrics |= {f"zero_shot/{name}": value for name, value in self._classify(variables).items()}
         return metrics
 
-    def _classify(self, params: Any) -> dict[str, float]:
+    def _classify(self, variables: Any) -> dict[str, float]:
         embeddings = class_embeddings(
             self._encode_text,
-            params,
+            variables,
             self._tokenizer,
             self._classes.names,
             self._classes.templates,
             self._mesh,
             batch_size=self._config.batch_size,
         )
-        features = self._encode(self._zero_shot, params)
+        features = self._encode(self._zero_shot, variables)
         return zero_shot_accuracy(features.image, features.label, embeddings, self._mesh)
 
-    def _encode(self, source: Source, params: Any) -> Features:
+    def _encode(self, source: Source, variables: Any) -> Features:
         batches = eval_batches(
             source,
             tokenizer=self._tokenizer,
@@ -134,13 +134,13 @@ class Suite:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        return encode_split(self._encode_image, self._encode_text, params, batches, self._mesh)
+        return encode_split(self._encode_image, self._encode_text, variables, batches, self._mesh)
 
-    def _encode_image(self, params: Any, image: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply({"params": params}, image, method="encode_image"))
+    def _encode_image(self, variables: Any, image: jax.Array) -> jax.Array:
+        return cast(jax.Array, self._model.apply(variables, image, method="encode_image"))
 
-    def _encode_text(self, params: Any, text: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply({"params": params}, text, method="encode_text"))
+    def _encode_text(self, variables: Any, text: jax.Array) -> jax.Array:
+        return cast(jax.Array, self._model.apply(variables, text, method="encode_text"))
 
     def _draw_grid(self, image: np.ndarray, text: np.ndarray, path: str | Path) -> None:
         queries = range(min(GRID_QUERIES, len(text)))

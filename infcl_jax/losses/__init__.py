@@ -1,7 +1,17 @@
 """Contrastive losses over a global batch."""
 
 from infcl_jax.losses.clip import clip_loss
+from infcl_jax.losses.global_contrastive import global_contrastive_loss
 from infcl_jax.losses.retrieval import retrieval_loss
+from infcl_jax.losses.samples import SampleState, create_samples, write_samples
 from infcl_jax.losses.siglip import siglip_loss
 
-__all__ = ["clip_loss", "retrieval_loss", "siglip_loss"]
+__all__ = [
+    "SampleState",
+    "clip_loss",
+    "create_samples",
+    "global_contrastive_loss",
+    "retrieval_loss",
+    "siglip_loss",
+    "write_samples",
+]

@@ -1,5 +1,6 @@
 """What every loss shares: running where the batch is sharded, and means over the global batch."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,14 @@ from infcl_jax.pairwise.tiles import Array, AxisName, accumulation_dtype
 
 
 def over_mesh(
-    loss: Callable[..., Array], sharded: Any, shared: Any, *, axis_name: AxisName | None, mesh: Mesh | None
-) -> Array:
+    loss: Callable[..., Any],
+    sharded: Any,
+    shared: Any,
+    *,
+    axis_name: AxisName | None,
+    mesh: Mesh | None,
+    sharded_result: Any = False,
+) -> Any:
     """Calls `loss(axis_name, sharded, shared)` on each device's part of the batch.
 
     Args:
@@ -23,19 +30,15 @@ def over_mesh(
       axis_name: with a mesh, its axis (or axes) over which the batch is sharded, the first by default; without one, the
         axis of the enclosing `shard_map`, or None for one device.
       mesh: given outside `shard_map`, under `jit`; None otherwise.
+      sharded_result: whether the result has rows of each device instead of being the same everywhere, or a tuple of
+        such for a tuple of results.
 
     Raises:
       ValueError: the mesh has no such axis, or its devices cannot share the batch evenly.
     """
     if mesh is None:
         return loss(axis_name, sharded, shared)
-    axis_name = mesh.axis_names[0] if axis_name is None else axis_name
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if unknown := set(axes) - set(mesh.axis_names):
-        raise ValueError(f"expected axis_name to be among the mesh's axes {mesh.axis_names}, got {sorted(unknown)}")
-    devices = 1
-    for axis in axes:
-        devices *= mesh.shape[axis]
+    axis_name, devices = axis_and_devices(mesh, axis_name)
     for array in jax.tree.leaves(sharded):
         if array.shape[0] % devices:
             raise ValueError(
@@ -49,9 +52,22 @@ def over_mesh(
         lambda sharded, shared: loss(axis_name, sharded, shared),
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
-        out_specs=PartitionSpec(),
+        out_specs=jax.tree.map(lambda rows: spec if rows else PartitionSpec(), sharded_result),
     )
     return body(sharded, shared)
+
+
+def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
+    """The axis (or axes) over which a batch is sharded, the mesh's first by default, and the number of its devices.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    axis_name = mesh.axis_names[0] if axis_name is None else axis_name
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if unknown := set(axes) - set(mesh.axis_names):
+        raise ValueError(f"expected axis_name to be among the mesh's axes {mesh.axis_names}, got {sorted(unknown)}")
+    return axis_name, math.prod(mesh.shape[axis] for axis in axes)
 
 
 def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -> Array:

@@ -20,6 +20,7 @@ from infcl_jax.models.registry import (
     model_config,
     model_names,
 )
+from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.vit import VisionTransformer
 
@@ -31,6 +32,8 @@ __all__ = [
     "TOWERS",
     "CLIPConfig",
     "CLIPOutput",
+    "ResNet",
+    "ResNetConfig",
     "TextConfig",
     "TextTransformer",
     "VisionConfig",

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from infcl_jax.models.attention import AttentionImplementation
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
+from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.transformer import (
     Activation,
@@ -95,7 +96,7 @@ class CLIPConfig:
 
     Attributes:
       embed_dim: size of the shared features.
-      vision: image tower.
+      vision: image tower, a Vision Transformer or a residual network.
       text: text tower.
       activation: of both towers' MLPs, "gelu" or "quick_gelu" (for OpenAI's weights).
       dtype: of activations and matrix products.
@@ -111,7 +112,7 @@ class CLIPConfig:
     """
 
     embed_dim: int
-    vision: VisionConfig
+    vision: VisionConfig | ResNetConfig
     text: TextConfig
     activation: Activation = "gelu"
     dtype: str = "float32"
@@ -132,8 +133,9 @@ class CLIPConfig:
             if len(values) != 3 or (name == "image_std" and min(values) <= 0):
                 raise ValueError(f"{name} must be three numbers, of a std all positive; got {values}.")
             object.__setattr__(self, name, values)  # a list from a config file would not hash
-        transformer_config(self, "vision")
-        transformer_config(self, "text")
+        for tower in ("vision", "text"):
+            if isinstance(getattr(self, tower), TowerConfig):
+                transformer_config(self, tower)
 
 
 def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
@@ -177,6 +179,15 @@ def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: i
     )
 
 
+def _resnet(embed_dim: int, layers: tuple[int, int, int, int], text_width: int) -> CLIPConfig:
+    """OpenCLIP's family of residual networks."""
+    return CLIPConfig(
+        embed_dim=embed_dim,
+        vision=ResNetConfig(layers=layers),
+        text=TextConfig(width=text_width, layers=12, heads=text_width // 64),
+    )
+
+
 _CONFIGS: dict[str, CLIPConfig] = {
     "tiny": _tiny(width=64, layers=2, text_width=64, context_length=77),
     "tiny-shapes": _tiny(width=96, layers=3, text_width=64, context_length=60),
@@ -184,6 +195,7 @@ _CONFIGS: dict[str, CLIPConfig] = {
     "ViT-B/32": _vit(embed_dim=512, width=768, layers=12, patch_size=32, text_width=512),
     "ViT-B/16": _vit(embed_dim=512, width=768, layers=12, patch_size=16, text_width=512),
     "ViT-L/14": _vit(embed_dim=768, width=1024, layers=24, patch_size=14, text_width=768),
+    "RN50": _resnet(embed_dim=1024, layers=(3, 4, 6, 3), text_width=512),
 }
 
 
@@ -225,23 +237,30 @@ def _override_keys(config: CLIPConfig) -> list[str]:
     keys: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        nested = dataclasses.fields(value) if isinstance(value, TowerConfig) else ()
+        nested = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
         keys += [f"{field.name}.{sub.name}" for sub in nested] or [field.name]
     return keys
 
 
+def _image_tower(config: CLIPConfig) -> VisionTransformer | ResNet:
+    vision = config.vision
+    if isinstance(vision, ResNetConfig):
+        return ResNet(vision, config.embed_dim, config.dtype, config.param_dtype)
+    return VisionTransformer(
+        config=transformer_config(config, "vision"),
+        embed_dim=config.embed_dim,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        pool=vision.pool,
+        patch_dropout=vision.patch_dropout,
+    )
+
+
 def build_model(config: CLIPConfig) -> CLIP:
     """The module of a configuration; equal configurations give equal modules, so compiled functions are shared."""
-    vision, text = config.vision, config.text
+    text = config.text
     return CLIP(
-        visual=VisionTransformer(
-            config=transformer_config(config, "vision"),
-            embed_dim=config.embed_dim,
-            image_size=vision.image_size,
-            patch_size=vision.patch_size,
-            pool=vision.pool,
-            patch_dropout=vision.patch_dropout,
-        ),
+        visual=_image_tower(config),
         text=TextTransformer(
             config=transformer_config(config, "text"),
             embed_dim=config.embed_dim,

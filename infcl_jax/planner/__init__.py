@@ -1,5 +1,6 @@
 """Where a training step's memory goes, before it runs: a report by part, the largest batch, the best chunk size."""
 
+from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import (
     MemoryPlan,
     Workload,
@@ -30,4 +31,5 @@ __all__ = [
     "loss_workspace",
     "memory_at_hand",
     "plan_memory",
+    "tree_bytes",
 ]

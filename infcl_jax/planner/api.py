@@ -35,9 +35,10 @@ class Workload:
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
-      loss: "clip" or "siglip".
+      loss: "clip", also for the global contrastive losses, or "siglip".
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: towers that are not trained, "image" or "text".
+      sample_bytes: on each device, of what a global contrastive loss remembers of all samples.
 
     Raises:
       ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
@@ -54,6 +55,7 @@ class Workload:
     loss: str = "clip"
     parameter_sharding: str = "replicated"
     frozen: tuple[str, ...] = ()
+    sample_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
@@ -109,6 +111,7 @@ class MemoryPlan:
       workload: what was planned.
       parameters: of the model; with "fsdp" this device's part.
       optimizer: its state; likewise.
+      samples: what a global contrastive loss remembers.
       gradients: their sums over chunks; driven from the host, or with "fsdp", also the parameters' copy for the
         encoders.
       updates: the gradients that are scaled or turned into updates, beside their sums.
@@ -125,6 +128,7 @@ class MemoryPlan:
     workload: Workload
     parameters: int
     optimizer: int
+    samples: int
     gradients: int
     updates: int
     batch: int
@@ -142,6 +146,7 @@ class MemoryPlan:
         return {
             "parameters": Source("parameters", EXACT),
             "optimizer": Source("optimizer state", EXACT),
+            "samples": Source("state of the samples", EXACT),
             "gradients": Source("gradients", EXACT),
             "batch": Source("batch", EXACT),
             "next_batch": Source("next batch on its way", EXACT),
@@ -155,7 +160,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most at one time. The updates come when the activations have gone, and the loss before a chunk's come."""
-        lasting = self.parameters + self.optimizer + self.gradients + self.batch + self.next_batch + self.features
+        state = self.parameters + self.optimizer + self.samples
+        lasting = state + self.gradients + self.batch + self.next_batch + self.features
         return lasting + max(self.kept + max(self.activations, self.loss), self.updates)
 
     @property
@@ -206,6 +212,7 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
         workload=workload,
         parameters=state.part,
         optimizer=state.optimizer,
+        samples=workload.sample_bytes,
         gradients=state.gradients(on_device),
         updates=state.updates,
         batch=row * (rows if on_device else min(rows, 2 * chunk)),

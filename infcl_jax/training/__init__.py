@@ -1,6 +1,7 @@
 """The training loop's parts: state, step, optimizer, checkpoints, metrics."""
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
+from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
@@ -11,6 +12,8 @@ from infcl_jax.training.step import GradCacheConfig, check_finite, make_loss, ma
 __all__ = [
     "METRICS_FILE",
     "Checkpointer",
+    "GlobalContrastive",
+    "GlobalContrastiveConfig",
     "GradCacheConfig",
     "MetricWriter",
     "OptimizerConfig",

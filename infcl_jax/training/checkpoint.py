@@ -80,7 +80,10 @@ class Checkpointer:
         restored = self._manager.restore(step, args=ocp.args.Composite(**args))
         if data is not None:
             data.set_state(restored["data"])
-        return state.replace(**restored["state"])
+        parts = restored["state"]
+        if state.samples is not None:
+            parts["samples"] = state.samples._replace(**parts["samples"])
+        return state.replace(**parts)
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
@@ -160,4 +163,8 @@ def _array_types(tree: Any) -> dict[str, str]:
 
 
 def _saved(state: Any) -> dict[str, Any]:
-    return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+    """All arrays; what a state does not have is left out, so that checkpoints of simple runs stay simple."""
+    parts = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
+    samples = parts["samples"]
+    parts["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
+    return {name: part for name, part in parts.items() if part is not None}

@@ -1,40 +1,82 @@
-"""The optimizer of a run: AdamW with warm-up, cosine decay, decay masks and gradient clipping."""
+"""The optimizer of a run by name, with its schedule, its decay and what is different for some parameters."""
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+
+from infcl_jax.pairwise.checks import check_choice
+from infcl_jax.training.rules import Rules, check_rules, parameter_names, values_by_rules
+
+OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")
+SCHEDULES = ("cosine", "constant")
+TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
+
+# FastCLIP-v3: the temperature at and below which it learns at a third of its rate.
+_THRESHOLD, _BELOW_THRESHOLD = 0.03, 1 / 3
+_LOGIT_SCALE = "logit_scale"
+# Adafactor: second moments of matrices with two sides of at least so much are kept as row and column means.
+_FACTORED_FROM = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW as CLIP trains with it (Radford et al., section 2.5 and Table 18; Loshchilov & Hutter, 2019).
+    """An optimizer with the details of the papers that train CLIP with it.
+
+    "adamw": Adam with corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
+    "lamb": the update of "adamw", decay included, scaled to the norm of each parameter, but not of scalars (You et al.
+    2020, Algorithm 2). "lion": the sign of an interpolated momentum (Chen et al. 2023, Algorithm 2). "sgd": the
+    momentum `m <- beta1 m + g` (Sutskever et al. 2013). "adafactor": factored second moments, clipped to an RMS of 1,
+    then a mean in bf16, and nothing relative to the parameters' size (Shazeer & Stern 2018, Algorithm 4; Zhai et al.
+    2022, section 3.4, for ViT-g).
+
+    All decay decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
 
     Attributes:
+      name: one of `OPTIMIZERS`.
       learning_rate: the highest, reached at the end of the warm-up.
+      schedule: "cosine" falls to `final_learning_rate` at the last step, "constant" stays.
       warmup_steps: steps of linear increase from 0.
-      final_learning_rate: where the cosine ends, at the last step.
-      weight_decay: decoupled, on parameters with two or more dimensions.
-      beta1: decay of the first moment.
-      beta2: decay of the second moment.
-      eps: added to the root of the second moment.
+      final_learning_rate: where the cosine ends.
+      learning_rate_rules: ordered pairs of a regular expression for whole names of parameters ("visual/proj/kernel")
+        and a factor of the rate; the first that matches counts. Empty: 1 for all.
+      temperature_learning_rate: of the logit scale, in the place of the rate and its rules; None: as the others.
+      temperature_schedule: of that rate, without warm-up: "constant", "cosine", or "threshold", a third of it while the
+        temperature is at most 0.03 (FastCLIP-v3).
+      weight_decay: decoupled.
+      weight_decay_rules: as `learning_rate_rules`, factors of the decay. Empty: 1 for parameters with two or more
+        dimensions, 0 for all others, so for gains, biases and the logit scale.
+      beta1: decay of the first moment, or the momentum.
+      beta2: decay of the second moment; of the momentum for "lion"; the limit of `1 - step^-0.8` for "adafactor";
+        without meaning for "sgd".
+      eps: added to the root of the second moment by "adamw" and "lamb".
       clip_norm: largest global norm of the gradient; None: no clipping.
 
     Raises:
       ValueError: a value out of its range.
     """
 
+    name: str = "adamw"
     learning_rate: float = 1e-3
+    schedule: str = "cosine"
     warmup_steps: int = 0
     final_learning_rate: float = 0.0
+    learning_rate_rules: Rules = ()
+    temperature_learning_rate: float | None = None
+    temperature_schedule: str = "constant"
     weight_decay: float = 0.2
+    weight_decay_rules: Rules = ()
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-6
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, OPTIMIZERS)
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.temperature_schedule", self.temperature_schedule, TEMPERATURE_SCHEDULES)
         for name in ("learning_rate", "eps"):
             if not getattr(self, name) > 0:  # so that NaN is refused too
                 raise ValueError(f"expected optimizer.{name} > 0, got {getattr(self, name)}")
@@ -44,12 +86,15 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"expected 0 <= optimizer.{name} < 1, got {getattr(self, name)}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"expected optimizer.clip_norm > 0 or None, got {self.clip_norm}")
+        for name in ("clip_norm", "temperature_learning_rate"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"expected optimizer.{name} > 0 or None, got {getattr(self, name)}")
+        for name in ("learning_rate_rules", "weight_decay_rules"):
+            check_rules(f"optimizer.{name}", getattr(self, name))
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0, then a cosine down to `final_learning_rate` at `total_steps`.
+    """Linear warm-up from 0, then a constant or a cosine down to `final_learning_rate` at `total_steps`.
 
     Raises:
       ValueError: the warm-up is longer than the run.
@@ -59,6 +104,9 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
             f"expected optimizer.warmup_steps < total_steps, got {config.warmup_steps} and {total_steps}; shorten the "
             "warm-up or train longer"
         )
+    if config.schedule == "constant":  # optax's linear schedule over no steps would stay at 0
+        start = 0.0 if config.warmup_steps else config.learning_rate
+        return optax.warmup_constant_schedule(start, config.learning_rate, config.warmup_steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -72,19 +120,103 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     """The gradient transformation of a run of `total_steps` steps.
 
     Raises:
-      ValueError: the warm-up is longer than the run.
+      ValueError: the warm-up is longer than the run; when initialised, rules that do not fit the parameters.
     """
-    adamw = optax.adamw(
-        learning_rate_schedule(config, total_steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
+    trust = (optax.masked(optax.scale_by_trust_ratio(), _not_scalar),) if config.name == "lamb" else ()
+    parts = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
+    return optax.chain(*clipping, *parts)
+
+
+def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The update without decay and rate."""
+    if config.name == "lion":
+        return optax.scale_by_lion(config.beta1, config.beta2)
+    if config.name == "sgd":
+        return optax.trace(config.beta1)
+    if config.name == "adafactor":
+        return _scale_by_adafactor(config.beta1, config.beta2)
+    return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+
+
+def _scale_by_adafactor(momentum: float, largest_decay: float) -> optax.GradientTransformation:
+    def decay(step: jax.Array, exponent: float) -> jax.Array:
+        return jnp.minimum(1.0 - (step + 1.0) ** -exponent, largest_decay)
+
+    return optax.chain(
+        optax.scale_by_factored_rms(decay_rate_fn=decay, min_dim_size_to_factor=_FACTORED_FROM),
+        optax.clip_by_block_rms(1.0),
+        _bfloat16_mean(momentum),
     )
-    return adamw if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
-def decay_mask(params: Any) -> Any:
-    """True for the parameters that decay: matrices and larger, so no gain, bias, class token or logit scale."""
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
+    """A moving average, not corrected, in fp32 of which bf16 is kept. (That of optax multiplies in bf16, too.)"""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+
+    def update(updates: Any, mean: Any, params: Any = None) -> tuple[Any, Any]:
+        mean = jax.tree.map(lambda m, u: decay * m.astype(u.dtype) + (1 - decay) * u, mean, updates)
+        return mean, jax.tree.map(lambda m: m.astype(jnp.bfloat16), mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _not_scalar(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 0, params)
+
+
+def decay_factors(config: OptimizerConfig, params: Any) -> Any:
+    """What the weight decay of each parameter is multiplied by.
+
+    Raises:
+      ValueError: rules that do not fit the parameters.
+    """
+    if config.weight_decay_rules:
+        return values_by_rules("optimizer.weight_decay_rules", config.weight_decay_rules, params)
+    return jax.tree.map(lambda p: float(p.ndim >= 2), params)
+
+
+def _add_decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    def add(updates: Any, params: Any) -> Any:
+        factors = decay_factors(config, params)
+        return jax.tree.map(
+            lambda u, f, p: u + config.weight_decay * f * p.astype(u.dtype) if f else u, updates, factors, params
+        )
+
+    return optax.stateless(add)
+
+
+def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Multiplies by the negative rates; only the step is remembered."""
+    schedule = learning_rate_schedule(config, total_steps)
+
+    def init(params: Any) -> optax.ScaleByScheduleState:
+        _rate_factors(config, params)
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByScheduleState]:
+        rate, factors = schedule(state.count), _rate_factors(config, params)
+        rates = jax.tree.map(lambda factor: factor * rate, factors)
+        if config.temperature_learning_rate is not None:
+            own = _temperature_rate(config, total_steps, state.count, params)
+            rates = jax.tree.map(lambda name, r: own if name == _LOGIT_SCALE else r, parameter_names(params), rates)
+        updates = jax.tree.map(lambda r, u: -jnp.asarray(r).astype(u.dtype) * u, rates, updates)
+        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _rate_factors(config: OptimizerConfig, params: Any) -> Any:
+    rules = config.learning_rate_rules or ((".*", 1.0),)
+    return values_by_rules("optimizer.learning_rate_rules", rules, params)
+
+
+def _temperature_rate(config: OptimizerConfig, total_steps: int, step: jax.Array, params: Any) -> jax.Array | float:
+    peak = config.temperature_learning_rate
+    if config.temperature_schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, total_steps)(step)
+    if config.temperature_schedule == "threshold":
+        return jnp.where(jnp.exp(-params[_LOGIT_SCALE]) <= _THRESHOLD, _BELOW_THRESHOLD * peak, peak)
+    return peak

@@ -20,9 +20,13 @@ class TrainState(train_state.TrainState):
     """Flax's train state for a CLIP model: `step`, `params`, `opt_state`; static `apply_fn`, `tx` and `frozen`.
 
     Attributes:
+      batch_stats: running statistics of batch normalisation, None for models without.
+      samples: what a global contrastive loss remembers (`infcl_jax.SampleState`), None for other losses.
       frozen: towers that are not trained, of `infcl_jax.models.TOWERS`. The optimizer knows nothing of them.
     """
 
+    batch_stats: Any = None
+    samples: Any = None
     frozen: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @classmethod
@@ -34,6 +38,11 @@ class TrainState(train_state.TrainState):
     def trained(self) -> dict[str, Any]:
         """The parameters that are trained."""
         return trained(self.params, self.frozen)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the model's methods take, outside training."""
+        return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
         """One optimizer step, after which the logit scale is put back into its range (at most 100).
@@ -85,8 +94,11 @@ def create_state(
 
     def init() -> TrainState:
         image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
-        params = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx, frozen=tuple(frozen))
+        variables = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))
+        statistics = variables.get("batch_stats")
+        return TrainState.create(
+            apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=statistics, frozen=tuple(frozen)
+        )
 
     return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh, parameter_sharding))()
 

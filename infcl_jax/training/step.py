@@ -5,18 +5,19 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
-from infcl_jax.losses import clip_loss, siglip_loss
+from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
+from infcl_jax.losses import SampleState, clip_loss, siglip_loss
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState, trained
 
@@ -24,10 +25,25 @@ Metrics = dict[str, Any]
 LossFn = Callable[[CLIPOutput], jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
 
-# (state, batch, key) -> ((loss, output), gradients of what is trained)
-Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, CLIPOutput], Any]]
-
 LOSSES = ("clip", "siglip")
+
+
+class Result(NamedTuple):
+    """What a loss is computed from, and what is to be remembered.
+
+    Attributes:
+      output: of the model for the global batch.
+      samples: index and new state of each row's sample; None for losses that remember nothing.
+      batch_stats: new running statistics of batch normalisation, None for models without.
+    """
+
+    output: CLIPOutput
+    samples: tuple[jax.Array, SampleState] | None = None
+    batch_stats: Any = None
+
+
+# (state, batch, key) -> ((loss, result), gradients)
+Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Result], Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +84,7 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
     """The loss of a run as a function of the model's output over the global batch.
 
     Args:
-      name: "clip" or "siglip" (which needs a model with a logit bias).
+      name: "clip" or "siglip" (which needs a model with a logit bias). `GlobalContrastive` makes the others.
       mesh: devices over which the batch is sharded.
       implementation: see `infcl_jax.pairwise_lse`.
 
@@ -90,7 +106,7 @@ def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossF
 
 
 def make_train_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | GlobalContrastive,
     seed: int,
     cache: GradCacheConfig = NO_CACHE,
     mesh: Mesh | None = None,
@@ -98,13 +114,19 @@ def make_train_step(
 ) -> TrainStep:
     """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
 
+    Global contrastive losses also need `"index"`, the sample of each pair, and the state's `samples`.
+
+    Batch normalisation sees the global batch; with gradient caching one device's share of a chunk, and its running
+    statistics then follow the first chunk of each step. Those of a frozen tower stay.
+
     Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. The state's frozen towers
     are encoded as in training, but once, and have no gradient. Metrics are scalars on the device: `loss`, `logit_scale`
     (both before the update), `grad_norm`; and under `finite`, whether each stage of the step held only finite numbers,
-    in order of computation.
+    in order of computation. Where samples have temperatures of their own, `logit_scale` is the inverse of the batch's
+    mean.
 
     Args:
-      loss_fn: from `make_loss`.
+      loss_fn: from `make_loss`, or a `GlobalContrastive`.
       seed: of the dropout keys.
       cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
         must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
@@ -113,53 +135,93 @@ def make_train_step(
         and each device updates its own part with its own part of the gradient.
 
     Raises:
-      ValueError: another `parameter_sharding`, or "fsdp" without a mesh.
+      ValueError: another `parameter_sharding`, or "fsdp" without a mesh; a global contrastive loss with residency
+        "replay".
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
+    memory = loss_fn if isinstance(loss_fn, GlobalContrastive) else None
+    if memory and cache.residency == "replay":
+        raise ValueError(f"expected residency 'device' or 'host' with {memory.variant}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def key_of(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
-    def finish(state: TrainState, result: tuple[jax.Array, CLIPOutput], grads: Any) -> tuple[TrainState, Metrics]:
+    def finish(state: TrainState, loss: jax.Array, result: Result, grads: Any) -> tuple[TrainState, Metrics]:
+        changes = {} if result.batch_stats is None else {"batch_stats": result.batch_stats}
+        if memory and result.samples:
+            changes["samples"] = memory.write(state.samples, *result.samples)
         grads = constrain(grads, mesh, parameter_sharding)
-        after = constrain(state.apply_gradients(grads=grads), mesh, parameter_sharding)
-        return after, _metrics(*result, grads)
+        after = state.apply_gradients(grads=grads, **changes)
+        params, opt_state = constrain((after.params, after.opt_state), mesh, parameter_sharding)
+        return after.replace(params=params, opt_state=opt_state), _metrics(loss, result, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         whole = state.replace(params=constrain(state.params, mesh, "replicated"))
-        return finish(state, *gradients(whole, batch, key_of(state.step)))
+        (loss, result), grads = gradients(whole, batch, key_of(state.step))
+        return finish(state, loss, result, grads)
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)
     compiled_key, compiled_finish = jax.jit(key_of), jax.jit(finish, donate_argnums=0)
 
     def from_host(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        return compiled_finish(state, *gradients(state, batch, compiled_key(state.step)))
+        (loss, result), grads = gradients(state, batch, compiled_key(state.step))
+        return compiled_finish(state, loss, result, grads)
 
     return from_host
 
 
-def _direct(loss_fn: LossFn, mesh: Mesh | None) -> Gradients:
+def _evaluate(
+    loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
+) -> tuple[jax.Array, Result]:
+    """The loss, of the model's output alone or with its `_memory`."""
+    if not isinstance(loss_fn, GlobalContrastive):
+        return loss_fn(output), Result(output)
+    index = memory["index"]
+    loss, rows = loss_fn(output, index, memory["samples"], memory["step"])
+    return loss, Result(output, (index, rows))
+
+
+def _memory(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the loss needs besides the model's output.
+
+    Raises:
+      ValueError: the state or the batch lacks it.
+    """
+    if not isinstance(loss_fn, GlobalContrastive):
+        return {}
+    if state.samples is None or "index" not in batch:
+        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.variant}, got none")
+    return {"index": batch["index"], "samples": state.samples, "step": state.step}
+
+
+def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients:
     """Gradients with the activations of the whole batch."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        def model(params: Any) -> CLIPOutput:
-            variables = {"params": {**state.params, **params}}
-            return state.apply_fn(variables, batch["image"], batch["text"], train=True, rngs={"dropout": key})
+        memory = _memory(loss_fn, state, batch)
+
+        def model(params: Any) -> tuple[CLIPOutput, Any]:
+            variables = state.variables | {"params": {**state.params, **params}}
+            return state.apply_fn(
+                variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
+            )
 
         # The mesh is for infcl_jax.models.embedding.embed_tokens. The loss is given its own.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            output, pull = jax.vjp(model, state.trained)
-        loss, slopes = jax.value_and_grad(loss_fn)(output)
-        return (loss, output), pull(slopes)[0]
+            output, pull, changed = jax.vjp(model, state.trained, has_aux=True)
+        evaluate = functools.partial(_evaluate, loss_fn, memory=memory)
+        (loss, result), slopes = jax.value_and_grad(evaluate, has_aux=True)(output)
+        statistics = None if "image" in state.frozen else changed.get("batch_stats")
+        return (loss, result._replace(batch_stats=statistics)), pull(slopes)[0]
 
     return gradients
 
 
-def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
+def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
     """The same gradients chunk by chunk."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
@@ -171,10 +233,9 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
 
             return encode
 
-        def loss(params: Any, features: dict[str, jax.Array]) -> tuple[jax.Array, CLIPOutput]:
+        def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Result]:
             scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
-            output = CLIPOutput(features["image"], features["text"], *scalars)
-            return loss_fn(output), output
+            return _evaluate(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
 
         return cached_value_and_grad(
             {"image": encoder("encode_image"), "text": encoder("encode_text")},
@@ -188,13 +249,34 @@ def _cached(loss_fn: LossFn, cache: GradCacheConfig, mesh: Mesh | None) -> Gradi
         )
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        result, grads = of_model(state.apply_fn, state.frozen)(state.params, batch, key)
-        return result, trained(grads, state.frozen)
+        pairs = {name: batch[name] for name in ("image", "text")}
+        encode = of_model(state.apply_fn, state.frozen)
+        (loss, result), grads = encode(state.params, pairs | _memory(loss_fn, state, batch), key)
+        if state.batch_stats is not None and "image" not in state.frozen:
+            first = _first_chunk(batch["image"], cache, sharding)
+            result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))
+        return (loss, result), trained(grads, state.frozen)
 
     return gradients
 
 
-def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:
+@functools.partial(jax.jit, static_argnums=0)
+def _statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
+    """The running statistics of batch normalisation after some images."""
+    settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
+    return apply_fn(variables, image, **settings)[1]["batch_stats"]
+
+
+def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
+    """The rows of a batch that move the running statistics, as an array on the devices."""
+    if cache.residency == "device":
+        return image[: cache.chunk_size]
+    rows = image.load(0) if isinstance(image, Replay) else image[: cache.chunk_size // jax.process_count()]
+    return jax.device_put(rows) if sharding is None else jax.make_array_from_process_local_data(sharding, rows)
+
+
+def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
+    output, own = result.output, result.samples and result.samples[1].temperature
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
     stages = {
         "image features": output.image,
@@ -206,7 +288,7 @@ def _metrics(loss: jax.Array, output: CLIPOutput, grads: Any) -> Metrics:
     finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
     return {
         "loss": loss,
-        "logit_scale": output.logit_scale,
+        "logit_scale": output.logit_scale if own is None else 1 / own.mean(),
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }

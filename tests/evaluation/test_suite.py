@@ -34,7 +34,7 @@ def make_suite(devices=8, **config):
 
 @pytest.fixture(scope="module")
 def results(params):
-    return make_suite(gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(8), params))
+    return make_suite(gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(8), {"params": params}))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_zero_shot_equals_numpy(results, encode):
 
 
 def test_the_same_on_one_device(params, results):
-    one = make_suite(1, gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(1), params))
+    one = make_suite(1, gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(1), {"params": params}))
     assert one.keys() == results.keys()
     for name, value in results.items():
         np.testing.assert_allclose(one[name], value, rtol=1e-5, atol=0 if name.endswith("loss") else 1 / GALLERY)
@@ -93,13 +93,15 @@ def test_the_same_on_one_device(params, results):
 @pytest.mark.parametrize("lead", [True, False])
 def test_the_lead_draws_what_it_found(params, tmp_path, monkeypatch, lead):
     monkeypatch.setattr(suite, "is_lead", lambda: lead)
-    results = make_suite(1, retrieval_dataset="digits")(replicate(oracle.mesh_of(1), params), tmp_path / "grid.png")
+    results = make_suite(1, retrieval_dataset="digits")(
+        replicate(oracle.mesh_of(1), {"params": params}), tmp_path / "grid.png"
+    )
     assert (tmp_path / "grid.png").exists() == lead
     assert {name.split("/")[0] for name in results} == {"validation", "retrieval"}
 
 
 def test_nothing_configured_evaluates_nothing(params):
-    assert make_suite()(params) == {}
+    assert make_suite()({"params": params}) == {}
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,23 @@ def test_a_killed_run_continues_as_if_nothing_had_been(uninterrupted, tmp_path):
     assert history(tmp_path) == uninterrupted
 
 
+@pytest.mark.slow
+def test_a_killed_run_that_remembers_every_sample_continues_as_if_nothing_had_been(tmp_path):
+    """With temperatures of samples; after the kill on as many devices bit for bit, and on half of them but rounding."""
+    four, two = (runs.flags(settings(devices, loss="fastclip_v2")) for devices in (4, 2))
+
+    def run(name, flags):
+        return runs.start(TRAIN, f"--workdir={tmp_path / name}", *flags)
+
+    assert finish(run("whole", four))[0] == [0]
+    expected = history(tmp_path / "whole")
+    for name, flags in (("again", four), ("fewer", two)):
+        assert stop(tmp_path / name, run(name, four), by=signal.SIGKILL)[0] == [-signal.SIGKILL]
+        assert finish(run(name, flags)) == ([0], [""])
+    assert history(tmp_path / "again") == expected
+    assert_close(history(tmp_path / "fewer")[0], expected[0])
+
+
 def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path):
     (status,), (stderr,) = stop(tmp_path, start(tmp_path), by=signal.SIGTERM)
     assert status == 1
@@ -189,7 +206,7 @@ class Recorder:
     def write(self, step, metrics):
         self.events.append(f"{'record' if 'loss' in metrics else 'record evaluation'} {step}")
 
-    def suite(self, params):
+    def suite(self, variables):
         self.events.append("evaluate")
         return {"zero_shot/top1": 0.5}
 
@@ -209,7 +226,7 @@ class Recorder:
 class State(int):
     """The number of steps taken, as a state."""
 
-    params = None
+    variables = None
 
     def __add__(self, other):
         return State(int(self) + other)

@@ -28,7 +28,8 @@ def test_every_name_builds_a_model_of_its_configuration(name):
     config, model = model_config(name), create_model(name)
     assert model == build_model(config)
     assert hash(model) == hash(build_model(config))
-    assert model.visual.config.width == config.vision.width and not model.visual.config.causal
+    assert model.visual.config.width == config.vision.width
+    assert not getattr(model.visual.config, "causal", False)
     assert model.text.config.layers == config.text.layers and model.text.config.causal
 
 

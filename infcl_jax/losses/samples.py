@@ -1,0 +1,147 @@
+"""What a global contrastive loss remembers of every sample of the dataset, sharded over the devices by sample."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
+
+# The arrays are as long as the next multiple, whatever the devices: a checkpoint fits any number that divides it.
+LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7
+
+
+class SampleState(NamedTuple):
+    """Column 0 belongs to a sample's image, column 1 to its text; sample k is row k. All fp32.
+
+    Attributes:
+      log_u: `[n, 2]` logarithm of the moving average of the pairs' mean exponentials; -inf for a sample not yet seen.
+      temperature: `[n, 2]` temperature of each sample, None for losses with one temperature for all.
+      first_moment: `[n, 2]` of the temperature's gradient, None likewise.
+      second_moment: `[n, 2]` of the temperature's gradient, None likewise.
+    """
+
+    log_u: Array
+    temperature: Array | None = None
+    first_moment: Array | None = None
+    second_moment: Array | None = None
+
+
+def create_samples(
+    samples: int, *, temperature: float | None = None, axis_name: AxisName | None = None, mesh: Mesh | None = None
+) -> SampleState:
+    """The state of a dataset that has not been seen: 8 bytes per sample, 32 with temperatures of their own.
+
+    Args:
+      samples: of the dataset, indexed from 0.
+      temperature: where every sample's own temperature starts; None for losses with one temperature for all.
+      axis_name: axis (or axes) of the mesh over which the state is sharded, as the batch is; the first by default.
+      mesh: its devices, each of which holds consecutive samples; None: one device.
+
+    Raises:
+      ValueError: too few or too many samples, a temperature that is not positive, an unknown axis, or a number of
+        devices that does not divide `LENGTH_MULTIPLE`.
+    """
+    if not 1 <= samples < 2**31 - LENGTH_MULTIPLE:
+        raise ValueError(f"expected 1 to 2^31 samples, which int32 can index, got {samples}")
+    if temperature is not None and not temperature > 0:
+        raise ValueError(f"expected temperature > 0, got {temperature}")
+    sharding = None
+    if mesh is not None:
+        axis_name, devices = axis_and_devices(mesh, axis_name)
+        if LENGTH_MULTIPLE % devices:
+            raise ValueError(f"expected a number of devices that divides {LENGTH_MULTIPLE}, got {devices}")
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+    shape = (-(-samples // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, 2)
+
+    def create() -> SampleState:
+        log_u = jnp.full(shape, -jnp.inf, jnp.float32)
+        if temperature is None:
+            return SampleState(log_u)
+        return SampleState(log_u, jnp.full(shape, temperature, jnp.float32), *jnp.zeros((2, *shape), jnp.float32))
+
+    return jax.jit(create, out_shardings=sharding)()
+
+
+def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -> SampleState:
+    """The rows of some samples, inside `shard_map`; what moves between devices is 12 bytes per row of the batch.
+
+    Args:
+      state: this device's part.
+      index: int `[b/n]`, samples of this device's rows of the batch.
+      axis_name: mesh axes of batch and state; None for one device.
+
+    Returns:
+      `[b/n, 2]` arrays; NaN where there is no such sample.
+    """
+    everyone = _gathered(index, axis_name)
+    local, mine = _local(state, everyone, axis_name)
+    length = state.log_u.shape[0] * (1 if axis_name is None else lax.axis_size(axis_name))
+    exists = ((everyone >= 0) & (everyone < length))[:, None]
+
+    def read(array: Array) -> Array:
+        rows = array.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
+        rows = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))  # of all devices one has it
+        rows = jnp.where(exists, rows, jnp.full_like(rows, jnp.nan))
+        return rows if axis_name is None else lax.psum_scatter(rows, axis_name, tiled=True)
+
+    return jax.tree.map(read, state)
+
+
+def write_samples(
+    state: SampleState,
+    index: Array,
+    rows: SampleState,
+    *,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+) -> SampleState:
+    """The state with new rows for some samples, in place where the state is donated.
+
+    Of several rows for one sample the last in the order of the batch counts.
+
+    Args:
+      state: of `create_samples`.
+      index: int `[b]`, the sample of each row; rows without such a sample are left out.
+      rows: `[b, 2]` arrays.
+      axis_name: as in `clip_loss`.
+      mesh: as in `clip_loss`.
+    """
+
+    def write(axis_name: AxisName | None, sharded: Any, shared: None) -> SampleState:
+        state, index, rows = sharded
+        everyone = _gathered(index, axis_name)
+        local, mine = _local(state, everyone, axis_name)
+        size = state.log_u.shape[0]
+        beyond = size + jnp.arange(len(everyone), dtype=jnp.int32)  # dropped, and no two alike
+        place = jnp.where(mine & _is_last(everyone), local, beyond)
+        return jax.tree.map(
+            lambda array, new: array.at[place].set(
+                _gathered(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
+            ),
+            state,
+            rows,
+        )
+
+    return over_mesh(write, (state, index, rows), None, axis_name=axis_name, mesh=mesh, sharded_result=True)
+
+
+def _gathered(rows: Array, axis_name: AxisName | None) -> Array:
+    return rows if axis_name is None else lax.all_gather(rows, axis_name, tiled=True)
+
+
+def _local(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
+    """Rows of this device's part, and which of them there are."""
+    size = state.log_u.shape[0]
+    local = index if axis_name is None else index - lax.axis_index(axis_name) * size
+    return local, (local >= 0) & (local < size)
+
+
+def _is_last(index: Array) -> Array:
+    """Whether no later entry is the same."""
+    order = jnp.argsort(index, stable=True)
+    sorted_index = index[order]
+    last = jnp.concatenate([sorted_index[1:] != sorted_index[:-1], jnp.ones_like(index[:1], bool)])
+    return jnp.zeros_like(last).at[order].set(last, unique_indices=True)

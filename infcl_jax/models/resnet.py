@@ -1,0 +1,210 @@
+"""The residual image tower of CLIP: a three-layer stem, strides by average pooling, attention as the last pooling."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from infcl_jax.models.transformer import check_positive_int
+
+_REDUCTION = 32  # pixels per position of the last stage
+_EXPANSION = 4
+_EPSILON, _MOMENTUM = 1e-5, 0.1
+# Uniform within fan_in^-1/2, PyTorch's default for a convolution and so OpenCLIP's start.
+_CONV_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Shape of the tower.
+
+    Attributes:
+      width: channels after the stem; the last stage has 32 times as many.
+      layers: blocks of each of the four stages.
+      heads: of the attention that pools; divides 32 times the width.
+      image_size: height and width of the input in pixels; a multiple of 32.
+
+    Raises:
+      ValueError: a field outside its values.
+    """
+
+    width: int = 64
+    layers: tuple[int, int, int, int] = (3, 4, 6, 3)
+    heads: int = 32
+    image_size: int = 224
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "image_size"):
+            check_positive_int(f"vision.{name}", getattr(self, name))
+        object.__setattr__(self, "layers", tuple(self.layers))  # a list from a config file would not hash
+        if len(self.layers) != 4:
+            raise ValueError(f"vision.layers must be the blocks of four stages; got {self.layers}.")
+        for blocks in self.layers:
+            check_positive_int("vision.layers", blocks)
+        if self.width % 2 or self.width * _REDUCTION % self.heads:
+            raise ValueError(f"vision.width must be even and vision.heads divide 32 times it; got {self.width}.")
+        if self.image_size % _REDUCTION:
+            raise ValueError(f"vision.image_size must be a multiple of {_REDUCTION}; got {self.image_size}.")
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation in float32 (Ioffe & Szegedy 2015), with PyTorch's running statistics.
+
+    Parameters `scale` and `bias`; in the collection "batch_stats", `mean` and `var` (unbiased), which move by a tenth
+    towards each training batch where that collection is mutable. In training it normalises by the statistics of the
+    rows it sees: under `jit` those of the global batch, inside `shard_map` those of one device.
+    """
+
+    param_dtype: str
+    scale_init: Any = nn.initializers.ones
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """Normalises [b, h, w, c] over all axes but the last; float32."""
+        x, channels = x.astype(jnp.float32), x.shape[-1:]
+        scale = self.param("scale", self.scale_init, channels, self.param_dtype).astype(jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, channels, self.param_dtype).astype(jnp.float32)
+        if train:
+            mean = x.mean((0, 1, 2))
+            var = jnp.square(x - mean[None, None, None]).mean((0, 1, 2))
+        if not train or self.is_mutable_collection("batch_stats"):
+            running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
+            running_var = self.variable("batch_stats", "var", jnp.ones, channels, jnp.float32)
+            if not train:
+                mean, var = running_mean.value, running_var.value
+            elif not self.is_initializing():
+                count = x.size // x.shape[-1]
+                unbiased = var * (count / max(1, count - 1))
+                running_mean.value += _MOMENTUM * (mean - running_mean.value)
+                running_var.value += _MOMENTUM * (unbiased - running_var.value)
+        factor = scale * jax.lax.rsqrt(var + _EPSILON)
+        return (x - mean[None, None, None]) * factor[None, None, None] + bias[None, None, None]
+
+
+class AttentionPool(nn.Module):
+    """One attention whose only query is the mean over positions (Radford et al. 2021, section 2.4).
+
+    Parameters: `positional_embedding` [1 + positions, c], `q_proj`, `k_proj`, `v_proj`, `c_proj`.
+    """
+
+    heads: int
+    embed_dim: int
+    dtype: str
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [b, h, w, c] to float32 [b, embed_dim]."""
+        b, h, w, c = x.shape
+        init = nn.initializers.normal(c**-0.5)
+        x = x.astype(jnp.float32).reshape(b, h * w, c)
+        positions = self.param("positional_embedding", init, (1 + h * w, c), self.param_dtype).astype(jnp.float32)
+        x = (jnp.concatenate([x.mean(1, keepdims=True), x], axis=1) + positions[None]).astype(self.dtype)
+        dense = functools.partial(nn.Dense, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=init)
+        query = dense(c, name="q_proj")(x[:, :1])
+        key, value = dense(c, name="k_proj")(x), dense(c, name="v_proj")(x)
+        query, key, value = (a.reshape(b, -1, self.heads, c // self.heads) for a in (query, key, value))
+        pooled = jax.nn.dot_product_attention(query, key, value).reshape(b, c)
+        last = nn.Dense(
+            self.embed_dim, dtype=jnp.float32, param_dtype=self.param_dtype, kernel_init=init, name="c_proj"
+        )
+        return last(pooled)
+
+
+class Bottleneck(nn.Module):
+    """A residual block of 1x1, 3x3 and 1x1 convolutions (He et al. 2016) whose stride is an average pooling."""
+
+    planes: int
+    stride: int
+    dtype: str
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """Maps [b, h, w, c] to [b, h / stride, w / stride, 4 planes]."""
+        conv, norm = _layers(self.dtype, self.param_dtype)
+        out = nn.relu(norm(name="bn1")(conv(self.planes, (1, 1), name="conv1")(x), train=train))
+        out = nn.relu(norm(name="bn2")(conv(self.planes, (3, 3), name="conv2")(out), train=train))
+        out = conv(_EXPANSION * self.planes, (1, 1), name="conv3")(_pool(out, self.stride))
+        out = norm(name="bn3", scale_init=nn.initializers.zeros)(out, train=train)
+        if self.stride > 1 or x.shape[-1] != out.shape[-1]:
+            x = conv(out.shape[-1], (1, 1), name="downsample_conv")(_pool(x, self.stride))
+            x = norm(name="downsample_bn")(x, train=train)
+        return nn.relu(out + x.astype(out.dtype)).astype(self.dtype)
+
+
+class ResNet(nn.Module):
+    """Residual network of CLIP (Radford et al. 2021, section 2.4), in the form of OpenCLIP's "RN50".
+
+    Parameters: `conv1` to `conv3` and `bn1` to `bn3` of the stem, `layer1_0` to `layer4_2`, `attnpool`. Running
+    statistics are in the collection "batch_stats".
+
+    Attributes:
+      config: its shape.
+      embed_dim: size of the features.
+      dtype: of activations and convolutions.
+      param_dtype: of the parameters.
+    """
+
+    config: ResNetConfig
+    embed_dim: int
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the input in pixels."""
+        return self.config.image_size
+
+    @nn.compact
+    def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+        """Encodes images.
+
+        Args:
+          image: floating [b, image_size, image_size, 3], mean and standard deviation already normalised.
+          train: normalises by the statistics of the batch instead of the running ones.
+
+        Returns:
+          float32 [b, embed_dim], not normalised.
+        """
+        conv, norm = _layers(self.dtype, self.param_dtype)
+        width, x = self.config.width, image.astype(self.dtype)
+        for number, (channels, stride) in enumerate(((width // 2, 2), (width // 2, 1), (width, 1)), start=1):
+            x = conv(channels, (3, 3), strides=stride, name=f"conv{number}")(x)
+            x = nn.relu(norm(name=f"bn{number}")(x, train=train)).astype(self.dtype)
+        x = _pool(x, 2)
+        for stage, blocks in enumerate(self.config.layers):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                name = f"layer{stage + 1}_{block}"
+                x = Bottleneck(width << stage, stride, self.dtype, self.param_dtype, name=name)(x, train=train)
+        pool = AttentionPool(self.config.heads, self.embed_dim, self.dtype, self.param_dtype, name="attnpool")
+        return pool(x)
+
+
+def _layers(dtype: str, param_dtype: str) -> tuple[Any, Any]:
+    """Convolutions without bias, padded by half their kernel on each side, and their normalisation."""
+
+    def conv(features: int, kernel: tuple[int, int], strides: int = 1, name: str | None = None) -> nn.Conv:
+        return nn.Conv(
+            features,
+            kernel,
+            strides,
+            padding=kernel[0] // 2,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=_CONV_INIT,
+            name=name,
+        )
+
+    return conv, functools.partial(BatchNorm, param_dtype)
+
+
+def _pool(x: jax.Array, size: int) -> jax.Array:
+    """Means over squares without overlap."""
+    b, h, w, c = x.shape
+    return x if size == 1 else x.reshape(b, h // size, size, w // size, size, c).mean((2, 4))

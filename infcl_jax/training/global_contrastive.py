@@ -1,0 +1,126 @@
+"""The global contrastive losses in training: their settings, the schedule of gamma, and what they remember."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from infcl_jax.losses import SampleState, global_contrastive_loss, write_samples
+from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.models import CLIPOutput
+from infcl_jax.pairwise.checks import check_choice
+
+GAMMA_SCHEDULES = ("constant", "cosine")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalContrastiveConfig:
+    """Settings of SogCLR, iSogCLR and FastCLIP, see `infcl_jax.global_contrastive_loss`.
+
+    Attributes:
+      mode: "published" or "reference".
+      gamma_schedule: of gamma, which is constant within an epoch: "cosine" from 1 in the first epoch to `gamma_min` in
+        epoch `gamma_epochs`, or "constant", 1 in the first and `gamma_min` from then on. None: as the variant has it,
+        constant for SogCLR and iSogCLR and a cosine for FastCLIP (Wei et al. 2024, section 4).
+      gamma_min: the last gamma.
+      gamma_epochs: epochs until then.
+      rho: weight of the temperatures; without meaning for variants that have none.
+      eps: added to u.
+      temperature_learning_rate: of the temperatures of samples. The one temperature of other variants is the model's
+        logit scale, and learns as `OptimizerConfig` says.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+
+    mode: str = "published"
+    gamma_schedule: str | None = None
+    gamma_min: float = 0.2
+    gamma_epochs: int = 18
+    rho: float = 6.5
+    eps: float = 1e-14
+    temperature_learning_rate: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_choice("global_contrastive.mode", self.mode, ("published", "reference"))
+        if self.gamma_schedule is not None:
+            check_choice("global_contrastive.gamma_schedule", self.gamma_schedule, GAMMA_SCHEDULES)
+        if not 0 < self.gamma_min <= 1:
+            raise ValueError(f"expected 0 < global_contrastive.gamma_min <= 1, got {self.gamma_min}")
+        for name in ("gamma_epochs", "eps", "temperature_learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected global_contrastive.{name} > 0, got {getattr(self, name)}")
+        if not self.rho >= 0:
+            raise ValueError(f"expected global_contrastive.rho >= 0, got {self.rho}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalContrastive:
+    """The loss of a run.
+
+    Attributes:
+      variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
+      config: its settings.
+      steps_per_epoch: of the data.
+      mesh: devices over which batch and state are sharded.
+      implementation: see `infcl_jax.pairwise_lse`.
+
+    Raises:
+      ValueError: an unknown variant, or an epoch without a step.
+    """
+
+    variant: str
+    config: GlobalContrastiveConfig
+    steps_per_epoch: int
+    mesh: Mesh
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("loss", self.variant, tuple(VARIANTS))
+        if self.steps_per_epoch < 1:
+            raise ValueError(f"expected steps_per_epoch >= 1, got {self.steps_per_epoch}")
+
+    def __call__(
+        self, output: CLIPOutput, index: jax.Array, samples: SampleState, step: jax.Array
+    ) -> tuple[jax.Array, SampleState]:
+        """The loss and the batch's new rows of the state.
+
+        Args:
+          output: of the model for the global batch.
+          index: int `[b]`, the sample of each row.
+          samples: the state, which is left alone.
+          step: int32 scalar, steps taken before this one.
+        """
+        config, kind = self.config, VARIANTS[self.variant]
+        epoch = step // self.steps_per_epoch
+        own = kind.temperature == "samples"
+        return global_contrastive_loss(
+            output.image,
+            output.text,
+            index,
+            samples,
+            variant=self.variant,
+            gamma=self.gamma(epoch),
+            rho=config.rho if kind.regularized else 0.0,
+            eps=config.eps,
+            mode=config.mode,
+            mesh=self.mesh,
+            implementation=self.implementation,
+            rows_only=True,
+            logit_scale=None if own else output.logit_scale,
+            epoch=epoch if own else None,
+            temperature_learning_rate=config.temperature_learning_rate if own else None,
+        )
+
+    def write(self, samples: SampleState, index: jax.Array, rows: SampleState) -> SampleState:
+        """The state with the rows of a batch, in place where it is donated."""
+        return write_samples(samples, index, rows, mesh=self.mesh)
+
+    def gamma(self, epoch: jax.Array) -> jax.Array:
+        """The inner learning rate of an epoch, counted from 0, as fp32."""
+        least, last = self.config.gamma_min, self.config.gamma_epochs
+        if (self.config.gamma_schedule or VARIANTS[self.variant].gamma_schedule) == "constant":
+            return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(least))
+        phase = jnp.minimum(epoch, last).astype(jnp.float32) * (jnp.pi / last)
+        return least + (1 - least) * (1 + jnp.cos(phase)) / 2

@@ -1,0 +1,281 @@
+"""Every variant against the published formulas in fp64, what it has in common with CLIP, and its state."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_global
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax import create_samples, global_contrastive_loss
+from infcl_jax.losses.samples import SampleState, read_samples, write_samples
+from infcl_jax.pairwise import available_implementations
+
+VARIANTS = tuple(oracle_global.LOSSES)
+SAMPLES, BATCH, STEPS, EPOCHS = 40, 8, 4, 4
+RATE = 2e-2
+RHO = {"isogclr": 1.0, "fastclip_v2": 1.0, "fastclip_v3": 6.5}
+
+
+def own_temperatures(variant):
+    return oracle_global.LOSSES[variant][0] == "samples"
+
+
+def settings(variant, epoch, scale):
+    own = {"epoch": epoch, "temperature_learning_rate": RATE} if own_temperatures(variant) else {"logit_scale": scale}
+    return own | ({"rho": RHO[variant]} if variant in RHO else {})
+
+
+@functools.cache
+def stepper(variant, devices, mode="published", implementation=None):
+    """`(image, text, scale, index, state, gamma, epoch) -> ((loss, state), gradients)`."""
+
+    def loss(image, text, scale, index, state, gamma, epoch):
+        options = {"variant": variant, "mode": mode, "implementation": implementation, "mesh": oracle.mesh_of(devices)}
+        changing = settings(variant, epoch, scale)
+        return global_contrastive_loss(image, text, index, state, gamma=gamma, **options, **changing)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+def fresh(variant, devices=1, temperature=0.07):
+    return create_samples(
+        SAMPLES, temperature=temperature if own_temperatures(variant) else None, mesh=oracle.mesh_of(devices)
+    )
+
+
+def batches():
+    """Sixteen batches over four epochs, each of which leaves out other samples."""
+    rng = np.random.default_rng(0)
+    for epoch in range(EPOCHS):
+        order = rng.permutation(SAMPLES)
+        for step in range(STEPS):
+            number = epoch * STEPS + step
+            features = oracle.features("random", BATCH, BATCH, 33, seed=number)
+            scale = np.float32(1 / 0.07 * (0.07 / 0.01) ** (number / (EPOCHS * STEPS - 1)))  # tau from 0.07 to 0.01
+            gamma = np.float32((1.0, 0.8, 0.5, 0.2)[epoch])
+            yield epoch, gamma, scale, order[step * BATCH : (step + 1) * BATCH], features
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode", "devices"),
+    [
+        *((variant, "published", devices) for variant in VARIANTS for devices in (1, 4)),
+        *((variant, "reference", 4) for variant in VARIANTS),
+    ],
+)
+def test_sixteen_steps_are_those_of_the_formulas(variant, mode, devices):
+    step, state = stepper(variant, devices, mode), fresh(variant, devices, temperature=0.03)
+    memory = oracle_global.Memory.of(SAMPLES, 0.03)
+    for epoch, gamma, scale, index, (image, text) in batches():
+        (loss, state), gradients = step(image, text, scale, index, state, gamma, epoch)
+        constants = {"variant": variant, "mode": mode, "rho": RHO.get(variant), "rate": RATE}
+        expected, expected_gradients = oracle_global.step(
+            memory, image, text, index, gamma=gamma, epoch=epoch, scale=scale, **constants
+        )
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for got, reference in zip(gradients, expected_gradients, strict=True):
+            assert oracle.relative_error(got, reference) <= 1e-5 or not (np.any(got) or np.any(reference))
+    seen = memory.u[:, 0] > 0
+    assert 0 < seen.sum() <= SAMPLES
+    log_u = np.asarray(state.log_u[:SAMPLES], np.float64)
+    assert np.array_equal(np.isfinite(log_u[:, 0]), seen)
+    assert np.sqrt(np.square(log_u[seen] - np.log(memory.u[seen])).mean()) <= 1e-5  # the relative error of u
+    if own_temperatures(variant):
+        assert memory.tau.min() == 0.01
+        for got, reference in zip(state[1:], (memory.tau, memory.first, memory.second), strict=True):
+            assert oracle.relative_error(got[:SAMPLES], reference) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["random", "aligned", "adversarial"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_without_memory_it_is_the_loss_of_clip(devices, kind):
+    b, scale, mesh = 16, jnp.float32(100.0), oracle.mesh_of(devices)
+    image, text = oracle.features(kind, b, b, 33)
+    changes = {"variant": "fastclip_v0", "gamma": 1.0, "eps": 1 / (b - 1), "mesh": mesh}
+
+    def loss(image, text, scale):
+        state = fresh("fastclip_v0", devices)
+        return global_contrastive_loss(image, text, np.arange(b), state, logit_scale=scale, **changes)[0] / 2
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(image, text, scale)
+    expected, expected_gradients = oracle.clip(image, text, scale)
+    assert value == pytest.approx(expected - np.log(b - 1), rel=1e-5, abs=1e-5)
+    for got, reference in zip(gradients, expected_gradients, strict=True):
+        slack = 1e-6 * 100 if kind == "aligned" else 0.0  # there the true gradient all but cancels
+        assert oracle.absolute_error(got, reference) <= 1e-5 * np.linalg.norm(reference) + slack
+
+
+@pytest.mark.parametrize("variant", ["fastclip_v2", "fastclip_v3"])
+@pytest.mark.parametrize("implementation", available_implementations())
+def test_every_implementation_gives_the_same(implementation, variant):
+    image, text = oracle.features("random", 16, 16, 33, jnp.bfloat16 if implementation == "triton" else np.float32)
+    arguments = (image, text, np.float32(30), np.arange(16), fresh(variant, 4), np.float32(0.5), 1)
+    (loss, state), gradients = stepper(variant, 4, implementation=implementation)(*arguments)
+    (expected, expected_state), expected_gradients = stepper(variant, 4, implementation="dense")(*arguments)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(state.log_u, expected_state.log_u, atol=1e-5)
+    for got, reference in zip(gradients, expected_gradients, strict=True):
+        assert oracle.absolute_error(got, reference) <= 1e-5 * np.linalg.norm(np.asarray(reference, np.float64))
+
+
+def test_two_runs_are_bitwise_equal():
+    image, text = oracle.features("random", 16, 16, 33)
+    arguments = (image, text, np.float32(30), np.arange(16) % 9, fresh("fastclip_v2", 8), np.float32(0.5), 1)
+    results = [stepper("fastclip_v2", 8)(*arguments) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("variant", ["fastclip_v2", "fastclip_v3"])
+def test_mask_equals_leaving_out(variant):
+    image, text = oracle.features("random", 16, 16, 33)
+    keep = np.random.default_rng(1).random(16) < 0.6
+    index = np.where(keep, np.arange(16) + 5, -1)
+
+    def loss(image, text, index, mask):
+        options = settings(variant, 1, np.float32(20.0)) | {"variant": variant, "gamma": 0.7, "mask": mask}
+        return global_contrastive_loss(image, text, index, fresh(variant), **options)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, state), gradients = step(image, text, index, keep)
+    (expected, expected_state), expected_gradients = step(image[keep], text[keep], index[keep], None)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    for got, reference in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(got[keep], reference, rtol=1e-4, atol=1e-6)
+        assert not np.any(np.asarray(got)[~keep])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), state, expected_state)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_inside_shard_map(checked):
+    image, text = oracle.features("random", 16, 16, 33)
+    index, scale, state = np.arange(16), jnp.float32(20.0), fresh("fastclip_v3", 4)
+
+    def inside(image, text, index, state, scale):
+        options = settings("fastclip_v3", 0, scale) | {"gamma": 0.5, "axis_name": "data"}
+        return global_contrastive_loss(image, text, index, state, variant="fastclip_v3", **options)
+
+    specs, results = (*(P("data"),) * 4, P()), (P(), P("data"))
+    mapped = jax.shard_map(inside, mesh=oracle.mesh_of(4), in_specs=specs, out_specs=results, check_vma=checked)
+    step = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 4), has_aux=True))
+    (loss, after), gradients = step(image, text, index, state, scale)
+    expected = stepper("fastclip_v3", 4)(image, text, scale, index, state, np.float32(0.5), 0)
+    assert loss == pytest.approx(float(expected[0][0]), rel=1e-6)
+    np.testing.assert_array_equal(after.log_u, expected[0][1].log_u)
+    for got, reference in zip(gradients, expected[1], strict=True):
+        assert oracle.relative_error(got, reference) <= 1e-6
+
+
+def test_a_mesh_with_two_axes():
+    image, text = oracle.features("random", 16, 16, 33)
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    expected = stepper("fastclip_v1", 1)(image, text, 20.0, np.arange(16), fresh("fastclip_v1"), np.float32(0.5), 0)
+    for axes, shards in (("data", 4), (("replica", "data"), 8)):
+        state = create_samples(SAMPLES, mesh=mesh, axis_name=axes)
+        assert len({shard.index for shard in state.log_u.addressable_shards}) == shards
+
+        def loss(image, text, state, axes=axes):
+            options = settings("fastclip_v1", 0, 20.0) | {"mesh": mesh, "axis_name": axes}
+            return global_contrastive_loss(
+                image, text, np.arange(16), state, variant="fastclip_v1", gamma=0.5, **options
+            )
+
+        value, after = jax.jit(loss)(image, text, state)
+        assert value == pytest.approx(float(expected[0][0]), rel=1e-6)
+        np.testing.assert_allclose(after.log_u, expected[0][1].log_u, rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_of_several_rows_for_one_sample_the_last_counts(devices):
+    index = np.random.default_rng(0).integers(-2, 30, 64).astype(np.int32)
+    rows = SampleState(np.arange(128, dtype=np.float32).reshape(64, 2))
+    written = write_samples(fresh("sogclr", devices), jnp.asarray(index), rows, mesh=oracle.mesh_of(devices)).log_u
+    expected = np.full_like(written, -np.inf)
+    for sample, row in zip(index, rows.log_u, strict=True):
+        if sample >= 0:
+            expected[sample] = row
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("sample", [-1, 2**31 - 1])
+def test_a_sample_that_is_not_there_is_nan(sample):
+    read = read_samples(fresh("sogclr"), jnp.asarray([0, sample]), None).log_u
+    assert np.isneginf(read[0]).all()
+    assert np.isnan(read[1]).all()
+
+
+def lowered(variant, samples, devices=8):
+    """The compiled loss and its gradients for a state that is given away, and the state's shapes."""
+    mesh = oracle.mesh_of(devices)
+    state = jax.eval_shape(lambda: create_samples(samples, temperature=0.07 if own_temperatures(variant) else None))
+    rows = jax.NamedSharding(mesh, P("data"))
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), state)
+    features = jax.ShapeDtypeStruct((64, 16), np.float32, sharding=rows)
+    index = jax.ShapeDtypeStruct((64,), np.int32, sharding=rows)
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    step = jax.jit(stepper(variant, devices).__wrapped__, donate_argnums=4)
+    compiled = step.lower(features, features, scalar, index, placed, scalar, jax.ShapeDtypeStruct((), np.int32))
+    return compiled.compile(), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(("variant", "per_sample"), [("fastclip_v3", 8), ("fastclip_v2", 32)])
+def test_a_hundred_million_samples_are_sharded_and_never_moved(variant, per_sample):
+    samples = 100_000_000
+    compiled, size = lowered(variant, samples)
+    assert size == pytest.approx(per_sample * samples, rel=2e-3)
+    small = lowered(variant, 1)[0]
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes == pytest.approx(size / 8, rel=1e-3)
+    assert memory.alias_size_in_bytes >= size / 8  # overwritten in place
+    assert memory.temp_size_in_bytes <= small.memory_analysis().temp_size_in_bytes + 4096
+    collectives = [
+        re.findall(r"= (\S+) (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)", program.as_text())
+        for program in (compiled, small)
+    ]
+    assert collectives[0] == collectives[1] != []
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("fastclip_v4", {}, "variant"),
+        ("fastclip_v3", {"mode": "paper"}, "mode"),
+        ("fastclip_v3", {"gamma": 0.0}, "0 < gamma <= 1"),
+        ("fastclip_v3", {"gamma": float("nan")}, "0 < gamma <= 1"),
+        ("fastclip_v3", {"eps": 0.0}, "eps > 0"),
+        ("fastclip_v3", {"logit_scale": None}, "expected logit_scale"),
+        ("fastclip_v3", {"epoch": 1}, "expected no epoch"),
+        ("fastclip_v1", {"rho": 6.5}, "expected no rho"),
+        ("fastclip_v2", {"logit_scale": 1.0}, "expected no logit_scale"),
+        ("fastclip_v2", {"temperature_learning_rate": None}, "expected temperature_learning_rate"),
+        ("fastclip_v2", {"state": create_samples(8)}, "temperatures in the state"),
+        ("fastclip_v3", {"index": np.zeros(7, np.int32)}, "expected index"),
+        ("fastclip_v3", {"index": np.zeros(8, np.float32)}, "expected index"),
+    ],
+)
+def test_bad_input_is_a_one_line_error(variant, change, message):
+    known = variant if variant in VARIANTS else "fastclip_v3"
+    features = np.ones((8, 3), np.float32)
+    arguments = {"image": features, "text": features, "index": np.arange(8), "state": fresh(known), "gamma": 1.0}
+    with pytest.raises(ValueError, match=message) as error:
+        global_contrastive_loss(**(arguments | {"variant": variant} | settings(known, 0, 1.0) | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": 0}, "samples"),
+        ({"samples": 2**31}, "samples"),
+        ({"samples": 8, "temperature": 0.0}, "temperature"),
+        ({"samples": 8, "mesh": oracle.mesh_of(2), "axis_name": "rows"}, "mesh's axes"),
+    ],
+)
+def test_a_state_that_cannot_be_is_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        create_samples(**arguments)

@@ -1,0 +1,177 @@
+"""Training with losses that remember every sample: any devices, gradient caching, resumed, and gamma's schedule."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+import runs
+from jax.sharding import NamedSharding, PartitionSpec
+
+from infcl_jax import create_samples
+from infcl_jax.distributed import shard_batch
+from infcl_jax.models import CLIPOutput, l2_normalize
+from infcl_jax.training import (
+    Checkpointer,
+    GlobalContrastive,
+    GlobalContrastiveConfig,
+    GradCacheConfig,
+    create_state,
+    make_train_step,
+)
+
+SAMPLES, BATCH = 40, 16
+
+
+class Linear(nn.Module):
+    """The least dual encoder with the methods of a real one; it compiles in no time."""
+
+    def setup(self):
+        self.visual, self.text = nn.Dense(8), nn.Embed(259, 8)
+        self.logit_scale = self.param("logit_scale", nn.initializers.constant(2.7), (), jnp.float32)
+
+    def __call__(self, image, text, *, train=False):
+        return CLIPOutput(self.encode_image(image), self.encode_text(text), *self.logit_scale_and_bias())
+
+    def encode_image(self, image, *, train=False):
+        return l2_normalize(self.visual(image.reshape(len(image), -1).astype(jnp.float32) / 255), "float32")
+
+    def encode_text(self, text, *, train=False):
+        return l2_normalize(self.text(text).mean(axis=1), "float32")
+
+    def logit_scale_and_bias(self):
+        return jnp.exp(self.logit_scale), None
+
+
+class Data:
+    """A data iterator without data."""
+
+    def get_state(self):
+        return {"next_batch": 0}
+
+    def set_state(self, state):
+        assert state == self.get_state()
+
+
+def loss(variant="fastclip_v3", devices=1, **settings):
+    config = GlobalContrastiveConfig(**settings)
+    return GlobalContrastive(variant=variant, config=config, steps_per_epoch=2, mesh=oracle.mesh_of(devices))
+
+
+def initial(variant, devices=1):
+    mesh = oracle.mesh_of(devices)
+    own = variant == "fastclip_v2"
+    state = create_state(Linear(), optax.sgd(1e-2), runs.SIDE, runs.CONTEXT, 0, mesh)
+    return state.replace(samples=create_samples(SAMPLES, temperature=0.07 if own else None, mesh=mesh))
+
+
+def batch(number):
+    index = np.random.default_rng(number).integers(0, SAMPLES, BATCH).astype(np.int32)
+    return runs.batch(BATCH, seed=number) | {"index": index}
+
+
+def train(variant, state, numbers, devices=1, **cache):
+    """The losses of some steps, and the state after them."""
+    mesh = oracle.mesh_of(devices)
+    step = make_train_step(loss(variant, devices), 0, GradCacheConfig(**cache), mesh)
+    losses = []
+    for number in numbers:
+        given = batch(number) if cache.get("residency") == "host" else shard_batch(mesh, batch(number))
+        state, metrics = step(state, given)
+        losses.append(metrics["loss"])
+    return jax.device_get(losses), state
+
+
+@pytest.fixture(scope="module", params=["fastclip_v2", "fastclip_v3"])
+def reference(request):
+    """A variant, and its losses and state after four steps, which are two epochs, on one device."""
+    losses, state = train(request.param, initial(request.param), range(4))
+    return request.param, losses, jax.device_get((state.params, state.samples))
+
+
+@pytest.mark.parametrize(
+    ("devices", "cache"),
+    [
+        (4, {}),
+        (2, {"chunk_size": 6, "keep": 1}),
+        (1, {"chunk_size": 8, "residency": "host"}),
+        (4, {"chunk_size": 8, "residency": "host"}),
+    ],
+    ids=str,
+)
+def test_steps_depend_on_neither_devices_nor_caching(reference, devices, cache):
+    variant, expected, after = reference
+    losses, state = train(variant, initial(variant, devices), range(4), devices, **cache)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for got, other in zip(jax.tree.leaves((state.params, state.samples)), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(got, other, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("devices", [4, 2])
+def test_a_resumed_run_repeats_the_losses(reference, devices, tmp_path):
+    """Bit for bit on as many devices, up to the order of sums on half of them."""
+    variant, *_ = reference
+    with Checkpointer(tmp_path) as checkpoints:
+        _, state = train(variant, initial(variant, 4), range(2), 4)
+        checkpoints.save(2, state, Data())
+        checkpoints.wait()
+        expected, after = train(variant, state, range(2, 4), 4)
+        restored = checkpoints.restore_latest(initial(variant, devices), Data())
+    assert restored.samples.log_u.sharding.num_devices == devices
+    losses, state = train(variant, restored, range(2, 4), devices)
+    if devices == 4:
+        assert runs.equal_bits(losses, expected)
+        assert runs.equal_bits(*jax.device_get([state.samples, after.samples]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "schedule", "values"),
+    [
+        ("fastclip_v3", None, (1.0, 0.6, 0.2, 0.2)),
+        ("sogclr", None, (1.0, 0.2, 0.2, 0.2)),
+        ("sogclr", "cosine", (1.0, 0.6, 0.2, 0.2)),
+    ],
+)
+def test_gamma_by_epoch(variant, schedule, values):
+    schedule = loss(variant, gamma_schedule=schedule, gamma_min=0.2, gamma_epochs=2).gamma
+    np.testing.assert_allclose([schedule(np.int32(epoch)) for epoch in range(4)], values, rtol=1e-6)
+
+
+def test_the_state_knows_who_has_been_seen(reference):
+    seen = {sample for number in range(4) for sample in batch(number)["index"]}
+    assert 0 < len(seen) < SAMPLES
+    assert set(np.flatnonzero(np.isfinite(reference[2][1].log_u[:, 0]))) == seen
+
+
+def test_what_does_not_fit_is_an_error_in_one_line():
+    step = make_train_step(loss(), 0)
+    state = jax.device_put(initial("fastclip_v3"), NamedSharding(oracle.mesh_of(1), PartitionSpec()))
+    for given, incomplete in ((runs.batch(BATCH), state), (batch(0), state.replace(samples=None))):
+        with pytest.raises(ValueError, match="expected a state with samples and a batch with an index"):
+            step(incomplete, given)
+    with pytest.raises(ValueError, match="residency 'device' or 'host' with fastclip_v3, got 'replay'"):
+        make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, residency="replay"))
+    with pytest.raises(ValueError, match="expected loss to be one of"):
+        loss("fastclip")
+    with pytest.raises(ValueError, match="steps_per_epoch >= 1, got 0"):
+        GlobalContrastive(variant="sogclr", config=GlobalContrastiveConfig(), steps_per_epoch=0, mesh=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mode", "paper"),
+        ("gamma_schedule", "linear"),
+        ("gamma_min", 0.0),
+        ("gamma_epochs", 0),
+        ("rho", -1.0),
+        ("eps", 0.0),
+        ("temperature_learning_rate", float("nan")),
+    ],
+)
+def test_a_setting_out_of_range_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"^expected [^\n]*global_contrastive\.{field}[^\n]*got '?{value}'?$"):
+        GlobalContrastiveConfig(**{field: value})

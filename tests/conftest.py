@@ -12,6 +12,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config):
     """Chooses the platform, for this process and those it starts, unless it has been chosen."""
-    if config.option.markexpr != "gpu" and "JAX_PLATFORMS" not in os.environ:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        jax.config.update("jax_platforms", "cpu")
+    chosen = config.option.markexpr
+    if chosen == "gpu" or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    if chosen != "slow":  # small programs: compiling them takes longer than running them
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"

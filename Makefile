@@ -22,7 +22,7 @@ digits: $(STAMP)  ## Real handwritten digits
 test: $(TRITON)  ## The whole suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 9 minutes
+test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 10 minutes
 	$(BIN)/python -m pytest -q -m slow
 
 test-gpu: $(STAMP)  ## What needs a GPU

@@ -35,9 +35,10 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
     Raises:
       ValueError: only some of the three explicit settings are present, or a number among them is not one.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    missing = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if f"--{name}=" not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    present = {flag.split("=")[0] for flag in flags}
+    missing = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if f"--{name}" not in present]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
     if jax.distributed.is_initialized():
         return
     environ = os.environ if environ is None else environ

@@ -242,9 +242,25 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def headings(columns: Columns) -> str:
-    """The first line of a table."""
-    return _table_line(columns, (heading for heading, *_ in columns))
+def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Product:
+    """Makes the output folder, times the product, and prints what is measured where and the first line of the table.
+
+    Args:
+      about: what is measured.
+      columns: of the table.
+      mesh: the devices.
+      repeats: timed runs of the product.
+      output: the folder.
+    """
+    if distributed.is_lead():
+        output.mkdir(parents=True, exist_ok=True)
+    product, where = measure_product(repeats), circumstances(mesh)
+    say(
+        f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
+        f"{about}; {product}"
+    )
+    say(_table_line(columns, (heading for heading, *_ in columns)))
+    return product
 
 
 def row(columns: Columns, record: dict[str, Any]) -> str:

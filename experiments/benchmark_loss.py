@@ -100,15 +100,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       The new records, see docs/benchmarks.md. What does not fit into memory has the status "out of memory" and None
       for the figures that could not be had.
     """
-    if is_lead():
-        output.mkdir(parents=True, exist_ok=True)
-    product = benchmark.measure_product(settings.repeats)
-    where = benchmark.circumstances(mesh)
-    benchmark.say(
-        f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
-        f"{settings.dtype}, scale {settings.scale:g}; {product}"
-    )
-    benchmark.say(benchmark.headings(_COLUMNS))
+    about = f"{settings.dtype}, scale {settings.scale:g}"
+    product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for dim, b in itertools.product(settings.features, settings.batch):
         case = Case.draw(b, dim, settings, mesh)

@@ -125,15 +125,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     """
     flops = step_flops(settings.model_config)
     loss_fn = make_loss("clip", mesh, settings.implementation)
-    if is_lead():
-        output.mkdir(parents=True, exist_ok=True)
-    product = benchmark.measure_product(settings.repeats)
-    where = benchmark.circumstances(mesh)
-    benchmark.say(
-        f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
-        f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair; {product}"
-    )
-    benchmark.say(benchmark.headings(_COLUMNS))
+    about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
+    product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for b in settings.batch:
         record = benchmark.circumstances(mesh) | {"batch": b, "flops_per_pair": flops}
@@ -147,7 +140,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         benchmark.say(benchmark.row(_COLUMNS, record))
         records.append(record)
     if is_lead():
-        draw(records, f"{where['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
+        draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records
 
 

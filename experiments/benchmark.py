@@ -123,8 +123,10 @@ def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS
       least: seconds that a run lasts at least.
     """
     jax.block_until_ready(call())  # loads the program, connects the devices
-    calls = math.ceil(least / _elapsed(call, 1))
-    calls = int(multihost_utils.broadcast_one_to_all(np.int32(calls)))  # as many in all processes
+    first = _elapsed(call, 1)
+    calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))  # as many in all processes
+    if repeats == calls == 1:
+        return first
     return statistics.median(_elapsed(call, calls) for _ in range(repeats)) / calls
 
 

@@ -1,7 +1,7 @@
 r"""Times a whole training step, with its parts, its memory and its use of the device.
 
     python -m experiments.benchmark_step --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch=1024,4096 \
-        --output=runs/benchmark_step [--chunk_size=1024 --residency=host]
+        --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3]
 
 Prints a table, adds JSON lines to `benchmark_step.jsonl` and draws `benchmark_step.png` in the output folder;
 docs/benchmarks.md says what the figures mean. On several hosts, or with one process for each GPU: the same command in
@@ -26,11 +26,15 @@ from experiments import benchmark
 from experiments.benchmark import Product, Program
 from experiments.flops import step_flops
 from experiments.overrides import parse_overrides
+from infcl_jax import create_samples
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate, shard_batch
 from infcl_jax.grad_cache import RESIDENCIES, cached_value_and_grad
+from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config, model_names
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.training import (
+    GlobalContrastive,
+    GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
@@ -40,7 +44,7 @@ from infcl_jax.training import (
     make_train_step,
 )
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
-from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep
+from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep, evaluate_loss, memory_of
 
 RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
@@ -51,11 +55,15 @@ _CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time;
 _KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
 _RESIDENCY = flags.DEFINE_enum("residency", "device", RESIDENCIES, "Where the batch lives.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
+_LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "To train with.")
+_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts of the step and waiting for data.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of the loss; the best here by default.")
 
 _SEED = 0
 # Starting a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
+# Samples of the dataset that a global contrastive loss remembers: those of CC3M.
+_SAMPLES = 2_700_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,8 @@ class Settings:
       cache: gradient caching, with the batch on the devices or on the host.
       implementation: of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
+      loss: "clip" or a global contrastive loss.
+      parts: whether the parts of the step are timed too.
       repeats: timed runs of each program, of which the median counts.
     """
 
@@ -78,6 +88,8 @@ class Settings:
     cache: GradCacheConfig = NO_CACHE
     implementation: str | None = None
     parameter_sharding: str = "replicated"
+    loss: str = "clip"
+    parts: bool = True
     repeats: int = 5
 
     @functools.cached_property
@@ -99,6 +111,8 @@ def benchmark_from_flags() -> None:
         cache=GradCacheConfig(chunk_size=_CHUNK_SIZE.value, keep=_KEEP.value, residency=_RESIDENCY.value),
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
+        loss=_LOSS.value,
+        parts=_PARTS.value,
         repeats=benchmark.REPEATS.value,
     )
     output = benchmark.output_folder()
@@ -124,7 +138,6 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       ValueError: there is no such model, override or implementation.
     """
     flops = step_flops(settings.model_config)
-    loss_fn = make_loss("clip", mesh, settings.implementation)
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
     product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
@@ -135,7 +148,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         }
         record |= dataclasses.asdict(settings.cache)
         record |= {f"product_{name}": value for name, value in product._asdict().items()}
-        record |= benchmark.collect(_FIGURES, _Case(settings, mesh, loss_fn, b).figures(product))
+        record |= benchmark.collect(_FIGURES, _Case(settings, mesh, b).figures(product))
         benchmark.append_record(output / RECORDS_FILE, record)
         benchmark.say(benchmark.row(_COLUMNS, record))
         records.append(record)
@@ -147,7 +160,12 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 def _title(settings: Settings) -> str:
     cache = settings.cache
     caching = f"chunks of {cache.chunk_size}, {cache.keep} kept, batch on the {cache.residency}"
-    parts = (settings.model, settings.model_overrides, caching if cache.chunk_size else "no gradient caching")
+    parts = (
+        settings.model,
+        settings.model_overrides,
+        settings.loss,
+        caching if cache.chunk_size else "no gradient caching",
+    )
     return ", ".join(filter(None, parts))
 
 
@@ -190,13 +208,29 @@ class _Case:
 
     settings: Settings
     mesh: Mesh
-    loss_fn: LossFn
     b: int
+
+    @functools.cached_property
+    def loss_fn(self) -> LossFn | GlobalContrastive:
+        """The loss of the run."""
+        name, implementation = self.settings.loss, self.settings.implementation
+        if name == "clip":
+            return make_loss(name, self.mesh, implementation)
+        steps = max(1, _SAMPLES // self.b)
+        return GlobalContrastive(
+            variant=name,
+            config=GlobalContrastiveConfig(),
+            steps_per_epoch=steps,
+            mesh=self.mesh,
+            implementation=implementation,
+        )
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
         """Figure after figure, so that those before memory runs out are known."""
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         pairs = draw_pairs(config, self.b * len(self.mesh.local_devices) // self.mesh.size)
+        if isinstance(self.loss_fn, GlobalContrastive):
+            pairs["index"] = np.arange(len(pairs["text"]), dtype=np.int32) + jax.process_index() * len(pairs["text"])
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
         state, step = self.initial_state(), self.train_step(cache)
         if cache.residency == "device":
@@ -211,6 +245,8 @@ class _Case:
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
         if (peak := peak_bytes(self.mesh)) > before:
             yield {"peak_memory_mib": peak / 2**20}
+        if not self.settings.parts:
+            return
         yield from self.parts(train)
         try:
             yield {"data_ms": 1e3 * self.waiting_for_data(train, pairs, seconds)}
@@ -223,7 +259,12 @@ class _Case:
         config, run = self.settings.model_config, base.get_config()
         optimizer = make_optimizer(OptimizerConfig(**run.optimizer), run.total_steps)
         sizes = config.vision.image_size, config.text.context_length
-        return create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, self.settings.parameter_sharding)
+        sharding = self.settings.parameter_sharding
+        state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)
+        if not isinstance(self.loss_fn, GlobalContrastive):
+            return state
+        own = VARIANTS[self.settings.loss].temperature == "samples"
+        return state.replace(samples=create_samples(_SAMPLES, temperature=0.07 if own else None, mesh=self.mesh))
 
     def train_step(self, cache: GradCacheConfig) -> TrainStep:
         """The step as `experiments.train` makes it, with this gradient caching."""
@@ -238,7 +279,7 @@ class _Case:
         encode_seconds = benchmark.seconds(encode, repeats)
         yield {"encode_ms": 1e3 * encode_seconds}
         _, features = encode()
-        yield {"loss_ms": 1e3 * self.loss_program(**features).seconds(repeats)}
+        yield {"loss_ms": 1e3 * self.loss_program(train, features).seconds(repeats)}
         del features
         both = functools.partial(self.passes(backward=True), *args)
         yield {"backward_ms": 1e3 * (benchmark.seconds(both, repeats) - encode_seconds)}
@@ -279,14 +320,15 @@ class _Case:
         run = function if backward else lambda *args: function(*args)[0]
         return jax.jit(run) if cache.residency == "device" else run
 
-    def loss_program(self, image: jax.Array, text: jax.Array) -> Program:
+    def loss_program(self, train: _Training, features: dict[str, jax.Array]) -> Program:
         """The loss with its gradients over features and scale."""
 
-        def loss(image: jax.Array, text: jax.Array, scale: jax.Array) -> jax.Array:
-            return self.loss_fn(CLIPOutput(image, text, scale, None))
+        def loss(image: jax.Array, text: jax.Array, scale: jax.Array, memory: dict[str, Any]) -> jax.Array:
+            return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, None), memory)[0]
 
         scale = replicate(self.mesh, np.float32(1 / 0.07))
-        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), image, text, scale)
+        memory = memory_of(self.loss_fn, train.state, train.batch)
+        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, memory)
 
     def waiting_for_data(self, train: _Training, pairs: Any, seconds: float) -> float:
         """How much longer a step takes if its batch comes from host memory than if it is on the devices already."""

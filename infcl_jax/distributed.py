@@ -11,11 +11,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = "data"
 # On GPUs: the ring's transfers between those of a process as plain copies, which take no multiprocessors, one for each
-# hop; products by cuBLAS, which adds to what is there in place.
+# hop; products by cuBLAS, which adds to what is there in place, and none of them joined to one whose result is cut up.
 XLA_FLAGS = {
     "xla_gpu_collective_permute_mode": "peer",
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
     "xla_gpu_enable_triton_gemm": "false",
+    "xla_gpu_dot_merger_threshold_mb": "0",
 }
 
 

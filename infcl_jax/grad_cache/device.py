@@ -44,8 +44,8 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
         if not kept:  # a loop keeps XLA from merging the two passes by itself
             encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1)
-        if len(numbers) == 1:
-            parts.append(encode_one(jnp.int32(numbers[0])))
+        if len(numbers) == 1 or kept:  # a loop would copy what is kept into one array of all chunks
+            parts.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:
             stacked = lax.map(encode_one, jnp.arange(numbers.start, numbers.stop, dtype=jnp.int32))
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))

@@ -174,10 +174,10 @@ def make_train_step(
     return from_host
 
 
-def _evaluate(
+def evaluate_loss(
     loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
 ) -> tuple[jax.Array, Result]:
-    """The loss, of the model's output alone or with its `_memory`."""
+    """The loss, of the model's output alone or with its `memory_of`."""
     if not isinstance(loss_fn, GlobalContrastive):
         return loss_fn(output), Result(output)
     index = memory["index"]
@@ -185,7 +185,7 @@ def _evaluate(
     return loss, Result(output, (index, rows))
 
 
-def _memory(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What the loss needs besides the model's output.
 
     Raises:
@@ -202,7 +202,7 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
     """Gradients with the activations of the whole batch."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        memory = _memory(loss_fn, state, batch)
+        memory = memory_of(loss_fn, state, batch)
 
         def model(params: Any) -> tuple[CLIPOutput, Any]:
             variables = state.variables | {"params": {**state.params, **params}}
@@ -213,7 +213,7 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
         # The mesh is for infcl_jax.models.embedding.embed_tokens. The loss is given its own.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             output, pull, changed = jax.vjp(model, state.trained, has_aux=True)
-        evaluate = functools.partial(_evaluate, loss_fn, memory=memory)
+        evaluate = functools.partial(evaluate_loss, loss_fn, memory=memory)
         (loss, result), slopes = jax.value_and_grad(evaluate, has_aux=True)(output)
         statistics = None if "image" in state.frozen else changed.get("batch_stats")
         return (loss, result._replace(batch_stats=statistics)), pull(slopes)[0]
@@ -235,7 +235,7 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
 
         def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Result]:
             scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
-            return _evaluate(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
+            return evaluate_loss(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
 
         return cached_value_and_grad(
             {"image": encoder("encode_image"), "text": encoder("encode_text")},
@@ -251,7 +251,7 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         pairs = {name: batch[name] for name in ("image", "text")}
         encode = of_model(state.apply_fn, state.frozen)
-        (loss, result), grads = encode(state.params, pairs | _memory(loss_fn, state, batch), key)
+        (loss, result), grads = encode(state.params, pairs | memory_of(loss_fn, state, batch), key)
         if state.batch_stats is not None and "image" not in state.frozen:
             first = _first_chunk(batch["image"], cache, sharding)
             result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))

@@ -1,7 +1,8 @@
 """LayerNorm for Hopper GPUs, in Pallas Mosaic GPU: every array is read or written once.
 
-A program owns a range of rows, which come through shared memory in tiles of a few rows. Each of its four warps has whole
-rows, so that statistics are sums within a warp, and adds up its part of the gradients of scale and bias in registers.
+A program owns a range of rows, which come through shared memory in tiles of a few rows. Each of its four warps takes
+whole rows, so that statistics are sums within a warp, and adds up its part of the gradients of scale and bias in
+registers.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ def forward(
     """
     rows, width = x.shape
     stream = _Stream.of(tiling, rows, cores, {"x": x})
-    tile, row, column = _layouts(width, x.dtype, dtype)
+    tile, _, column = _layouts(width, x.dtype, dtype)
 
     def kernel(*refs: Any) -> None:
         x, scale, bias, y, means, inverses, *shared = refs
@@ -89,9 +90,9 @@ def forward(
         def body(at: _Tile, carry: tuple) -> tuple:
             for group in range(0, tiling.rows, WARPS):
                 wide = at.load("x", group, tile)
-                mean = wide.sum(1) / width
+                mean = wide.sum(1) * (1 / width)
                 centered = wide - _spread(mean, 0, width)
-                inverse = lax.rsqrt((centered * centered).sum(1) / width + epsilon)
+                inverse = lax.rsqrt((centered * centered).sum(1) * (1 / width) + epsilon)
                 normal = centered * _spread(inverse, 0, width)
                 place = pl.ds(at.first + group, WARPS)
                 y[place] = (normal * _spread(gain, 1, width) + _spread(shift, 1, width)).astype(dtype)
@@ -102,7 +103,8 @@ def forward(
 
     of_rows = jax.ShapeDtypeStruct((rows,), jnp.float32)
     out = (jax.ShapeDtypeStruct((rows, width), dtype), of_rows, of_rows)
-    return tuple(stream.call(kernel, out, x, scale, bias))
+    y, mean, inverse = stream.call(kernel, out, x, scale, bias)
+    return y, mean, inverse
 
 
 @functools.partial(jax.jit, static_argnames=("cores", "tiling"))
@@ -163,8 +165,8 @@ def backward(
                 product = cotangent * normal
                 of_scale, of_bias = of_scale + product * counted, of_bias + cotangent * counted
                 slope = cotangent * _spread(gain, 1, width)
-                along = (product * _spread(gain, 1, width)).sum(1) * (inverse / width)
-                level = slope.sum(1) * (inverse / width)
+                along = (product * _spread(gain, 1, width)).sum(1) * (inverse * (1 / width))
+                level = slope.sum(1) * (inverse * (1 / width))
                 found = slope * spread_inverse - (normal * _spread(along, 0, width) + _spread(level, 0, width))
                 if of_x is not None:
                     found = found + at.load("residual", group, tile)
@@ -179,8 +181,8 @@ def backward(
 
     sums = jax.ShapeDtypeStruct((stream.programs, WARPS, width), jnp.float32)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype), sums, sums
-    of_x, *sums = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
-    return of_x, *(s.sum((0, 1)) for s in sums)
+    found, of_scale, of_bias = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
+    return found, of_scale.sum((0, 1)), of_bias.sum((0, 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,15 +43,26 @@ class Tiling:
             raise ValueError(f"expected a multiple of {WARPS} rows per tile, got {self.rows}")
 
 
-# Measured on an H200.
-FORWARD = Tiling(rows=4, stages=4, programs=4)
-BACKWARD = Tiling(rows=4, stages=3, programs=2)
+# For arrays up to a width each. As many programs as registers allow, with enough bytes in flight to hide the latency.
+FORWARD = (
+    (512, Tiling(rows=8, stages=4, programs=6)),
+    (768, Tiling(rows=4, stages=6, programs=5)),
+    (1024, Tiling(rows=4, stages=4, programs=4)),
+    (1280, Tiling(rows=4, stages=4, programs=3)),
+)
+BACKWARD = (
+    (512, Tiling(rows=4, stages=4, programs=3)),
+    (1280, Tiling(rows=4, stages=3, programs=2)),
+)
+WIDEST = 1280
+DEPTH = 128  # of which widths are multiples
+FEWEST = max(tiling.rows for _, tiling in FORWARD + BACKWARD)  # rows
 
 
 def accepts(rows: int, width: int, *dtypes: Any) -> bool:
     """Whether the kernels take [rows, width] arrays of these dtypes."""
     known = all(jnp.dtype(d) in DTYPES for d in dtypes)
-    return known and rows >= max(FORWARD.rows, BACKWARD.rows) and width % 128 == 0 and 0 < width <= 1280
+    return known and rows >= FEWEST and width % DEPTH == 0 and 0 < width <= WIDEST
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "cores", "tiling"))
@@ -63,7 +74,7 @@ def forward(
     dtype: Any,
     epsilon: float,
     cores: int,
-    tiling: Tiling = FORWARD,
+    tiling: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """LayerNorm over the last axis.
 
@@ -74,13 +85,13 @@ def forward(
       dtype: of the result.
       epsilon: added to the variance.
       cores: multiprocessors of the device.
-      tiling: of the rows.
+      tiling: of the rows; None for the best for this width.
 
     Returns:
       [rows, width] in `dtype`, and float32 [rows] mean and inverse standard deviation of each row.
     """
     rows, width = x.shape
-    stream = _Stream.of(tiling, rows, cores, {"x": x})
+    stream = _Stream.of(tiling or _tiling(FORWARD, width), rows, cores, {"x": x})
     tile, _, column = _layouts(width, x.dtype, dtype)
 
     def kernel(*refs: Any) -> None:
@@ -88,7 +99,7 @@ def forward(
         gain, shift = (plgpu.load(r, layout=column, optimized=False) for r in (scale, bias))
 
         def body(at: _Tile, carry: tuple) -> tuple:
-            for group in range(0, tiling.rows, WARPS):
+            for group in range(0, stream.tiling.rows, WARPS):
                 wide = at.load("x", group, tile)
                 mean = wide.sum(1) * (1 / width)
                 centered = wide - _spread(mean, 0, width)
@@ -117,7 +128,7 @@ def backward(
     of_x: jax.Array | None = None,
     *,
     cores: int,
-    tiling: Tiling = BACKWARD,
+    tiling: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of LayerNorm.
 
@@ -129,7 +140,7 @@ def backward(
       of_y: [rows, width] cotangent of the result.
       of_x: [rows, width] cotangent of `x` from its other uses, to be added; None for none.
       cores: multiprocessors of the device.
-      tiling: of the rows.
+      tiling: of the rows; None for the best for this width.
 
     Returns:
       The cotangents of x, in its dtype, rounded once, and of scale and bias, float32, added up in the same order every
@@ -137,7 +148,7 @@ def backward(
     """
     rows, width = x.shape
     streamed = {"x": x, "y": of_y} | ({} if of_x is None else {"residual": of_x})
-    stream = _Stream.of(tiling, rows, cores, streamed)
+    stream = _Stream.of(tiling or _tiling(BACKWARD, width), rows, cores, streamed)
     tile, row, column = _layouts(width, *(a.dtype for a in streamed.values()))
 
     def kernel(*refs: Any) -> None:
@@ -148,14 +159,14 @@ def backward(
         def statistics(at: _Tile) -> list[jax.Array]:
             return [
                 plgpu.load(named[name].at[pl.ds(at.first + group, WARPS)], layout=row, optimized=False)
-                for group in range(0, tiling.rows, WARPS)
+                for group in range(0, stream.tiling.rows, WARPS)
                 for name in ("mean", "inverse")
             ]
 
         def body(at: _Tile, carry: tuple) -> tuple:
             of_scale, of_bias, known = carry
             ahead = statistics(at.after())  # long before they are needed
-            for number, group in enumerate(range(0, tiling.rows, WARPS)):
+            for number, group in enumerate(range(0, stream.tiling.rows, WARPS)):
                 mean, inverse = known[2 * number : 2 * number + 2]
                 cotangent = at.load("y", group, tile)
                 scaled_mean = _spread(mean * inverse, 0, width)
@@ -306,6 +317,10 @@ class _Tile:
     def after(self) -> "_Tile":
         """The next tile, or again the last one."""
         return self.stream.tile(self.number + 1)
+
+
+def _tiling(choices: tuple[tuple[int, Tiling], ...], width: int) -> Tiling:
+    return next(tiling for widest, tiling in choices if width <= widest)
 
 
 def _layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:

@@ -127,7 +127,8 @@ def _backward_xla(
     beside: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Cotangents of `x`, scale and bias, float32 for the last two."""
-    x, mean, inverse, scale = lax.optimization_barrier((x, mean, inverse, scale))
+    # Without the barrier the compiler keeps what both passes compute of `x`, and cotangents between layers, in float32.
+    x, mean, inverse, scale, beside = lax.optimization_barrier((x, mean, inverse, scale, beside))
     slope = of_y.astype(jnp.float32)
     normal = (x.astype(jnp.float32) - mean) * inverse
     rows = tuple(range(x.ndim - 1))

@@ -69,7 +69,7 @@ def normalize_beside(
 ) -> tuple[jax.Array, jax.Array]:
     """`normalize`, and `x` itself, to be used in place of `x` where it is also passed on unchanged.
 
-    The cotangents of both uses are then added before they are rounded, and without another pass over them.
+    The kernels then add the cotangents of both uses before they round, and without another pass over them.
     """
     return _forward(x, scale, bias, dtype, implementation)[0], x
 
@@ -127,8 +127,7 @@ def _backward_xla(
     beside: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Cotangents of `x`, scale and bias, float32 for the last two."""
-    # Without the barrier the compiler keeps what both passes compute of `x`, and cotangents between layers, in float32.
-    x, mean, inverse, scale, beside = lax.optimization_barrier((x, mean, inverse, scale, beside))
+    x, mean, inverse, scale = lax.optimization_barrier((x, mean, inverse, scale))
     slope = of_y.astype(jnp.float32)
     normal = (x.astype(jnp.float32) - mean) * inverse
     rows = tuple(range(x.ndim - 1))
@@ -136,9 +135,9 @@ def _backward_xla(
     slope = slope * along(scale, x)
     projection = jnp.mean(slope * normal, axis=-1, keepdims=True)
     of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * projection)
-    if beside is not None:
-        of_x += beside.astype(jnp.float32)
-    return of_x.astype(x.dtype), of_scale, of_bias
+    of_x = of_x.astype(x.dtype)
+    # A float32 sum would be stored as such, since the bias of the layer before is summed from it.
+    return of_x if beside is None else of_x + beside, of_scale, of_bias
 
 
 def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:

@@ -6,10 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import runs
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.models import mosaic_norm, normalization
@@ -179,6 +180,36 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
     text = lowered(jax.jit(gradients), variables, x)
     assert calls(text) == 2  # each of both norms calls the same
     assert "tensor<128x256xbf16>" in text
+
+
+@pytest.mark.parametrize("shape", [(40, 128), (8, 5, 128)])
+def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
+    """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
+
+    def forward(x, scale, bias, *, dtype, epsilon, cores):
+        assert x.shape == (10, 128)
+        y, *statistics = normalization._forward_xla(x, scale, bias, dtype)
+        return y, *(s[:, 0] for s in statistics)
+
+    def backward(x, mean, inverse, scale, of_y, beside, *, cores):
+        return normalization._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside)
+
+    monkeypatch.setattr(mosaic_norm, "forward", forward)
+    monkeypatch.setattr(mosaic_norm, "backward", backward)
+    monkeypatch.setattr(normalization.devices, "multiprocessors", lambda: 132)
+    arrays, mesh = given(40, 128, FP32, FP32), oracle.mesh_of(4)
+    own, all_of = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    sharded = [jax.device_put(a.reshape(shape), own) if a.ndim > 1 else jax.device_put(a, all_of) for a in arrays]
+
+    @jax.jit
+    def run(x, scale, bias, of_y, beside):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            norm = functools.partial(normalization.normalize_beside, dtype=FP32, implementation="mosaic_gpu")
+            (y, _), pull = jax.vjp(norm, x, scale, bias)
+        return y, *pull((of_y, beside))
+
+    found = [a.reshape(40, 128) if a.ndim > 1 else a for a in run(*sharded)]
+    assert_close(found, expected(*arrays), (FP32,) * 4)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

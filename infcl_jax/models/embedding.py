@@ -48,10 +48,15 @@ def _embed_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Arr
 embed_tokens.defvjp(_embed_forward, _embed_backward)
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh in use over which the compiler shards arrays; the batch is taken to be sharded over all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+
+
 def _sum_on_all_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     """`sum_by_id` of [b, t] tokens and [b, t, width] rows, with the batch sharded over the axes of the mesh in use."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+    axes = automatic_axes()
 
     def local(tokens: jax.Array, rows: jax.Array) -> jax.Array:
         sums = sum_by_id(tokens.reshape(-1), rows.reshape(-1, rows.shape[-1]), count)

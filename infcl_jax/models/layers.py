@@ -5,7 +5,6 @@ computing them again. Here the backward pass keeps the arguments, in the compute
 sums over rows (gradients of biases and gains) are float32, and so are statistics and elementwise functions.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-LAYER_NORM_EPSILON = 1e-5
+from infcl_jax.models.normalization import along, normalize, normalize_beside
+
 # Name of what a `Dense` layer returns, for the policies of `jax.checkpoint`.
 PRODUCT = "product"
 
@@ -55,47 +55,6 @@ gelu = _elementwise(lambda x: x * _normal_cdf(x), _gelu_slope)
 quick_gelu = _elementwise(lambda x: x * jax.nn.sigmoid(1.702 * x), _quick_gelu_slope)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
-    """LayerNorm (Ba et al. 2016) over the last axis.
-
-    Args:
-      x: [..., width], floating.
-      scale: [width].
-      bias: [width].
-      dtype: of the result.
-
-    Returns:
-      [..., width]; statistics from one pass over `x`, float32 throughout.
-    """
-    return _normalize_forward(x, scale, bias, dtype)[0]
-
-
-def _normalize_forward(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True) - mean * mean, 0.0)
-    inverse = lax.rsqrt(variance + LAYER_NORM_EPSILON)
-    y = (wide - mean) * inverse * _along(scale, x) + _along(bias, x)
-    return y.astype(dtype), (x, mean, inverse, scale, bias)
-
-
-def _normalize_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    x, mean, inverse, scale = lax.optimization_barrier(saved[:-1])
-    bias = saved[-1]
-    slope = cotangent.astype(jnp.float32)
-    normal = (x.astype(jnp.float32) - mean) * inverse
-    rows = tuple(range(x.ndim - 1))
-    of_scale, of_bias = (slope * normal).sum(rows), slope.sum(rows)
-    slope = slope * _along(scale, x)
-    along = jnp.mean(slope * normal, axis=-1, keepdims=True)
-    of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * along)
-    return of_x.astype(x.dtype), of_scale.astype(scale.dtype), of_bias.astype(bias.dtype)
-
-
-normalize.defvjp(_normalize_forward, _normalize_backward)
-
-
 @jax.custom_vjp
 def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """`x @ kernel + bias` in the dtype of `x`.
@@ -108,7 +67,7 @@ def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     Returns:
       [..., features] in the dtype of `x`. Gradients of kernel and bias are sums in float32.
     """
-    return x @ kernel.astype(x.dtype) + _along(bias, x).astype(x.dtype)
+    return x @ kernel.astype(x.dtype) + along(bias, x).astype(x.dtype)
 
 
 def _affine_forward(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple]:
@@ -126,11 +85,6 @@ def _affine_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tupl
 affine.defvjp(_affine_forward, _affine_backward)
 
 
-def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """float32 [width] with the leading axes of `x` added."""
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
-
-
 class LayerNorm(nn.Module):
     """`normalize` to a result of any dtype; parameters `scale` and `bias`."""
 
@@ -138,11 +92,11 @@ class LayerNorm(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., width] to [..., width] in `dtype`."""
+    def __call__(self, x: jax.Array, beside: bool = False) -> Any:
+        """Maps [..., width] to [..., width] in `dtype`; `beside`: and `x` itself, see `normalize_beside`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
-        return normalize(x, scale, bias, jnp.dtype(self.dtype))
+        return (normalize_beside if beside else normalize)(x, scale, bias, jnp.dtype(self.dtype))
 
 
 class Dense(nn.Module):

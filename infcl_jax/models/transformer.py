@@ -224,8 +224,10 @@ class Block(nn.Module):
         c = self.config
         drop = functools.partial(nn.Dropout, c.dropout, deterministic=not train)
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        x = x + drop(name="drop_1")(attention(layer_norm(c, x, "ln_1")))
-        return x + drop(name="drop_2")(Mlp(c, name="mlp")(layer_norm(c, x, "ln_2")))
+        y, x = LayerNorm(c.dtype, c.param_dtype, name="ln_1")(x, beside=True)
+        x = x + drop(name="drop_1")(attention(y))
+        y, x = LayerNorm(c.dtype, c.param_dtype, name="ln_2")(x, beside=True)
+        return x + drop(name="drop_2")(Mlp(c, name="mlp")(y))
 
 
 def _block_class(remat: Remat | None) -> type[Block]:

@@ -20,7 +20,7 @@ HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
 
 def available_implementations() -> tuple[str, ...]:
     """Names of `pairwise_lse`'s implementations that run on the default device."""
-    capability = _capability()
+    capability = compute_capability()
     found = [*PORTABLE]
     if capability == HOPPER:
         found.append("mosaic_gpu")
@@ -33,8 +33,8 @@ def best_implementation() -> str:
     """The fastest implementation of constant memory on the default device; on a GPU without kernels it says so once."""
     available = available_implementations()
     best = next((name for name in FUSED if name in available), "xla")
-    if best == "xla" and _capability() is not None:
-        _say_no_kernels(_capability())
+    if best == "xla" and compute_capability() is not None:
+        _say_no_kernels(compute_capability())
     return best
 
 
@@ -57,8 +57,7 @@ def fused_backend(implementation: str, alone: bool) -> Backend:
 
     `alone`: nothing else runs beside the kernels, such as the transfers of a ring.
     """
-    device = _device()
-    return _fused_backend(implementation, alone, _capability(), getattr(device, "core_count", None) or device.num_cores)
+    return _fused_backend(implementation, alone, compute_capability(), multiprocessors())
 
 
 @functools.cache
@@ -81,12 +80,18 @@ def _device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
-def _capability() -> str | None:
-    """CUDA compute capability of that device, None without an NVIDIA GPU."""
+def compute_capability() -> str | None:
+    """CUDA compute capability of the device that is traced for, None without an NVIDIA GPU."""
     device = _device()
     if isinstance(device, jax.sharding.AbstractDevice):
         return HOPPER if any(name in device.device_kind for name in HOPPER_NAMES) else None
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+
+
+def multiprocessors() -> int:
+    """Of that device, an NVIDIA GPU."""
+    device = _device()
+    return getattr(device, "core_count", None) or device.num_cores
 
 
 def _has_triton() -> bool:

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models import layers
+from infcl_jax.models import layers, normalization
 
 SHAPES = {"x": (5, 7, 12), "kernel": (12, 6), "scale": (12,), "bias": (12,), "short": (6,)}
 
 
 def plain_norm(x, scale, bias):
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + layers.LAYER_NORM_EPSILON) * scale + bias
+    return (x - mean) / jnp.sqrt(variance + normalization.LAYER_NORM_EPSILON) * scale + bias
 
 
 LAYERS = {

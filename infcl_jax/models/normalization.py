@@ -1,0 +1,192 @@
+"""LayerNorm: fused kernels on Hopper GPUs, or plain XLA."""
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax.models.embedding import automatic_axes
+from infcl_jax.pairwise import devices
+
+NormImplementation = Literal["xla", "mosaic_gpu"]
+LAYER_NORM_EPSILON = 1e-5
+
+
+def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
+    """The fastest LayerNorm on the default device.
+
+    Args:
+      x: [..., width], the argument.
+      dtypes: of the result.
+
+    Returns:
+      "mosaic_gpu" on a Hopper GPU with an argument that the kernels accept, if each device is known to have whole rows:
+      there is one device, or it runs inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over
+      which the leading axis is sharded. Otherwise "xla", which the compiler can split.
+    """
+    if devices.compute_capability() != devices.HOPPER:
+        return "xla"
+    from infcl_jax.models import mosaic_norm  # only GPUs need it
+
+    mesh, axes = jax.sharding.get_abstract_mesh(), automatic_axes()
+    if not mesh.axis_names:
+        known = mesh.abstract_device is not None or jax.device_count() == 1
+    else:
+        known = AxisType.Explicit not in mesh.axis_types
+    shares = math.prod(mesh.shape[axis] for axis in axes)
+    whole = known and x.ndim > 1 and x.shape[0] % shares == 0
+    rows = math.prod(x.shape[:-1]) // shares
+    return "mosaic_gpu" if whole and mosaic_norm.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalize(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None = None
+) -> jax.Array:
+    """LayerNorm (Ba et al. 2016) over the last axis.
+
+    Args:
+      x: [..., width], floating.
+      scale: [width].
+      bias: [width].
+      dtype: of the result.
+      implementation: "xla", or "mosaic_gpu" for the kernels of Hopper GPUs; None for `best_normalization`.
+
+    Returns:
+      [..., width]; float32 throughout.
+    """
+    return _forward(x, scale, bias, dtype, implementation)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalize_beside(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`normalize`, and `x` itself, to be used in place of `x` where it is also passed on unchanged.
+
+    The kernels then add the cotangents of both uses before they round, and without another pass over them.
+    """
+    return _forward(x, scale, bias, dtype, implementation)[0], x
+
+
+def _forward(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    run = _forward_xla if _chosen(implementation, x, dtype) == "xla" else _forward_kernel
+    y, mean, inverse = run(x, scale, bias, dtype)
+    return y, (x, mean, inverse, scale, bias)
+
+
+def _forward_beside(*args: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    y, saved = _forward(*args)
+    return (y, args[0]), saved
+
+
+def _backward(
+    dtype: Any,
+    implementation: NormImplementation | None,
+    saved: tuple[jax.Array, ...],
+    of_y: jax.Array,
+    beside: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    x, mean, inverse, scale, bias = saved
+    run = _backward_xla if _chosen(implementation, x, dtype) == "xla" else _backward_kernel
+    of_x, of_scale, of_bias = run(x, mean, inverse, scale, of_y, beside)
+    return of_x, of_scale.astype(scale.dtype), of_bias.astype(bias.dtype)
+
+
+normalize.defvjp(_forward, _backward)
+normalize_beside.defvjp(_forward_beside, lambda *args: _backward(*args[:-1], *args[-1]))
+
+
+def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any) -> NormImplementation:
+    return implementation or best_normalization(x, dtype)
+
+
+def _forward_xla(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """The result, and mean and inverse standard deviation [..., 1]; statistics from one pass over `x`."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True) - mean * mean, 0.0)
+    inverse = lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    y = (wide - mean) * inverse * along(scale, x) + along(bias, x)
+    return y.astype(dtype), mean, inverse
+
+
+def _backward_xla(
+    x: jax.Array,
+    mean: jax.Array,
+    inverse: jax.Array,
+    scale: jax.Array,
+    of_y: jax.Array,
+    beside: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Cotangents of `x`, scale and bias, float32 for the last two."""
+    x, mean, inverse, scale = lax.optimization_barrier((x, mean, inverse, scale))
+    slope = of_y.astype(jnp.float32)
+    normal = (x.astype(jnp.float32) - mean) * inverse
+    rows = tuple(range(x.ndim - 1))
+    of_scale, of_bias = (slope * normal).sum(rows), slope.sum(rows)
+    slope = slope * along(scale, x)
+    projection = jnp.mean(slope * normal, axis=-1, keepdims=True)
+    of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * projection)
+    of_x = of_x.astype(x.dtype)
+    # A float32 sum would be stored as such, since the bias of the layer before is summed from it.
+    return of_x if beside is None else of_x + beside, of_scale, of_bias
+
+
+def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    from infcl_jax.models import mosaic_norm
+
+    run = functools.partial(
+        mosaic_norm.forward, dtype=jnp.dtype(dtype), epsilon=LAYER_NORM_EPSILON, cores=devices.multiprocessors()
+    )
+
+    def local(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
+        y, *statistics = run(_rows(x), scale, bias)
+        return y.reshape(x.shape), *(s.reshape(*x.shape[:-1], 1) for s in statistics)
+
+    axes = automatic_axes()
+    if axes:
+        specs = (P(axes), P(), P())
+        local = jax.shard_map(local, in_specs=specs, out_specs=P(axes), axis_names=set(axes))
+    return local(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
+
+
+def _backward_kernel(
+    x: jax.Array,
+    mean: jax.Array,
+    inverse: jax.Array,
+    scale: jax.Array,
+    of_y: jax.Array,
+    beside: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    from infcl_jax.models import mosaic_norm
+
+    run = functools.partial(mosaic_norm.backward, cores=devices.multiprocessors())
+    axes = automatic_axes()
+
+    def local(scale: jax.Array, mean: jax.Array, inverse: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        first, *others = (_rows(a) for a in arrays)
+        of_x, *sums = run(first, mean.reshape(-1), inverse.reshape(-1), scale, *others)
+        return of_x.reshape(arrays[0].shape), *(lax.psum(s, axes) if axes else s for s in sums)
+
+    arrays = (mean, inverse, x, of_y, *(() if beside is None else (beside,)))
+    if axes:
+        specs = (P(), *(P(axes) for _ in arrays))
+        local = jax.shard_map(local, in_specs=specs, out_specs=(P(axes), P(), P()), axis_names=set(axes))
+    return local(scale.astype(jnp.float32), *arrays)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def along(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """float32 [width] with the leading axes of `x` added."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)

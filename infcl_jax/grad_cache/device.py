@@ -37,7 +37,7 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
         chunk = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, number * layout.size, size), block)
         return tower.features(params, chunk, rng, device * layout.count + number)
 
-    parts = []
+    parts: list[Any] = []
     for numbers, size, kept in layout.runs(tower.keep):
         if not numbers:
             continue

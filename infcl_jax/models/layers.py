@@ -20,6 +20,8 @@ from infcl_jax.models.normalization import along, normalize, normalize_beside
 # Name of what a `Dense` layer returns, for the policies of `jax.checkpoint`.
 PRODUCT = "product"
 
+Parts = tuple[jax.Array, ...]
+
 
 def _elementwise(function: Callable[[jax.Array], jax.Array], slope: Callable[[jax.Array], jax.Array]) -> Callable:
     """A function that keeps its argument's dtype, computed in float32, with its derivative."""
@@ -56,30 +58,39 @@ quick_gelu = _elementwise(lambda x: x * jax.nn.sigmoid(1.702 * x), _quick_gelu_s
 
 
 @jax.custom_vjp
-def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """`x @ kernel + bias` in the dtype of `x`.
+def affine(x: jax.Array, kernels: Parts, biases: Parts) -> Parts:
+    """`x @ kernel + bias` for one kernel and bias or several, in the dtype of `x`.
 
     Args:
       x: [..., inputs], floating.
-      kernel: [inputs, features], of any floating dtype.
-      bias: [features], likewise.
+      kernels: of [inputs, features], of any floating dtype.
+      biases: as many, of [features], likewise.
 
     Returns:
-      [..., features] in the dtype of `x`. Gradients of kernel and bias are sums in float32.
+      As many [..., features] in the dtype of `x`. Gradients of kernels and biases are sums in float32.
     """
-    return x @ kernel.astype(x.dtype) + along(bias, x).astype(x.dtype)
+    pairs = zip(kernels, biases, strict=True)
+    return tuple(x @ kernel.astype(x.dtype) + along(bias, x).astype(x.dtype) for kernel, bias in pairs)
 
 
-def _affine_forward(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple]:
-    return affine(x, kernel, bias), (x, kernel, bias)
+def _affine_forward(x: jax.Array, kernels: Parts, biases: Parts) -> tuple[Parts, tuple]:
+    return affine(x, kernels, biases), (x, kernels, biases)
 
 
-def _affine_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    x, kernel, bias = saved
+def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts, Parts]:
+    x, kernels, biases = saved
     rows = tuple(range(x.ndim - 1))
-    of_kernel = lax.dot_general(x, cotangent, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    of_bias = cotangent.sum(rows, dtype=jnp.float32)
-    return cotangent @ kernel.astype(x.dtype).T, of_kernel.astype(kernel.dtype), of_bias.astype(bias.dtype)
+
+    def of_kernel(kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
+        product = lax.dot_general(x, cotangent, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+        return product.astype(kernel.dtype)
+
+    of_x, *products = (c @ k.astype(x.dtype).T for k, c in zip(kernels, cotangents, strict=True))
+    for product in products:
+        # Behind the barrier the sum so far is what a product is added to, in place, not another product.
+        of_x = lax.optimization_barrier(of_x) + product
+    of_biases = (c.sum(rows, dtype=jnp.float32).astype(b.dtype) for b, c in zip(biases, cotangents, strict=True))
+    return of_x, tuple(map(of_kernel, kernels, cotangents)), tuple(of_biases)
 
 
 affine.defvjp(_affine_forward, _affine_backward)
@@ -120,5 +131,5 @@ class Dense(nn.Module):
         shape = (x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
-        weights = zip(jnp.split(kernel, parts, axis=1), jnp.split(bias, parts), strict=True)
-        return tuple(checkpoint_name(affine(x.astype(self.dtype), *part), PRODUCT) for part in weights)
+        weights = tuple(jnp.split(kernel, parts, axis=1)), tuple(jnp.split(bias, parts))
+        return tuple(checkpoint_name(part, PRODUCT) for part in affine(x.astype(self.dtype), *weights))

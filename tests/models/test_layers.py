@@ -19,7 +19,11 @@ LAYERS = {
     "gelu": (layers.gelu, lambda x: jax.nn.gelu(x, approximate=False), ("x",)),
     "quick_gelu": (layers.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x), ("x",)),
     "layer norm": (lambda *a: layers.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
-    "affine": (layers.affine, lambda x, kernel, bias: x @ kernel + bias, ("x", "kernel", "short")),
+    "affine": (
+        lambda x, *parts: jnp.subtract(*layers.affine(x, parts[:2], parts[2:])),
+        lambda x, one, other, first, second: x @ (one - other) + first - second,
+        ("x", "kernel", "kernel", "short", "short"),
+    ),
 }
 
 

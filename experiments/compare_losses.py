@@ -1,13 +1,15 @@
 """Trains the same configuration with several losses and seeds, and compares what was learned.
 
-    python -m experiments.compare_losses --config=configs/fastclip.py:quickstart --workdir=runs/losses \
-        --losses=clip,fastclip_v3 --seeds=0,1,2
+    python -m experiments.compare_losses --config=configs/fastclip.py:quickstart --workdir=runs/losses --seeds=0,1,2 \
+        --loss=clip --loss=fastclip_v3 --loss=clip,optimizer.temperature_learning_rate=None
 
-Each run is one of `experiments.train` in a folder of its own, so that the same command continues where it stopped.
-Writes `losses.json`, the last evaluation of every run, and `losses.png`: accuracy and recall over the steps, the mean
-over seeds in bold. About 20 minutes on two CPU cores.
+The last of these losses is CLIP's as usual, whose temperature learns as fast as everything else. Each run is one of
+`experiments.train` in a folder of its own, so that the same command continues where it stopped. Writes `losses.json`,
+the last evaluation of every run, and `losses.png`: accuracy and recall over the steps, the mean over seeds in bold.
+Half an hour on two CPU cores.
 """
 
+import functools
 import json
 import statistics
 from collections.abc import Sequence
@@ -18,9 +20,12 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from experiments import command, train
+from experiments.overrides import parse_overrides
 from infcl_jax.training import METRICS_FILE, read_metrics
 
-_LOSSES = flags.DEFINE_list("losses", ["clip", "fastclip_v3"], "Losses to train with.")
+_LOSSES = flags.DEFINE_multi_string(
+    "loss", ["clip", "fastclip_v3"], "A loss to train with, and further changes of the configuration: loss,key=value."
+)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train with.")
 
 RESULTS_FILE, PICTURE_FILE = "losses.json", "losses.png"
@@ -38,20 +43,24 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
 
     Args:
       config: see `configs/base.py`; `loss` and `seed` are replaced. It must evaluate zero-shot and retrieval.
-      losses: to train with. Those with a learned temperature and "clip" start at the configuration's.
+      losses: to train with, each with what else of the configuration is to be changed: "clip,batch_size=128".
       seeds: of each of them.
       workdir: of all runs and their results.
 
     Returns:
       The evaluations of each run, by loss and seed.
+
+    Raises:
+      ValueError: a change is not of the form key=value.
+      AttributeError: there is no such setting.
     """
     folder = Path(workdir)
     curves: Curves = {loss: [] for loss in losses}
     for loss in losses:
         for seed in seeds:
-            run = config.copy_and_resolve_references()
-            run.loss, run.seed = loss, seed
-            path = folder / f"{loss}-{seed}"
+            run = _changed(config, loss)
+            run.seed = seed
+            path = folder / f"{loss.replace(',', '-')}-{seed}"
             train.train(run, path)
             curves[loss].append([line for line in read_metrics(path / METRICS_FILE) if METRICS.keys() <= line.keys()])
     final = {loss: [{name: lines[-1][name] for name in METRICS} for lines in runs] for loss, runs in curves.items()}
@@ -60,6 +69,15 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
     for loss, runs in final.items():
         command.say(f"{loss}: " + "  ".join(summary(label, [r[name] for r in runs]) for name, label in METRICS.items()))
     return curves
+
+
+def _changed(config: ConfigDict, loss: str) -> ConfigDict:
+    run = config.copy_and_resolve_references()
+    run.loss, _, changes = loss.partition(",")
+    for name, value in parse_overrides(changes, "--loss").items():
+        *folders, key = name.split(".")
+        setattr(functools.reduce(getattr, folders, run), key, value)
+    return run
 
 
 def summary(label: str, values: Sequence[float]) -> str:

@@ -95,9 +95,18 @@ def test_kept_chunks_count_until_all_are_kept():
     assert plans[4].activations < plans[3].activations == plans[0].activations
 
 
+# MiB that XLA plans for an H200 (JAX 0.11.2) for the gradients of the towers in bf16.
 @pytest.mark.parametrize(
-    "changes", [{}, {"dtype": "bfloat16"}, {"vision.remat": "full"}], ids=["plain", "bf16", "remat"]
+    ("name", "rows", "mib"), [("ViT-B/32", 1024, (15_201, 15_427)), ("ViT-B/16", 256, (14_831, 3795))]
 )
+def test_activations_with_fused_attention_are_those_on_a_gpu(name, rows, mib, monkeypatch):
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
+    model = create_model(name, **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
+    for tower, measured in zip(towers(model), mib, strict=True):
+        assert tower.peak(rows) / 2**20 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"vision.remat": "full"}], ids=["plain", "remat"])
 def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
     model = create_model("tiny", **changes)
     rows = row_shapes(model, 32)["image"]
@@ -111,7 +120,7 @@ def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
 
     cotangent = jax.ShapeDtypeStruct((32, 64), model.feature_dtype)
     compiled = jax.jit(both).lower(params, rows, cotangent).compile().memory_analysis().temp_size_in_bytes
-    assert 0.8 < towers(model)[0].peak(32) / compiled < 1.3
+    assert 0.75 < towers(model)[0].peak(32) / compiled < 1.3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,7 @@ def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, set
     plan = plan_memory(workload(model=model, batch_size=256, devices=devices, **settings))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
         compiled = step.lower(state, batch).compile()
-    assert 0.85 < compare_with_compiled(plan, compiled) < 1.3
+    assert 0.75 < compare_with_compiled(plan, compiled) < 1.1  # the CPU stores more than GPUs
 
 
 def test_a_step_of_several_programs_cannot_be_compared():
@@ -181,7 +190,7 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
 
 
 @pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("memory", [40 * MIB, 60 * MIB])
+@pytest.mark.parametrize("memory", [30 * MIB, 45 * MIB])
 def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, memory):
     run = workload(**(settings | {"batch_size": 4096}))
     found = best_chunk_size(run, memory)

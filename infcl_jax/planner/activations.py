@@ -1,7 +1,8 @@
 """Memory of an encoder's activations from shapes alone: its jaxpr is traced, nothing is compiled or computed.
 
-Every intermediate is counted from where it is computed to where it is last used. XLA fuses some of them away and adds
-copies of others: the figure is an estimate, see `infcl_jax.planner.plan_memory` for how close it comes.
+Arrays that are stored are counted from where they are computed to where they are last used: arguments and results of
+matrix products, kernels and the like. What XLA computes element by element in between is not stored, and its arguments
+live until it is used. See `infcl_jax.planner.plan_memory` for how close that comes.
 """
 
 import functools
@@ -92,7 +93,9 @@ def _tower(model: CLIP, name: str) -> Tower:
         rows = row_shapes(model, count)[name]
         features = jax.eval_shape(encode, params, rows, key)
         saved = jax.make_jaxpr(pull)(params, rows, key).jaxpr
-        here = {v for v in saved.outvars if not isinstance(v, Literal)} - {*saved.invars, *saved.constvars}
+        buffers: dict[Any, Any] = {}
+        list(_flat(saved, buffers))
+        here = {buffers.get(v, v) for v in _variables(saved.outvars)} - {*saved.invars, *saved.constvars}
         peak = _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
         return sum(_bytes(v.aval) for v in here), peak, _peak(jax.make_jaxpr(encode)(params, rows, key).jaxpr)
 
@@ -105,20 +108,75 @@ def _line(few: int, many: int) -> Linear:
     return Linear(max(0, few - per_row * _FEW), per_row)
 
 
+class _Equation(NamedTuple):
+    """An operation on buffers. `fused`: it is computed in the loop of what uses it, if that is a fused one too."""
+
+    reads: list[Any]
+    writes: list[Any]
+    fused: bool
+    inner: int
+
+
 def _peak(jaxpr: Any) -> int:
     """The most bytes that live at one time, without inputs and results; constants cost nothing."""
-    results = set(_variables(jaxpr.outvars))
-    last = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
+    buffers: dict[Any, Any] = {}
+    equations = list(_flat(jaxpr, buffers))
+    results = {buffers.get(v, v) for v in _variables(jaxpr.outvars)}
+    stored = results | {v for eqn in equations if not eqn.fused for v in (*eqn.reads, *eqn.writes)}
+    last: dict[Any, int] = {}
+    for place, eqn in reversed(list(enumerate(equations))):
+        # What is never stored is computed where it is used, and its arguments have to live until then.
+        needed = max((place, *(last.get(v, place) for v in eqn.writes if v not in stored)))
+        for v in eqn.reads:
+            last[v] = max(needed, last.get(v, needed))
+    ending: dict[int, list[Any]] = {}
+    for v, place in last.items():
+        ending.setdefault(place, []).append(v)
     counted: dict[Any, int] = {}
     live = most = 0
-    for place, eqn in enumerate(jaxpr.eqns):
-        if list(_variables(eqn.invars)):
-            made = {v: _bytes(v.aval) for v in eqn.outvars if v in last and v not in results}
+    for place, eqn in enumerate(equations):
+        if eqn.reads:
+            made = {v: _bytes(v.aval) for v in eqn.writes if v in last and v in stored and v not in results}
             live, counted = live + sum(made.values()), counted | made
-        inner = max((_peak(part) for part in _parts(eqn.params.values())), default=0)
-        most = max(most, live + inner)
-        live -= sum(counted.pop(v, 0) for v in set(_variables(eqn.invars)) if last[v] == place)
+        most = max(most, live + eqn.inner)
+        live -= sum(counted.pop(v, 0) for v in ending.get(place, ()))
     return most
+
+
+def _flat(jaxpr: Any, buffers: dict[Any, Any]) -> Iterator[_Equation]:
+    """The operations of a jaxpr and of the functions that it calls.
+
+    Args:
+      jaxpr: of a function.
+      buffers: to which variables that are another one's buffer are added.
+    """
+    for eqn in jaxpr.eqns:
+        reads, name = [buffers.get(v, v) for v in _variables(eqn.invars)], eqn.primitive.name
+        called = list(_parts(eqn.params.values()))
+        if name in _CALLS and len(called) == 1 and len(called[0].invars) == len(eqn.invars):
+            given = zip(called[0].invars, eqn.invars, strict=True)
+            buffers |= {v: buffers.get(a, a) for v, a in given if not isinstance(a, Literal)}
+            yield from _flat(called[0], buffers)
+            returned = zip(eqn.outvars, called[0].outvars, strict=True)
+            buffers |= {v: buffers.get(r, r) for v, r in returned if not isinstance(r, Literal)}
+        elif name in _VIEWS and len(reads) == len(eqn.outvars):
+            buffers |= dict(zip(eqn.outvars, reads, strict=True))
+        else:
+            inner = max((_peak(part) for part in called), default=0)
+            yield _Equation(reads, list(eqn.outvars), name in _FUSED and not called, inner)
+
+
+# Functions that are called where they stand; what returns its argument; what XLA computes element by element.
+_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call", "remat2"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "stop_gradient", "copy"})
+_FUSED = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "erf", "exp"),
+        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"),
+        *("lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min"),
+        *("reduce_sum", "rem", "rsqrt", "select_n", "sign", "sin", "split", "sqrt", "square", "sub", "tanh", "xor"),
+    )
+)
 
 
 def _variables(atoms: Iterable[Any]) -> Iterator[Any]:

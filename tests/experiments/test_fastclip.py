@@ -50,7 +50,7 @@ def test_what_there_are_no_settings_for_is_refused_in_one_line(argument):
 def test_losses_are_compared_by_loss_and_seed(monkeypatch, tmp_path):
     def train(config, workdir):
         workdir.mkdir(parents=True)
-        better = 0.1 * (config.loss == "fastclip_v3")
+        better = 0.1 * (config.loss == "fastclip_v3") + 0.2 * (config.optimizer.weight_decay == 0)
         lines = [
             {"step": step, "time": 0.0}
             | dict.fromkeys(compare_losses.METRICS, better + step / 100 + config.seed / 1000)
@@ -59,9 +59,9 @@ def test_losses_are_compared_by_loss_and_seed(monkeypatch, tmp_path):
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     monkeypatch.setattr(compare_losses.train, "train", train)
-    curves = compare_losses.compare(runs.config(), ("clip", "fastclip_v3"), (0, 1), tmp_path)
+    curves = compare_losses.compare(runs.config(), ("clip", "fastclip_v3,optimizer.weight_decay=0"), (0, 1), tmp_path)
     assert [len(lines) for lines in curves["clip"]] == [2, 2]
     final = json.loads((tmp_path / "losses.json").read_text())
-    assert final["fastclip_v3"][1]["zero_shot/top1"] == pytest.approx(0.1 + 0.2 + 0.001)
+    assert final["fastclip_v3,optimizer.weight_decay=0"][1]["zero_shot/top1"] == pytest.approx(0.1 + 0.2 + 0.2 + 0.001)
     assert (tmp_path / "losses.png").stat().st_size > 0
     assert compare_losses.summary("R@1", [0.1, 0.2, 0.3]) == "R@1 20.0 % (10.0 to 30.0)"

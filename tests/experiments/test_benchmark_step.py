@@ -30,10 +30,10 @@ CALL_SECONDS = 0.01
 TIMED = ("product", "step", "encode", "loss", "backward", "update", "data")  # in this order
 PARTS = ("encode_ms", "loss_ms", "backward_ms", "update_ms", "data_ms")
 RATES = ("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "of_product")
-# Devices, gradient caching, MiB in use at most before and after the step.
+# Devices, gradient caching, loss, MiB in use at most before and after the step.
 WAYS = {
-    "at once": (1, NO_CACHE, (1, 3)),
-    "in chunks from the host": (2, GradCacheConfig(chunk_size=8, residency="host"), (3, 3)),
+    "at once": (1, NO_CACHE, "clip", (1, 3)),
+    "in chunks from the host": (2, GradCacheConfig(chunk_size=8, residency="host"), "fastclip_v3", (3, 3)),
 }
 
 
@@ -45,8 +45,8 @@ def fast_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def settings(*batch, cache=NO_CACHE):
-    return Settings("tiny", batch, runs.OVERRIDES, cache, repeats=3)
+def settings(*batch, cache=NO_CACHE, **changes):
+    return Settings("tiny", batch, runs.OVERRIDES, cache, repeats=3, **changes)
 
 
 @contextlib.contextmanager
@@ -83,12 +83,12 @@ class Measured:
 def measured(tmp_path_factory):
     """One batch size, trained on in every way."""
 
-    def measure(devices, cache, peaks):
+    def measure(devices, cache, loss, peaks):
         folder, printed = tmp_path_factory.mktemp("output") / "new" / "folder", io.StringIO()
         left = (2**20 * peak for peak in peaks)
         with no_timing() as results, contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
             patch.setattr(benchmark_step, "peak_bytes", lambda mesh: next(left))
-            (record,) = benchmark_step.measure_all(settings(B, cache=cache), oracle.mesh_of(devices), folder)
+            (record,) = benchmark_step.measure_all(settings(B, cache=cache, loss=loss), oracle.mesh_of(devices), folder)
         return Measured(devices, cache, folder, record, results, printed.getvalue().splitlines())
 
     return {way: measure(*how) for way, how in WAYS.items()}
@@ -162,6 +162,13 @@ def test_every_way_takes_the_same_gradient(measured):
     for name in ("visual", "text"):
         flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g[name])]) for g in (one, other)]
         assert np.linalg.norm(flat[0] - flat[1]) < 1e-3 * np.linalg.norm(flat[0])
+
+
+def test_the_step_can_be_timed_alone(tmp_path):
+    with no_timing() as results:
+        (record,) = benchmark_step.measure_all(settings(B, parts=False), oracle.mesh_of(1), tmp_path)
+    assert tuple(results) == TIMED[:2] and record["status"] == "ok" and record["step_ms"] > 0
+    assert all(record[name] is None for name in PARTS)
 
 
 @pytest.mark.parametrize("program", ["encode", "data"])

@@ -1,7 +1,7 @@
 """Trains the same configuration with several losses and seeds, and compares what was learned.
 
     python -m experiments.compare_losses --config=configs/fastclip.py:quickstart --workdir=runs/losses --seeds=0,1,2 \
-        --loss=clip --loss=fastclip_v3 --loss=clip,optimizer.temperature_learning_rate=None
+        --compare=clip --compare=fastclip_v3 --compare=clip,optimizer.temperature_learning_rate=None
 
 The last of these losses is CLIP's as usual, whose temperature learns as fast as everything else. Each run is one of
 `experiments.train` in a folder of its own, so that the same command continues where it stopped. Writes `losses.json`,
@@ -23,8 +23,8 @@ from experiments import command, train
 from experiments.overrides import parse_overrides
 from infcl_jax.training import METRICS_FILE, read_metrics
 
-_LOSSES = flags.DEFINE_multi_string(
-    "loss", ["clip", "fastclip_v3"], "A loss to train with, and further changes of the configuration: loss,key=value."
+_COMPARED = flags.DEFINE_multi_string(
+    "compare", ["clip", "fastclip_v3"], "A loss, and further changes of the configuration: loss,key=value."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train with.")
 
@@ -74,7 +74,7 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
 def _changed(config: ConfigDict, loss: str) -> ConfigDict:
     run = config.copy_and_resolve_references()
     run.loss, _, changes = loss.partition(",")
-    for name, value in parse_overrides(changes, "--loss").items():
+    for name, value in parse_overrides(changes, "--compare").items():
         *folders, key = name.split(".")
         setattr(functools.reduce(getattr, folders, run), key, value)
     return run
@@ -105,5 +105,5 @@ def draw(curves: Curves, path: Path) -> None:
 
 if __name__ == "__main__":
     command.run(
-        lambda workdir: compare(command.chosen_config(), _LOSSES.value, [int(seed) for seed in _SEEDS.value], workdir)
+        lambda workdir: compare(command.chosen_config(), _COMPARED.value, [int(seed) for seed in _SEEDS.value], workdir)
     )

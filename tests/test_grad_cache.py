@@ -358,7 +358,7 @@ def test_memory_does_not_grow_with_the_batch():
 
 def test_kept_activations_hold_no_weights():
     """A chunk of one row keeps little more than a row of activations, not the weights it was multiplied with."""
-    rows, width = 64, 8192
+    rows, width = 16, 8192
     grown = temporary_bytes(rows, 1, keep=rows, width=width) - temporary_bytes(rows, 1, keep=2, width=width)
     assert grown < 2 * rows * 6 * 4 * width  # the weights of one tower would be 24 such rows
 

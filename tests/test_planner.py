@@ -95,15 +95,12 @@ def test_kept_chunks_count_until_all_are_kept():
     assert plans[4].activations < plans[3].activations == plans[0].activations
 
 
-# MiB that XLA plans for an H200 (JAX 0.11.2) for the gradients of the towers in bf16.
-@pytest.mark.parametrize(
-    ("name", "rows", "mib"), [("ViT-B/32", 1024, (15_201, 15_427)), ("ViT-B/16", 256, (14_831, 3795))]
-)
-def test_activations_with_fused_attention_are_those_on_a_gpu(name, rows, mib, monkeypatch):
+def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
+    """MiB that XLA plans for the gradients of ViT-B/32's towers in bf16 on an H200 (JAX 0.11.2)."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-    model = create_model(name, **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
-    for tower, measured in zip(towers(model), mib, strict=True):
-        assert tower.peak(rows) / 2**20 == pytest.approx(measured, rel=0.05)
+    model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
+    for tower, planned in zip(towers(model), (15_201, 15_427), strict=True):
+        assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"vision.remat": "full"}], ids=["plain", "remat"])

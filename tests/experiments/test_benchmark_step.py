@@ -257,7 +257,7 @@ def test_a_mistake_is_one_line(mistake, tmp_path):
 
 def test_the_command_over_two_processes(tmp_path):
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
-    arguments = [f"--batch={B}", "--chunk_size=8", "--keep=1", "--repeats=1", f"--output={tmp_path}"]
+    arguments = [f"--batch={B}", "--chunk_size=8", "--keep=1", "--repeats=1", "--noparts", f"--output={tmp_path}"]
     arguments += ["--model=tiny", f"--model_overrides={runs.OVERRIDES}"]
     processes = [runs.start(MODULE, *arguments, **cluster, PROCESS_ID=str(rank)) for rank in range(2)]
     try:
@@ -270,6 +270,5 @@ def test_the_command_over_two_processes(tmp_path):
     assert [len(lines) for lines in printed] == [3, 0]
     (record,) = read_records(tmp_path)
     assert (record["devices"], record["processes"], record["status"]) == (2, 2, "ok")
-    assert all(record[name] > 0 for name in (*RATES, "encode_ms", "loss_ms", "update_ms", "memory_mib"))
-    assert all(np.isfinite(record[name]) for name in PARTS)
+    assert all(record[name] > 0 for name in (*RATES, "memory_mib"))
     assert_picture(tmp_path)

@@ -17,6 +17,7 @@ from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
     Workload,
+    activations,
     best_chunk_size,
     compare_with_compiled,
     compiled_workspace,
@@ -101,6 +102,18 @@ def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
     model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
     for tower, planned in zip(towers(model), (15_201, 15_427), strict=True):
         assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)
+
+
+def test_every_call_of_a_function_has_arrays_of_its_own():
+    def hidden(x, w):
+        return jnp.tanh(x @ w)
+
+    def peak(hidden):
+        jaxpr = jax.make_jaxpr(lambda x, w: (hidden(x, w) @ w) * (hidden(x, w + 1) @ w))(ones, ones)
+        return activations._peak(jaxpr.jaxpr)
+
+    ones = jnp.ones((8, 8))
+    assert peak(jax.jit(hidden)) == peak(hidden) > 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"vision.remat": "full"}], ids=["plain", "remat"])

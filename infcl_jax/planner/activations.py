@@ -5,6 +5,7 @@ matrix products, kernels and the like. What XLA computes element by element in b
 live until it is used. See `infcl_jax.planner.plan_memory` for how close that comes.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -93,11 +94,11 @@ def _tower(model: CLIP, name: str) -> Tower:
         rows = row_shapes(model, count)[name]
         features = jax.eval_shape(encode, params, rows, key)
         saved = jax.make_jaxpr(pull)(params, rows, key).jaxpr
-        buffers: dict[Any, Any] = {}
-        list(_flat(saved, buffers))
-        here = {buffers.get(v, v) for v in _variables(saved.outvars)} - {*saved.invars, *saved.constvars}
+        _, buffers = _operations(saved)
+        given = {buffers[v] for v in (*saved.invars, *saved.constvars)}
+        here = {buffers[v] for v in _variables(saved.outvars)} - given
         peak = _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
-        return sum(_bytes(v.aval) for v in here), peak, _peak(jax.make_jaxpr(encode)(params, rows, key).jaxpr)
+        return sum(buffer.size for buffer in here), peak, _peak(jax.make_jaxpr(encode)(params, rows, key).jaxpr)
 
     kept, peak, forward = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
     return Tower(kept, peak, forward, tree_bytes(row_shapes(model, 1)[name]))
@@ -108,62 +109,83 @@ def _line(few: int, many: int) -> Linear:
     return Linear(max(0, few - per_row * _FEW), per_row)
 
 
-class _Equation(NamedTuple):
-    """An operation on buffers. `fused`: it is computed in the loop of what uses it, if that is a fused one too."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Buffer:
+    """An array; None: a literal, which takes no memory."""
 
-    reads: list[Any]
-    writes: list[Any]
+    array: Any
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 0 if self.array is None else _bytes(self.array)
+
+
+class _Operation(NamedTuple):
+    """What is computed from buffers. `fused`: in the loop of what uses it, if that is a fused one too."""
+
+    reads: list[_Buffer]
+    writes: list[_Buffer]
     fused: bool
     inner: int
 
 
 def _peak(jaxpr: Any) -> int:
     """The most bytes that live at one time, without inputs and results; constants cost nothing."""
-    buffers: dict[Any, Any] = {}
-    equations = list(_flat(jaxpr, buffers))
-    results = {buffers.get(v, v) for v in _variables(jaxpr.outvars)}
-    stored = results | {v for eqn in equations if not eqn.fused for v in (*eqn.reads, *eqn.writes)}
-    last: dict[Any, int] = {}
-    for place, eqn in reversed(list(enumerate(equations))):
+    operations, buffers = _operations(jaxpr)
+    results = {buffers[v] for v in _variables(jaxpr.outvars)}
+    stored = results | {buffer for o in operations if not o.fused for buffer in (*o.reads, *o.writes)}
+    last: dict[_Buffer, int] = {}
+    for place, operation in reversed(list(enumerate(operations))):
         # What is never stored is computed where it is used, and its arguments have to live until then.
-        needed = max((place, *(last.get(v, place) for v in eqn.writes if v not in stored)))
-        for v in eqn.reads:
-            last[v] = max(needed, last.get(v, needed))
-    ending: dict[int, list[Any]] = {}
-    for v, place in last.items():
-        ending.setdefault(place, []).append(v)
-    counted: dict[Any, int] = {}
+        needed = max((place, *(last.get(buffer, place) for buffer in operation.writes if buffer not in stored)))
+        for buffer in operation.reads:
+            last[buffer] = max(needed, last.get(buffer, needed))
+    ending: dict[int, list[_Buffer]] = {}
+    for buffer, place in last.items():
+        ending.setdefault(place, []).append(buffer)
+    counted: set[_Buffer] = set()
     live = most = 0
-    for place, eqn in enumerate(equations):
-        if eqn.reads:
-            made = {v: _bytes(v.aval) for v in eqn.writes if v in last and v in stored and v not in results}
-            live, counted = live + sum(made.values()), counted | made
-        most = max(most, live + eqn.inner)
-        live -= sum(counted.pop(v, 0) for v in ending.get(place, ()))
+    for place, operation in enumerate(operations):
+        if operation.reads:
+            made = {
+                buffer for buffer in operation.writes if buffer in last and buffer in stored and buffer not in results
+            }
+            live, counted = live + sum(buffer.size for buffer in made), counted | made
+        most = max(most, live + operation.inner)
+        live -= sum(buffer.size for buffer in ending.get(place, ()) if buffer in counted)
     return most
 
 
-def _flat(jaxpr: Any, buffers: dict[Any, Any]) -> Iterator[_Equation]:
-    """The operations of a jaxpr and of the functions that it calls.
+def _operations(jaxpr: Any) -> tuple[list[_Operation], dict[Any, _Buffer]]:
+    """What a jaxpr and the functions that it calls compute, and the buffers of the jaxpr's variables."""
+    buffers = {v: _Buffer(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars)}
+    return list(_flat(jaxpr, buffers)), buffers
 
-    Args:
-      jaxpr: of a function.
-      buffers: to which variables that are another one's buffer are added.
-    """
+
+def _flat(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
+    """`_operations` one by one; `buffers` has those of the arguments, the others are added."""
     for eqn in jaxpr.eqns:
-        reads, name = [buffers.get(v, v) for v in _variables(eqn.invars)], eqn.primitive.name
+        reads, name = [buffers[v] for v in _variables(eqn.invars)], eqn.primitive.name
         called = list(_parts(eqn.params.values()))
         if name in _CALLS and len(called) == 1 and len(called[0].invars) == len(eqn.invars):
-            given = zip(called[0].invars, eqn.invars, strict=True)
-            buffers |= {v: buffers.get(a, a) for v, a in given if not isinstance(a, Literal)}
-            yield from _flat(called[0], buffers)
-            returned = zip(eqn.outvars, called[0].outvars, strict=True)
-            buffers |= {v: buffers.get(r, r) for v, r in returned if not isinstance(r, Literal)}
+            (inner,) = called  # one object for all calls of a function, hence buffers for each call
+            own = {v: _Buffer(v.aval) for v in inner.constvars}
+            own |= {v: _buffer(a, buffers) for v, a in zip(inner.invars, eqn.invars, strict=True)}
+            yield from _flat(inner, own)
+            buffers |= {v: _buffer(a, own) for v, a in zip(eqn.outvars, inner.outvars, strict=True)}
         elif name in _VIEWS and len(reads) == len(eqn.outvars):
             buffers |= dict(zip(eqn.outvars, reads, strict=True))
         else:
-            inner = max((_peak(part) for part in called), default=0)
-            yield _Equation(reads, list(eqn.outvars), name in _FUSED and not called, inner)
+            writes = [_Buffer(v.aval) for v in eqn.outvars]
+            buffers |= dict(zip(eqn.outvars, writes, strict=True))
+            inside = max((_peak(part) for part in called), default=0)
+            yield _Operation(reads, writes, name in _FUSED and not called, inside)
+
+
+def _buffer(atom: Any, buffers: dict[Any, _Buffer]) -> _Buffer:
+    """Of a variable or a literal."""
+    return _Buffer(None) if isinstance(atom, Literal) else buffers[atom]
 
 
 # Functions that are called where they stand; what returns its argument; what XLA computes element by element.

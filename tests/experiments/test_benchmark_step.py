@@ -16,10 +16,11 @@ import runs
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import benchmark, benchmark_step
+from experiments import benchmark, benchmark_step, step_case
 from experiments.benchmark import OUT_OF_MEMORY
-from experiments.benchmark_step import PICTURE_FILE, RECORDS_FILE, Settings
+from experiments.benchmark_step import PICTURE_FILE, RECORDS_FILE
 from experiments.flops import forward_flops, step_flops
+from experiments.step_case import Settings
 from infcl_jax.models import build_model, model_config
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import NO_CACHE
@@ -87,7 +88,7 @@ def measured(tmp_path_factory):
         folder, printed = tmp_path_factory.mktemp("output") / "new" / "folder", io.StringIO()
         left = (2**20 * peak for peak in peaks)
         with no_timing() as results, contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(benchmark_step, "peak_bytes", lambda mesh: next(left))
+            patch.setattr(step_case, "peak_bytes", lambda mesh: next(left))
             (record,) = benchmark_step.measure_all(settings(B, cache=cache, loss=loss), oracle.mesh_of(devices), folder)
         return Measured(devices, cache, folder, record, results, printed.getvalue().splitlines())
 
@@ -178,8 +179,8 @@ def test_where_memory_runs_out_the_rest_goes_on(program, tmp_path, monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
         return drawn(config, rows)
 
-    drawn = benchmark_step.draw_pairs
-    monkeypatch.setattr(benchmark_step, "draw_pairs", draw_pairs)
+    drawn = step_case.draw_pairs
+    monkeypatch.setattr(step_case, "draw_pairs", draw_pairs)
     with no_timing(fail_at=program):
         first, second, third = benchmark_step.measure_all(settings(2 * B, B, 2 * B), oracle.mesh_of(1), tmp_path)
     for record in (first, third):
@@ -223,8 +224,8 @@ def test_operations_are_those_that_xla_counts(shape):
 
 def test_the_peak_is_that_of_the_fullest_device():
     devices = [types.SimpleNamespace(memory_stats=lambda used=used: used) for used in ({"peak_bytes_in_use": 5}, None)]
-    assert benchmark_step.peak_bytes(types.SimpleNamespace(local_devices=devices)) == 5
-    assert benchmark_step.peak_bytes(oracle.mesh_of(2)) == 0  # the CPU does not say
+    assert step_case.peak_bytes(types.SimpleNamespace(local_devices=devices)) == 5
+    assert step_case.peak_bytes(oracle.mesh_of(2)) == 0  # the CPU does not say
 
 
 MISTAKES = {

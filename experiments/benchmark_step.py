@@ -78,20 +78,21 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       for the figures that could not be had.
 
     Raises:
-      ValueError: there is no such model, override or implementation.
+      ValueError: there is no such model, override, loss or implementation.
     """
     flops = step_flops(settings.model_config)
+    cases = [Case.create(settings, mesh, b) for b in settings.batch]  # mistakes show before anything is timed
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
     product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
-    for b in settings.batch:
-        record = benchmark.circumstances(mesh) | {"batch": b, "flops_per_pair": flops}
+    for case in cases:
+        record = benchmark.circumstances(mesh) | {"batch": case.b, "flops_per_pair": flops}
         record |= {
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
         record |= dataclasses.asdict(settings.cache)
         record |= {f"product_{name}": value for name, value in product._asdict().items()}
-        record |= benchmark.collect(FIGURES, Case(settings, mesh, b).figures(product))
+        record |= benchmark.collect(FIGURES, case.figures(product))
         benchmark.append_record(output / RECORDS_FILE, record)
         benchmark.say(benchmark.row(_COLUMNS, record))
         records.append(record)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -114,26 +114,36 @@ class Case:
       settings: what to measure.
       mesh: the devices.
       b: global batch size.
+      loss_fn: the loss of the run.
     """
 
     settings: Settings
     mesh: Mesh
     b: int
+    loss_fn: LossFn | GlobalContrastive
 
-    @functools.cached_property
-    def loss_fn(self) -> LossFn | GlobalContrastive:
-        """The loss of the run."""
-        name, implementation = self.settings.loss, self.settings.implementation
-        if name == "clip":
-            return make_loss(name, self.mesh, implementation)
-        steps = max(1, _SAMPLES // self.b)
-        return GlobalContrastive(
-            variant=name,
+    @classmethod
+    def create(cls, settings: Settings, mesh: Mesh, b: int) -> Self:
+        """The case with its loss, before anything is measured.
+
+        Args:
+          settings: what to measure.
+          mesh: the devices.
+          b: global batch size, a multiple of their number.
+
+        Raises:
+          ValueError: there is no such loss or implementation.
+        """
+        if settings.loss == "clip":
+            return cls(settings, mesh, b, make_loss(settings.loss, mesh, settings.implementation))
+        loss_fn = GlobalContrastive(
+            variant=settings.loss,
             config=GlobalContrastiveConfig(),
-            steps_per_epoch=steps,
-            mesh=self.mesh,
-            implementation=implementation,
+            steps_per_epoch=max(1, _SAMPLES // b),
+            mesh=mesh,
+            implementation=settings.implementation,
         )
+        return cls(settings, mesh, b, loss_fn)
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
         """Figure after figure, so that those before memory runs out are known.

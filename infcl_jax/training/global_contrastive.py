@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from infcl_jax.losses import SampleState, global_contrastive_loss, write_samples
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPOutput
-from infcl_jax.pairwise.checks import check_choice
+from infcl_jax.pairwise import IMPLEMENTATIONS
+from infcl_jax.pairwise.checks import check_choice, check_implementation
 
 GAMMA_SCHEDULES = ("constant", "cosine")
 
@@ -67,7 +68,7 @@ class GlobalContrastive:
       implementation: see `infcl_jax.pairwise_lse`.
 
     Raises:
-      ValueError: an unknown variant, or an epoch without a step.
+      ValueError: an unknown variant or implementation, or an epoch without a step.
     """
 
     variant: str
@@ -78,6 +79,7 @@ class GlobalContrastive:
 
     def __post_init__(self) -> None:
         check_choice("loss", self.variant, tuple(VARIANTS))
+        check_implementation(self.implementation, IMPLEMENTATIONS)
         if self.steps_per_epoch < 1:
             raise ValueError(f"expected steps_per_epoch >= 1, got {self.steps_per_epoch}")
 

@@ -234,6 +234,10 @@ MISTAKES = {
     "unknown override": (("--output={tmp}", "--model_overrides=depth=3"), "Unknown model override 'depth'"),
     "override of another form": (("--output={tmp}", "--model_overrides=depth"), "expected model_overrides like"),
     "unknown implementation": (("--output={tmp}", "--implementation=fast"), "implementation to be one of .*'fast'"),
+    "unknown implementation of another loss": (
+        ("--output={tmp}", "--implementation=fast", "--loss=fastclip_v3"),
+        "implementation to be one of .*'fast'",
+    ),
     "no number": (("--output={tmp}", "--batch=64,many"), "--batch to be positive integers .*'64,many'"),
     "uneven batch": (("--output={tmp}", "--batch=64,65", "--devices=2"), "--batch to be multiples of the 2 .*got 65"),
     "uneven chunks": (("--output={tmp}", "--chunk_size=7", "--devices=2"), "--chunk_size to be mult.* 2 .*got 7"),
@@ -246,7 +250,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
-def test_a_mistake_is_one_line(mistake, tmp_path):
+def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "seconds", lambda *_: pytest.fail("something was timed"))
     arguments, message = MISTAKES[mistake]
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
     with flagsaver.flagsaver(), pytest.raises((ValueError, flags.Error), match=message) as raised:

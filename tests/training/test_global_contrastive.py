@@ -1,5 +1,7 @@
 """Training with losses that remember every sample: any devices, gradient caching, resumed, and gamma's schedule."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -156,8 +158,12 @@ def test_what_does_not_fit_is_an_error_in_one_line():
         make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, residency="replay"))
     with pytest.raises(ValueError, match="expected loss to be one of"):
         loss("fastclip")
-    with pytest.raises(ValueError, match="steps_per_epoch >= 1, got 0"):
-        GlobalContrastive(variant="sogclr", config=GlobalContrastiveConfig(), steps_per_epoch=0, mesh=None)
+    for wrong, message in (
+        ({"steps_per_epoch": 0}, "steps_per_epoch >= 1, got 0"),
+        ({"implementation": "fast"}, "expected implementation to be one of .*'fast'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(loss(), **wrong)
 
 
 @pytest.mark.parametrize(

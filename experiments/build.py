@@ -1,6 +1,5 @@
 """The parts of a run, as its configuration describes them (see `configs/base.py`)."""
 
-import math
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from experiments.overrides import parse_overrides
 from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
-from infcl_jax.losses import SampleState, create_samples
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.pairwise.checks import check_choice
@@ -24,6 +22,7 @@ from infcl_jax.training import (
     OptimizerConfig,
     TrainState,
     create_state,
+    initial_samples,
     make_loss,
     make_optimizer,
     replayed,
@@ -117,7 +116,8 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
     if config.loss not in VARIANTS:
         return state
-    return state.replace(samples=_fresh_samples(config, model, mesh))
+    samples = initial_samples(config.loss, len(_training_source(config)), model.init_logit_scale, mesh)
+    return state.replace(samples=samples)
 
 
 def _state_options(config: ConfigDict) -> dict[str, Any]:
@@ -126,12 +126,6 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
         "parameter_sharding": config.get("parameter_sharding", "replicated"),
         "frozen": tuple(config.get("frozen", ())),
     }
-
-
-def _fresh_samples(config: ConfigDict, model: CLIPConfig, mesh: Mesh | None) -> SampleState:
-    """Where each sample has temperatures of its own, they start at the model's."""
-    temperature = math.exp(-model.init_logit_scale) if VARIANTS[config.loss].temperature == "samples" else None
-    return create_samples(len(_training_source(config)), temperature=temperature, mesh=mesh)
 
 
 def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
@@ -146,7 +140,10 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
       ValueError: a setting is wrong.
     """
     model, remembers = read_model_config(config), config.loss in VARIANTS
-    samples = jax.eval_shape(lambda: _fresh_samples(config, model, None)) if remembers else None
+    samples = None
+    if remembers:
+        start = config.loss, len(_training_source(config)), model.init_logit_scale
+        samples = jax.eval_shape(lambda: initial_samples(*start))
     chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
     return Workload(
         model=model,

@@ -15,10 +15,8 @@ from experiments import benchmark
 from experiments.benchmark import Product, Program
 from experiments.flops import step_flops
 from experiments.overrides import parse_overrides
-from infcl_jax import create_samples
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
-from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.training import (
@@ -28,6 +26,7 @@ from infcl_jax.training import (
     OptimizerConfig,
     TrainState,
     create_state,
+    initial_samples,
     make_loss,
     make_optimizer,
     make_train_step,
@@ -190,8 +189,8 @@ class Case:
         state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)
         if not isinstance(self.loss_fn, GlobalContrastive):
             return state
-        own = VARIANTS[self.settings.loss].temperature == "samples"
-        return state.replace(samples=create_samples(_SAMPLES, temperature=0.07 if own else None, mesh=self.mesh))
+        samples = initial_samples(self.loss_fn.variant, _SAMPLES, config.init_logit_scale, self.mesh)
+        return state.replace(samples=samples)
 
     def _train_step(self, cache: GradCacheConfig) -> TrainStep:
         """The step as `experiments.train` makes it, with this gradient caching."""

@@ -1,7 +1,7 @@
 """The training loop's parts: state, step, optimizer, checkpoints, metrics."""
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
-from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
+from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig, initial_samples
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
@@ -22,6 +22,7 @@ __all__ = [
     "TrainState",
     "check_finite",
     "create_state",
+    "initial_samples",
     "learning_rate_schedule",
     "load_config",
     "make_loss",

@@ -1,12 +1,13 @@
 """The global contrastive losses in training: their settings, the schedule of gamma, and what they remember."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from infcl_jax.losses import SampleState, global_contrastive_loss, write_samples
+from infcl_jax.losses import SampleState, create_samples, global_contrastive_loss, write_samples
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
@@ -54,6 +55,26 @@ class GlobalContrastiveConfig:
                 raise ValueError(f"expected global_contrastive.{name} > 0, got {getattr(self, name)}")
         if not self.rho >= 0:
             raise ValueError(f"expected global_contrastive.rho >= 0, got {self.rho}")
+
+
+def initial_samples(variant: str, samples: int, init_logit_scale: float, mesh: Mesh | None = None) -> SampleState:
+    """What a loss remembers before the first step; where each sample has temperatures of its own, they start alike.
+
+    Args:
+      variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
+      samples: of the dataset.
+      init_logit_scale: the model's, the logarithm of the inverse of the temperature to start from.
+      mesh: devices over which the state is sharded, as the batch is; None: one device.
+
+    Returns:
+      The state, fp32 `[n, 2]` with n at least `samples`, see `infcl_jax.create_samples`.
+
+    Raises:
+      ValueError: an unknown variant; otherwise as `infcl_jax.create_samples`.
+    """
+    check_choice("loss", variant, tuple(VARIANTS))
+    own = VARIANTS[variant].temperature == "samples"
+    return create_samples(samples, temperature=math.exp(-init_logit_scale) if own else None, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import pytest
 import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
-from infcl_jax import create_samples
 from infcl_jax.distributed import shard_batch
 from infcl_jax.models import CLIPOutput, l2_normalize
 from infcl_jax.training import (
@@ -21,6 +20,7 @@ from infcl_jax.training import (
     GlobalContrastiveConfig,
     GradCacheConfig,
     create_state,
+    initial_samples,
     make_train_step,
 )
 
@@ -64,9 +64,8 @@ def loss(variant="fastclip_v3", devices=1, **settings):
 
 def initial(variant, devices=1):
     mesh = oracle.mesh_of(devices)
-    own = variant == "fastclip_v2"
     state = create_state(Linear(), optax.sgd(1e-2), runs.SIDE, runs.CONTEXT, 0, mesh)
-    return state.replace(samples=create_samples(SAMPLES, temperature=0.07 if own else None, mesh=mesh))
+    return state.replace(samples=initial_samples(variant, SAMPLES, np.log(1 / 0.07), mesh))
 
 
 def batch(number):
@@ -142,6 +141,11 @@ def test_gamma_by_epoch(variant, schedule, values):
     np.testing.assert_allclose([schedule(np.int32(epoch)) for epoch in range(4)], values, rtol=1e-6)
 
 
+def test_temperatures_of_samples_start_at_the_models():
+    assert initial_samples("fastclip_v3", SAMPLES, 2.0).temperature is None
+    np.testing.assert_allclose(initial_samples("fastclip_v2", SAMPLES, 2.0).temperature, np.exp(-2), rtol=1e-6)
+
+
 def test_the_state_knows_who_has_been_seen(reference):
     seen = {sample for number in range(4) for sample in batch(number)["index"]}
     assert 0 < len(seen) < SAMPLES
@@ -156,8 +160,9 @@ def test_what_does_not_fit_is_an_error_in_one_line():
             step(incomplete, given)
     with pytest.raises(ValueError, match="residency 'device' or 'host' with fastclip_v3, got 'replay'"):
         make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, residency="replay"))
-    with pytest.raises(ValueError, match="expected loss to be one of"):
-        loss("fastclip")
+    for make in (loss, initial):
+        with pytest.raises(ValueError, match="expected loss to be one of"):
+            make("fastclip")
     for wrong, message in (
         ({"steps_per_epoch": 0}, "steps_per_epoch >= 1, got 0"),
         ({"implementation": "fast"}, "expected implementation to be one of .*'fast'"),

@@ -133,7 +133,7 @@ class TransformerConfig:
 _ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
 
 
-def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
+def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None, *, beside: bool = False) -> Any:
     """LayerNorm over the last axis with float32 statistics; to be called inside a module's compact method.
 
     Args:
@@ -141,11 +141,12 @@ def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = 
       x: activations [..., width], any floating dtype.
       name: of the submodule, whose parameters are `scale` and `bias`.
       dtype: of the result; None for the compute dtype.
+      beside: whether `x` is returned too, for the residual sum, see `infcl_jax.models.normalization.normalize_beside`.
 
     Returns:
-      [..., width] in `dtype`.
+      [..., width] in `dtype`; with `beside` that and `x`.
     """
-    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x)
+    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x, beside)
 
 
 def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
@@ -224,9 +225,9 @@ class Block(nn.Module):
         c = self.config
         drop = functools.partial(nn.Dropout, c.dropout, deterministic=not train)
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        y, x = LayerNorm(c.dtype, c.param_dtype, name="ln_1")(x, beside=True)
+        y, x = layer_norm(c, x, "ln_1", beside=True)
         x = x + drop(name="drop_1")(attention(y))
-        y, x = LayerNorm(c.dtype, c.param_dtype, name="ln_2")(x, beside=True)
+        y, x = layer_norm(c, x, "ln_2", beside=True)
         return x + drop(name="drop_2")(Mlp(c, name="mlp")(y))
 
 

@@ -9,7 +9,6 @@ the last evaluation of every run, and `losses.png`: accuracy and recall over the
 Half an hour on two CPU cores.
 """
 
-import functools
 import json
 import statistics
 from collections.abc import Sequence
@@ -52,7 +51,8 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
 
     Raises:
       ValueError: a change is not of the form key=value.
-      AttributeError: there is no such setting.
+      KeyError: there is no such setting.
+      TypeError: a value is not of its setting's type.
     """
     folder = Path(workdir)
     curves: Curves = {loss: [] for loss in losses}
@@ -74,9 +74,7 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
 def _changed(config: ConfigDict, loss: str) -> ConfigDict:
     run = config.copy_and_resolve_references()
     run.loss, _, changes = loss.partition(",")
-    for name, value in parse_overrides(changes, "--compare").items():
-        *folders, key = name.split(".")
-        setattr(functools.reduce(getattr, folders, run), key, value)
+    run.update_from_flattened_dict(parse_overrides(changes, "--compare"))
     return run
 
 

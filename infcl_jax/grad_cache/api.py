@@ -64,7 +64,9 @@ def cached_value_and_grad(
       chunk_size: rows that are encoded at once, over all devices; or `{name: rows}`. A last chunk that is smaller is
         compiled separately.
       keep: number of chunks, or `{name: number}`, whose activations are kept from the first pass, so that they need no
-        second one. As many as there are chunks, or more: nothing is computed twice.
+        second one. As many as there are chunks, or more: nothing is computed twice. With residency "device" every kept
+        chunk is compiled for itself, so compile time grows with `keep`. One kept chunk twice as large needs the same
+        memory as two and computes faster; but those encoded again are then larger too.
       frozen: names of encoders that are not trained: encoded once, without a gradient, as with `stop_gradient` on their
         parameters. (Features computed beforehand need no encoder: pass them as a batch entry that `loss_fn` reads.)
       has_aux: as in `jax.value_and_grad`.

@@ -52,7 +52,9 @@ class GradCacheConfig:
 
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
-      keep: chunks whose activations are kept from the first pass, so that they need no second one.
+      keep: chunks whose activations are kept from the first pass, so that they need no second one. With the batch on
+        the device every kept chunk is compiled for itself, so compile time grows with `keep`. One kept chunk twice as
+        large needs the same memory as two and computes faster; but those encoded again are then larger too.
       residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
         "replay": nowhere; it is read again, chunk by chunk, in the second pass (see `replayed`).
 
@@ -177,7 +179,17 @@ def make_train_step(
 def evaluate_loss(
     loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
 ) -> tuple[jax.Array, Result]:
-    """The loss, of the model's output alone or with its `memory_of`."""
+    """The loss, of the model's output alone or with its `memory_of`.
+
+    Args:
+      loss_fn: from `make_loss`, or a `GlobalContrastive`.
+      output: of the model for the global batch, features `[b, D]`.
+      memory: of `memory_of`; other entries are not used.
+
+    Returns:
+      The loss, a scalar, and what it was computed from, with index and new state of the batch's samples for a
+      `GlobalContrastive`.
+    """
     if not isinstance(loss_fn, GlobalContrastive):
         return loss_fn(output), Result(output)
     index = memory["index"]
@@ -187,6 +199,14 @@ def evaluate_loss(
 
 def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What the loss needs besides the model's output.
+
+    Args:
+      loss_fn: from `make_loss`, or a `GlobalContrastive`.
+      state: of the run, with `samples` for a `GlobalContrastive`.
+      batch: of the step, then with `"index"`, int `[b]`: the sample of each pair.
+
+    Returns:
+      `{"index", "samples", "step"}` for a `GlobalContrastive`, nothing for other losses.
 
     Raises:
       ValueError: the state or the batch lacks it.

@@ -50,9 +50,7 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
       The evaluations of each run, by loss and seed.
 
     Raises:
-      ValueError: a change is not of the form key=value.
-      KeyError: there is no such setting.
-      TypeError: a value is not of its setting's type.
+      ValueError: a change is not of the form key=value, or does not fit the configuration.
     """
     folder = Path(workdir)
     curves: Curves = {loss: [] for loss in losses}
@@ -74,7 +72,10 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
 def _changed(config: ConfigDict, loss: str) -> ConfigDict:
     run = config.copy_and_resolve_references()
     run.loss, _, changes = loss.partition(",")
-    run.update_from_flattened_dict(parse_overrides(changes, "--compare"))
+    try:
+        run.update_from_flattened_dict(parse_overrides(changes, "--compare"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected --compare with settings of the configuration, got {changes!r}: {error}") from error
     return run
 
 

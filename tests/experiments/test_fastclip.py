@@ -67,17 +67,8 @@ def test_losses_are_compared_by_loss_and_seed(monkeypatch, tmp_path):
     assert compare_losses.summary("R@1", [0.1, 0.2, 0.3]) == "R@1 20.0 % (10.0 to 30.0)"
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ("depth=3", KeyError, "depth"),
-        ("optimizer.rate=1", KeyError, "rate"),
-        ("schedule.rate=1", KeyError, "schedule.rate"),
-        ("seed.rate=1", KeyError, "seed.rate"),
-        ("batch_size=many", TypeError, "batch_size"),
-    ],
-)
-def test_a_change_that_does_not_fit_is_named(change, error, message, tmp_path):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("change", ["depth=3", "optimizer.rate=1", "schedule.rate=1", "seed.rate=1", "batch_size=many"])
+def test_a_change_that_does_not_fit_is_named(change, tmp_path):
+    with pytest.raises(ValueError, match=f"--compare with settings of the configuration, got '{change}'"):
         compare_losses.compare(runs.config(), (f"clip,{change}",), (0,), tmp_path)
     assert not list(tmp_path.iterdir())

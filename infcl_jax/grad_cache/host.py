@@ -66,6 +66,7 @@ class HostDriver:
         features = {name: one.encode() for name, one in passes.items()}
         trained = {t.name: features.pop(t.name) for t in self._towers if not t.frozen}
         result, direct, cotangents = self._loss(params, trained, known | features)
+        del features, trained  # only their gradients stay beside the activations
         sums = self._zeros(copies)
         for name, cotangent in cotangents.items():
             sums = passes[name].pull_back(sums, cotangent)

@@ -159,10 +159,15 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The most at one time. The updates come when the activations have gone, and the loss before a chunk's come."""
+        """The most at one time.
+
+        The loss comes before a chunk's activations, beside which only the gradients of the features are left; the
+        updates come when all that has gone.
+        """
         state = self.parameters + self.optimizer + self.samples
-        lasting = state + self.gradients + self.batch + self.next_batch + self.features
-        return lasting + max(self.kept + max(self.activations, self.loss), self.updates)
+        lasting = state + self.gradients + self.batch + self.next_batch
+        encoding, loss = self.activations + self.features // 2, self.loss + self.features
+        return lasting + max(self.kept + max(encoding, loss), self.updates)
 
     @property
     def fits(self) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
 from infcl_jax.losses import SampleState, clip_loss, siglip_loss
-from infcl_jax.models import CLIPOutput
+from infcl_jax.models import TOWERS, CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
 from infcl_jax.training.global_contrastive import GlobalContrastive
@@ -29,15 +29,17 @@ LOSSES = ("clip", "siglip")
 
 
 class Result(NamedTuple):
-    """What a loss is computed from, and what is to be remembered.
+    """What metrics tell of a loss besides its value, and what is to be remembered.
 
     Attributes:
-      output: of the model for the global batch.
+      logit_scale: of the model.
+      finite: whether the features of each tower are finite numbers. The features themselves are not held on to.
       samples: index and new state of each row's sample; None for losses that remember nothing.
       batch_stats: new running statistics of batch normalisation, None for models without.
     """
 
-    output: CLIPOutput
+    logit_scale: jax.Array
+    finite: dict[str, jax.Array]
     samples: tuple[jax.Array, SampleState] | None = None
     batch_stats: Any = None
 
@@ -187,14 +189,15 @@ def evaluate_loss(
       memory: of `memory_of`; other entries are not used.
 
     Returns:
-      The loss, a scalar, and what it was computed from, with index and new state of the batch's samples for a
+      The loss, a scalar, and what is known besides, with index and new state of the batch's samples for a
       `GlobalContrastive`.
     """
+    result = Result(output.logit_scale, {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS})
     if not isinstance(loss_fn, GlobalContrastive):
-        return loss_fn(output), Result(output)
+        return loss_fn(output), result
     index = memory["index"]
     loss, rows = loss_fn(output, index, memory["samples"], memory["step"])
-    return loss, Result(output, (index, rows))
+    return loss, result._replace(samples=(index, rows))
 
 
 def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,19 +299,15 @@ def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | N
 
 
 def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
-    output, own = result.output, result.samples and result.samples[1].temperature
+    own = result.samples and result.samples[1].temperature
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
-    stages = {
-        "image features": output.image,
-        "text features": output.text,
-        "the loss": loss,
-        **{f"the gradient of {name}": norm for name, norm in norms.items()},
-    }
+    values = {"the loss": loss, **{f"the gradient of {name}": norm for name, norm in norms.items()}}
     # Ordered, because jit sorts the keys of a plain dict.
-    finite = OrderedDict((stage, jnp.isfinite(value).all()) for stage, value in stages.items())
+    finite = OrderedDict((f"{name} features", flag) for name, flag in result.finite.items())
+    finite.update((stage, jnp.isfinite(value)) for stage, value in values.items())
     return {
         "loss": loss,
-        "logit_scale": output.logit_scale if own is None else 1 / own.mean(),
+        "logit_scale": result.logit_scale if own is None else 1 / own.mean(),
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }

@@ -13,6 +13,7 @@ import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.distributed import shard_batch
+from infcl_jax.grad_cache import Replay
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS, available_implementations
 from infcl_jax.training import GradCacheConfig, check_finite, create_state, make_loss, make_train_step
@@ -135,6 +136,19 @@ def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
 )
 def test_gradient_caching_makes_the_same_step(clip, clip_step, devices, cache):
     assert_same_step(stepper(devices, **cache)(clip), clip_step(clip), clip)
+
+
+def test_driven_from_the_host_features_go_before_activations_come(clip):
+    """While chunks are encoded again, of all features only their gradients are there."""
+    mesh, batch, alive = oracle.mesh_of(1), runs.batch(40), []
+
+    def load(number):
+        alive.append(sum(array.shape == (40, runs.model().visual.embed_dim) for array in jax.live_arrays()))
+        return batch["text"][8 * number : 8 * (number + 1)]
+
+    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(chunk_size=8, residency="host"), mesh)
+    jax.block_until_ready(step(jax.device_put(clip), batch | {"text": Replay(40, load)}))
+    assert alive == 5 * [1] + 5 * [2]  # in the first pass those of the images
 
 
 @pytest.mark.parametrize("cache", [{"keep": 1}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}])

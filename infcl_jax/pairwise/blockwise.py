@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +77,25 @@ def blockwise(
     labels: Array,
 ) -> tuple[Array, Array | None, Array]:
     """Log-sum-exp of rows and columns, and positives, of what `tiles.Block` describes."""
-    sums, _ = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
-    return _logarithms(sums)
+    sums = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
+    return _logarithms(sums.final)
 
 
-def _sums(plan: Plan, block: Block) -> tuple[Sums, Array | None]:
-    """The sums, and for a shared scale whether all devices' are exact against the shared reference."""
+class _Found(NamedTuple):
+    """Sums of a block.
+
+    Attributes:
+      first: as found at first, with a shared scale against the shared reference.
+      exact: whether those of all devices are exact; None where no scale is shared.
+      final: those that are exact.
+    """
+
+    first: Sums
+    exact: Array | None
+    final: Sums
+
+
+def _sums(plan: Plan, block: Block) -> _Found:
     strategy, axis_name = _strategy(plan), plan.axis_name
 
     def sums(block: Block) -> Sums:
@@ -91,12 +105,21 @@ def _sums(plan: Plan, block: Block) -> tuple[Sums, Array | None]:
 
     found = sums(block)
     if not is_shared(block):
-        return found, None
+        return _Found(found, None, found)
     # Once for all blocks and devices: they wait for each other anyway, and for the host where it has to decide.
     exact = all_within_range(block, found, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
-    return lax.cond(exact, lambda: found, lambda: sums(per_sample(block, plan.columns))), exact
+    return _Found(found, exact, _replaced(~exact, found, lambda: sums(per_sample(block, plan.columns))))
+
+
+def _replaced[T](wanted: Array, found: T, other: Callable[[], T]) -> T:
+    """`other()` if wanted, or else what is found.
+
+    The host decides, on GPUs, and has to wait for `wanted`: nothing that does not need the result waits with it. Unlike
+    a conditional, a loop that does not run leaves what is found where it is.
+    """
+    return lax.while_loop(lambda state: state[0], lambda _: (jnp.zeros_like(wanted), other()), (wanted, found))[1]
 
 
 def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
@@ -114,18 +137,18 @@ class _StaticWanted:
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
     block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
     wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
-    sums, exact = _sums(plan, block)
-    return _logarithms(sums), (block, sums, exact, _StaticWanted(wanted))
+    sums = _sums(plan, block)
+    return _logarithms(sums.final), (block, sums, _StaticWanted(wanted))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    block, sums, exact, static = residuals
+    block, sums, static = residuals
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
     size = _largest((d_row, d_column, d_positive), plan.axis_name)
     d_row, d_column, d_positive = (None if d is None else d / size for d in (d_row, d_column, d_positive))
     strategy = _strategy(plan)
 
-    def gradient(block: Block, wanted: Wanted) -> Gradient:
+    def gradient(block: Block, sums: Sums, wanted: Wanted) -> Gradient:
         found = strategy.backward(
             strategy.backend,
             block,
@@ -141,16 +164,16 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
 
     def general() -> Gradient:
         wanted = static.wanted._replace(y_scale=static.wanted.x_scale)
-        found = gradient(per_sample(block, plan.columns), wanted)
+        found = gradient(per_sample(block, plan.columns), sums.final, wanted)
         if not wanted.x_scale:
             return found
         x_scale = found.x_scale.sum()
         return found._replace(x_scale=x_scale if found.y_scale is None else x_scale + found.y_scale.sum(), y_scale=None)
 
-    if exact is None:
-        found = gradient(block, static.wanted)
-    else:
-        found = lax.cond(exact, lambda: gradient(block, static.wanted), general)
+    # From the first sums, whether exact or not: so the backward pass is on its way before the host is asked.
+    found = gradient(block, sums.first, static.wanted)
+    if sums.exact is not None:
+        found = _replaced(~sums.exact, found, general)
     return *found, None, None, None
 
 

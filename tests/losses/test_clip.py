@@ -39,9 +39,12 @@ def assert_matches_oracle(implementation, devices, rows, dim, dtype, kind, scale
         assert oracle.absolute_error(got, expected) <= tolerance
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("devices", "dim"), [(1, 33), (1, 384), (2, 96), (2, 640), (4, 33), (4, 640), (8, 96), (8, 384)]
+    ("devices", "dim", "dtype"),
+    [  # every number of devices and every dimension with both dtypes
+        *((1, 33, jnp.float32), (1, 384, jnp.bfloat16), (2, 96, jnp.float32), (2, 640, jnp.bfloat16)),
+        *((4, 33, jnp.bfloat16), (4, 640, jnp.float32), (8, 96, jnp.bfloat16), (8, 384, jnp.float32)),
+    ],
 )
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_matches_oracle(implementation, devices, dim, dtype):

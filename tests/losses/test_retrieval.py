@@ -18,8 +18,10 @@ def retrieval(query, passage, scale, labels):
     return loss, (scale * d_logits @ y, scale * d_logits.T @ x, (d_logits * s).sum())
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("devices", "rows"), [(1, 11), (4, 11), (2, 1003)])
+@pytest.mark.parametrize(
+    ("devices", "rows", "dtype"),
+    [(1, 11, jnp.bfloat16), (4, 11, jnp.float32), (4, 11, jnp.bfloat16), (2, 1003, jnp.float32)],
+)
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_hard_negatives_match_oracle(implementation, devices, rows, dtype):
     queries, each = rows * devices, 3

@@ -1,9 +1,9 @@
 """Memory of the loss and its gradient beyond the features, their gradients and the parameters.
 
 The formulas are for GPUs: what each implementation holds, fitted to the figures of docs/benchmarks.md. They give 0.75
-to 1.1 times those for `mosaic_gpu` (1.5 at b = 8,192), 0.95 to 1.1 for `xla` and `dense` on one GPU, 0.6 to 0.9 for
-`triton`; `local`, `disco` and `ring`, and `xla` and `dense` on several GPUs, have not been measured there. On the CPU
-XLA plans two to four times as much. `compiled_workspace` asks XLA for the devices at hand.
+to 1.2 times those for `mosaic_gpu` (1.6 for 8,192 rows or less of a device), 0.95 to 1.1 for `xla` and `dense` on one
+GPU, 0.6 to 0.9 for `triton`; `local`, `disco` and `ring`, and `xla` and `dense` on several GPUs, have not been measured
+there. On the CPU XLA plans two to four times as much. `compiled_workspace` asks XLA for the devices at hand.
 """
 
 from typing import Any

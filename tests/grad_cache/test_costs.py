@@ -1,0 +1,106 @@
+"""What gradient caching promises about memory, communication and work."""
+
+import functools
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from towers import RNG, SEPARATE, batch_sharding, cached, contrastive, image_tower, mlp_batch, mlp_params, place
+
+from infcl_jax import Replay
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_keeping_everything_encodes_once(residency):
+    """Encodings per chunk, counted as they run."""
+    calls = []
+
+    def counted(params, chunk, rng):
+        jax.debug.callback(lambda _: calls.append(None), chunk[0, 0])
+        return image_tower(params, chunk, rng)
+
+    counts = []
+    for keep in (0, 2, 4):
+        calls.clear()
+        f = cached({"image": counted}, lambda p, f: f["image"].sum(), residency, chunk_size=8, keep=keep)
+        jax.block_until_ready(f(mlp_params(), mlp_batch(32)))
+        jax.effects_barrier()
+        counts.append(len(calls))
+    assert counts == [8, 6, 4]
+
+
+def test_rows_stay_on_their_devices():
+    """The only communication: one sum of the gradients after the loops, and what the loss does."""
+    sharding = batch_sharding(4)
+    params, batch = place(mlp_params(), mlp_batch(32), "device", sharding)
+
+    def compiled(loss):
+        return cached(SEPARATE, loss, chunk_size=8, sharding=sharding).lower(params, batch, RNG).compile().as_text()
+
+    hlo = compiled(lambda params, f: jnp.exp(params["log_scale"]) * jnp.sum(f["image"] * f["text"]))
+    assert "all-gather" not in hlo and "all-to-all" not in hlo and "collective-permute" not in hlo
+    computations = {c.split(" ", 1)[0].lstrip("%"): c for c in hlo.split("\n\n") if c.strip()}
+    bodies = re.findall(r"body=%?([\w.\-]+)", hlo)
+    assert bodies and "all-reduce" in hlo
+    assert not any("all-reduce" in computations[body] for body in bodies)
+    hlo = compiled(functools.partial(contrastive, mesh=sharding.mesh))
+    assert "all-gather" not in hlo and "all-to-all" not in hlo
+
+
+def temporary_bytes(rows, chunk_size, keep=0, width=512):
+    """Of one compiled step whose hidden layer is the only large activation."""
+    f = cached(SEPARATE, lambda p, f: (f["image"] * f["text"]).sum() * p["log_scale"], chunk_size=chunk_size, keep=keep)
+    batch = {name: jax.ShapeDtypeStruct((rows, 8), jnp.float32) for name in ("image", "text")}
+    params = jax.eval_shape(lambda: mlp_params(width))
+    return f.lower(params, batch, RNG).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_the_batch():
+    features = 4 * 16 * 4  # two towers' features and their gradients, bytes per row
+    small, large = (temporary_bytes(rows, 64) for rows in (1024, 16384))
+    assert large - small < 2 * features * (16384 - 1024)
+    assert 4 * large < temporary_bytes(16384, 16384)
+
+
+def test_kept_activations_hold_no_weights():
+    """A chunk of one row keeps little more than a row of activations, not the weights it was multiplied with."""
+    rows, width = 16, 8192
+    grown = temporary_bytes(rows, 1, keep=rows, width=width) - temporary_bytes(rows, 1, keep=2, width=width)
+    assert grown < 2 * rows * 6 * 4 * width  # the weights of one tower would be 24 such rows
+
+
+def test_host_form_waits_for_room():
+    """Chunks are read when there is room for them, not all at once: in the pace at which they are computed."""
+    times, alive = [], []
+
+    def slow(params, chunk, rng):
+        return chunk[:, :2] + jax.lax.fori_loop(0, 20, lambda _, a: jnp.tanh(a @ params), params)[:1, :2]
+
+    def load(number):
+        times.append(time.monotonic())
+        alive.append(sum(array.shape == (5, 3) for array in jax.live_arrays()))
+        return np.ones((5, 3), np.float32)
+
+    f = cached({"e": slow}, lambda p, f: f["e"].sum(), "host", chunk_size=5)
+    for _ in range(2):  # the first call compiles
+        times.clear()
+        jax.block_until_ready(f(jnp.ones((400, 400)), {"e": Replay(60, load)}))
+        times.append(time.monotonic())
+    first, second = np.diff(times[:12]).sum(), np.diff(times[12:24]).sum()
+    assert len(times) == 25 and max(alive) <= 2
+    assert first > 0.5 * (times[12] - times[0]) and second > 0.5 * (times[24] - times[12])
+
+
+def test_host_form_compiles_the_encoder_for_a_chunk_not_for_a_batch():
+    traces = []
+
+    def traced(params, chunk, rng):
+        traces.append(chunk.shape)
+        return image_tower(params, chunk, rng)
+
+    f = cached({"e": traced}, lambda p, f: f["e"].sum(), "host", chunk_size=8, keep=1)
+    first = [f(mlp_params(), {"e": mlp_batch(rows)["image"]}, RNG) and len(traces) for rows in (16, 16, 64)]
+    assert first[0] == first[1] == first[2]

@@ -13,6 +13,7 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0  # initial parameters, order of the data, augmentation, dropout
     config.cpu_devices = 1  # devices to simulate when running on the CPU; no effect on other platforms
+    config.compilation_cache = placeholder(str)  # folder of compiled programs, for the next start; None: none is kept
 
     # Data
     config.dataset = "shapes/quickstart"  # a name of infcl_jax.data.load_source

@@ -3,10 +3,12 @@
 import ast
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app, flags, logging
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
@@ -99,9 +101,12 @@ def start_devices(config: ConfigDict) -> Mesh:
     Raises:
       ValueError: the batch size does not suit the devices, the cluster settings are incomplete, or JAX has started
         with another number of simulated devices.
+      OSError: the folder of compiled programs cannot be made.
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
+    if folder := config.get("compilation_cache"):  # runs saved before it existed do not have it
+        _keep_compiled(Path(folder).expanduser())
     distributed.initialize()
     mesh = distributed.data_mesh()
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
@@ -117,6 +122,13 @@ def _simulate_devices(count: int) -> None:
         raise ValueError(
             f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
         ) from error
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Programs that took a second or more to compile are read from the folder from now on, or else written to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # without it, what JAX found at its first compilation would stand
 
 
 def say(line: str) -> None:

@@ -3,11 +3,15 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 import runs
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import command, train
 from experiments.overrides import parse_overrides
+
+CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,28 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
     jax.devices()
     with pytest.raises(ValueError, match=r"cpu_devices=3 before JAX is first used; restart"):
         command.start_devices(runs.config(cpu_devices=3))
+
+
+@pytest.fixture
+def restored():
+    """JAX's settings of its compilation cache as they were."""
+    settings = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_compiled_programs_are_kept_for_the_next_start(tmp_path, restored):
+    folder, hits = tmp_path / "new" / "folder", []
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+    )
+    for expected in (0, 1):
+        command.start_devices(runs.config(compilation_cache=str(folder)))
+        jax.jit(lambda x: jnp.sin(x) + 1)(jnp.float32(1))  # another function each time, but the same program
+        assert len(hits) == expected and list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

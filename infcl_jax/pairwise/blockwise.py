@@ -96,6 +96,7 @@ class _Found(NamedTuple):
 
 
 def _sums(plan: Plan, block: Block) -> _Found:
+    """Of this device's rows and columns over all devices."""
     strategy, axis_name = _strategy(plan), plan.axis_name
 
     def sums(block: Block) -> Sums:
@@ -110,16 +111,16 @@ def _sums(plan: Plan, block: Block) -> _Found:
     exact = all_within_range(block, found, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
-    return _Found(found, exact, _replaced(~exact, found, lambda: sums(per_sample(block, plan.columns))))
+    return _Found(found, exact, _or_else(exact, found, lambda: sums(per_sample(block, plan.columns))))
 
 
-def _replaced[T](wanted: Array, found: T, other: Callable[[], T]) -> T:
-    """`other()` if wanted, or else what is found.
+def _or_else[T](exact: Array, found: T, other: Callable[[], T]) -> T:
+    """What is found if it is exact, or else `other()`.
 
-    The host decides, on GPUs, and has to wait for `wanted`: nothing that does not need the result waits with it. Unlike
+    The host decides, on GPUs, and has to wait for `exact`: nothing that does not need the result waits with it. Unlike
     a conditional, a loop that does not run leaves what is found where it is.
     """
-    return lax.while_loop(lambda state: state[0], lambda _: (jnp.zeros_like(wanted), other()), (wanted, found))[1]
+    return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), other()), (exact, found))[1]
 
 
 def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
@@ -173,7 +174,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     # From the first sums, whether exact or not: so the backward pass is on its way before the host is asked.
     found = gradient(block, sums.first, static.wanted)
     if sums.exact is not None:
-        found = _replaced(~sums.exact, found, general)
+        found = _or_else(sums.exact, found, general)
     return *found, None, None, None
 
 

@@ -54,9 +54,8 @@ class GradCacheConfig:
 
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
-      keep: chunks whose activations are kept from the first pass, so that they need no second one. With the batch on
-        the device every kept chunk is compiled for itself, so compile time grows with `keep`. One kept chunk twice as
-        large needs the same memory as two and computes faster; but those encoded again are then larger too.
+      keep: chunks whose activations are kept from the first pass, so that they need no second one; what that costs:
+        `infcl_jax.cached_value_and_grad`.
       residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
         "replay": nowhere; it is read again, chunk by chunk, in the second pass (see `replayed`).
 

@@ -51,25 +51,30 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
 
 
 @pytest.fixture
-def restored():
-    """JAX's settings of its compilation cache as they were."""
+def cache_hits():
+    """Compiled programs found, however short their compilation; JAX's settings are left as they were."""
+    hits = []
+
+    def listen(event, **_):
+        if event.endswith("/cache_hits"):
+            hits.append(event)
+
     settings = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    yield
+    jax.monitoring.register_event_listener(listen)
+    yield hits
+    jax.monitoring.unregister_event_listener(listen)
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
-def test_compiled_programs_are_kept_for_the_next_start(tmp_path, restored):
-    folder, hits = tmp_path / "new" / "folder", []
-    jax.monitoring.register_event_listener(
-        lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
-    )
+def test_compiled_programs_are_kept_for_the_next_start(tmp_path, cache_hits):
+    folder = tmp_path / "new" / "folder"
     for expected in (0, 1):
         command.start_devices(runs.config(compilation_cache=str(folder)))
         jax.jit(lambda x: jnp.sin(x) + 1)(jnp.float32(1))  # another function each time, but the same program
-        assert len(hits) == expected and list(folder.iterdir())
+        assert len(cache_hits) == expected and list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

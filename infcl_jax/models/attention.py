@@ -1,40 +1,51 @@
-"""Scaled dot-product attention: cuDNN's fused kernel, or plain XLA."""
+"""Scaled dot-product attention: kernels for Hopper GPUs, cuDNN's, or plain XLA."""
 
 import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-AttentionImplementation = Literal["xla", "cudnn"]
+from infcl_jax.models.sharing import automatic_axes, rows_for_kernels
+from infcl_jax.pairwise import devices
+
+AttentionImplementation = Literal["xla", "cudnn", "mosaic_gpu"]
 
 
 def cudnn_accepts(dtype: Any, head_channels: int) -> bool:
-    """Whether the fused kernel takes heads of that many channels in `dtype`."""
+    """Whether cuDNN's kernel takes heads of that many channels in `dtype`."""
     return jnp.dtype(dtype).itemsize == 2 and head_channels % 8 == 0 and head_channels <= 128
 
 
-def best_attention(dtype: Any, head_channels: int) -> AttentionImplementation:
-    """The fastest attention on the default device.
+def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementation:
+    """The fastest attention on the device that is traced for.
 
     Args:
-      dtype: of queries, keys and values.
-      head_channels: of each head.
+      shape: [b, t, heads, d] of queries, keys and values.
+      dtype: of them.
 
     Returns:
-      "cudnn" on an NVIDIA GPU of compute capability 8.0 or more with inputs that it accepts, otherwise "xla". cuDNN is
-      chosen at any sequence length: for short ones its kernel is far from its peak, but scores that are written to
-      memory cost more.
+      "mosaic_gpu" on a Hopper GPU with short sequences of heads that its kernels accept, of which each device has whole
+      ones, see `rows_for_kernels`. Else "cudnn" on an NVIDIA GPU of compute capability 8.0 or more with inputs that it
+      accepts, at any sequence length: for short ones it is far from its peak, but scores that are written to memory
+      cost more. Otherwise "xla".
     """
-    if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, head_channels):
+    b, positions, _, channels = shape
+    if rows_for_kernels(b) is not None:
+        from infcl_jax.models import mosaic_attention  # only GPUs need it
+
+        if mosaic_attention.accepts(positions, channels, dtype):
+            return "mosaic_gpu"
+    if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"
     capability = getattr(jax.devices()[0], "compute_capability", "")  # "9.0"; AMD's are names
     return "cudnn" if capability[:1].isdigit() and float(capability) >= 8.0 else "xla"
 
 
-def padding_for(positions: int, dtype: Any, head_channels: int, implementation: AttentionImplementation | None) -> int:
+def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> int:
     """Positions to add to sequences for `attend`: cuDNN's backward pass is offered for even lengths alone."""
-    return positions % 2 if (implementation or best_attention(dtype, head_channels)) == "cudnn" else 0
+    return shape[1] % 2 if (implementation or best_attention(shape, dtype)) == "cudnn" else 0
 
 
 def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, padding: int) -> jax.Array:
@@ -44,6 +55,38 @@ def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal:
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kernel_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    return _kernel_forward(query, key, value, causal)[0]
+
+
+def _kernel_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    from infcl_jax.models import mosaic_attention
+
+    result, total = _on_each_device(mosaic_attention.forward, causal, query, key, value)
+    return result, (query, key, value, result, total)
+
+
+def _kernel_backward(causal: bool, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    from infcl_jax.models import mosaic_attention
+
+    return _on_each_device(mosaic_attention.backward, causal, *saved, cotangent)
+
+
+_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
+
+
+def _on_each_device(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernel's results for the sequences that each device has."""
+    local = functools.partial(kernel, causal=causal, cores=devices.multiprocessors())
+    axes = automatic_axes()
+    if axes:
+        local = jax.shard_map(local, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
+    return local(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -95,17 +138,34 @@ def attend(
       value: [b, t, heads, d], of the same dtype.
       causal: whether position i sees only positions up to i.
       padding: positions at the end that the others do not see, see `padding_for`; their own results are arbitrary.
-      implementation: "xla", or "cudnn" for the fused kernel through `jax.nn.dot_product_attention`; None for
-        `best_attention`.
+      implementation: "xla", "cudnn" for the kernel behind `jax.nn.dot_product_attention`, or "mosaic_gpu" for
+        `mosaic_attention`; None for `best_attention`.
 
     Returns:
       [b, t, heads, d] in the dtype of the inputs.
 
     Raises:
-      ValueError: padding for plain XLA, which needs none.
+      ValueError: padding that is not needed; or "mosaic_gpu" for another device, or for inputs that it does not accept.
     """
-    if (implementation or best_attention(query.dtype, query.shape[-1])) == "cudnn":
+    implementation = implementation or best_attention(query.shape, query.dtype)
+    if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
     if padding:
-        raise ValueError(f"expected no padding for attention in plain XLA, got {padding}")
-    return _xla_attention(query, key, value, causal)
+        raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
+    if implementation == "xla":
+        return _xla_attention(query, key, value, causal)
+    _check_kernel(query)
+    return _kernel_attention(query, key, value, causal)
+
+
+def _check_kernel(query: jax.Array) -> None:
+    from infcl_jax.models import mosaic_attention
+
+    _, positions, _, channels = query.shape
+    if devices.compute_capability() != devices.HOPPER:
+        raise ValueError(f"attention 'mosaic_gpu' expects a Hopper GPU, got {jax.devices()[0].device_kind}")
+    if not mosaic_attention.accepts(positions, channels, query.dtype):
+        raise ValueError(
+            f"attention 'mosaic_gpu' expects bf16 or fp16, at most {mosaic_attention.LONGEST} positions and heads of "
+            f"{mosaic_attention.CHANNELS} channels, got {query.dtype}, {positions} and {channels}"
+        )

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from infcl_jax.models.sharing import automatic_axes
 
 # Rows that one matrix product adds up.
 _BLOCK = 128
@@ -46,12 +48,6 @@ def _embed_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Arr
 
 
 embed_tokens.defvjp(_embed_forward, _embed_backward)
-
-
-def automatic_axes() -> tuple[str, ...]:
-    """Axes of the mesh in use over which the compiler shards arrays; the batch is taken to be sharded over all."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
 
 
 def _sum_on_all_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.Array:

@@ -7,10 +7,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.models.embedding import automatic_axes
+from infcl_jax.models.sharing import automatic_axes, rows_for_kernels
 from infcl_jax.pairwise import devices
 
 NormImplementation = Literal["xla", "mosaic_gpu"]
@@ -25,23 +24,16 @@ def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
       dtypes: of the result.
 
     Returns:
-      "mosaic_gpu" on a Hopper GPU with an argument that the kernels accept, if each device is known to have whole rows:
-      there is one device, or it runs inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over
-      which the leading axis is sharded. Otherwise "xla", which the compiler can split.
+      "mosaic_gpu" with an argument that the kernels accept and of which each device has whole rows, see
+      `rows_for_kernels`. Otherwise "xla", which the compiler can split.
     """
-    if devices.compute_capability() != devices.HOPPER:
+    rows = rows_for_kernels(x.shape[0]) if x.ndim > 1 else None
+    if rows is None:
         return "xla"
     from infcl_jax.models import mosaic_norm  # only GPUs need it
 
-    mesh, axes = jax.sharding.get_abstract_mesh(), automatic_axes()
-    if not mesh.axis_names:
-        known = mesh.abstract_device is not None or jax.device_count() == 1
-    else:
-        known = AxisType.Explicit not in mesh.axis_types
-    shares = math.prod(mesh.shape[axis] for axis in axes)
-    whole = known and x.ndim > 1 and x.shape[0] % shares == 0
-    rows = math.prod(x.shape[:-1]) // shares
-    return "mosaic_gpu" if whole and mosaic_norm.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
+    rows *= math.prod(x.shape[1:-1])
+    return "mosaic_gpu" if mosaic_norm.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

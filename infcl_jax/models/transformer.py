@@ -75,6 +75,8 @@ class TransformerConfig:
         "cudnn" is the fused kernel of NVIDIA GPUs from Ampere on, whose memory is linear in the sequence length. It
         needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks
         of keys its gradients repeat bit for bit under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` alone.
+        "mosaic_gpu" are kernels for Hopper GPUs and sequences of up to 320 positions, with heads of 64 channels in
+        the same dtypes; their gradients always repeat.
         None: `best_attention` of the device that runs.
       dtype: of activations and matrix products: "float32", "bfloat16" or "float16".
       param_dtype: of the stored parameters, one of the same.
@@ -256,7 +258,7 @@ class Transformer(nn.Module):
         """
         c, (b, t, _) = self.config, x.shape
         block = _block_class(c.remat)
-        padding = padding_for(t, c.dtype, c.width // c.heads, c.attention)
+        padding = padding_for((b, t, c.heads, c.width // c.heads), c.dtype, c.attention)
         positions = t + padding
         # Rows are all tokens: with a batch axis XLA lays activations out in ways that have to be transposed again.
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)

@@ -17,7 +17,7 @@ B, T, HEADS, DIM = 2, 6, 2, 8
 
 def attend_padded(*inputs, implementation, causal):
     """As the transformer calls it."""
-    padding = padding_for(inputs[0].shape[1], inputs[0].dtype, inputs[0].shape[3], implementation)
+    padding = padding_for(inputs[0].shape, inputs[0].dtype, implementation)
     inputs = (jnp.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0))) for a in inputs)
     y = attend(*inputs, causal=causal, padding=padding, implementation=implementation)
     return y[:, : y.shape[1] - padding]
@@ -104,9 +104,10 @@ def test_cudnn_goes_to_the_fused_kernel_with_the_same_meaning(monkeypatch, causa
     ],
 )
 def test_the_best_attention_is_what_device_and_inputs_allow(monkeypatch, backend, capability, dtype, channels, best):
+    device = types.SimpleNamespace(platform=backend, compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
-    assert best_attention(dtype, channels) == best
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert best_attention((B, 400, HEADS, channels), dtype) == best
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,6 +1,5 @@
 """LayerNorm's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,8 +8,8 @@ import numpy as np
 import oracle
 import pytest
 import runs
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from gpus import ALONE, calls, described, interpreted, lowered, under
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.models import mosaic_norm, normalization
@@ -20,24 +19,7 @@ from infcl_jax.pairwise import available_implementations
 
 EPSILON = normalization.LAYER_NORM_EPSILON
 BF16, FP16, FP32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
-HOPPER = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-ALONE = AbstractMesh((), (), abstract_device=HOPPER)
 NAMES = ("y", "x", "scale", "bias")
-
-
-def described(cores=132, **axes):
-    """A mesh of Hopper GPUs."""
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=cores)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)
-
-
-@contextlib.contextmanager
-def interpreted(capsys):
-    """Kernels run on the CPU, on two multiprocessors, and without races."""
-    races = plgpu.InterpretGPUParams(detect_races=True)
-    with plgpu.force_gpu_interpret_mode(races), jax.sharding.use_abstract_mesh(described(cores=2)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def given(rows, width, dtype, result):
@@ -118,14 +100,6 @@ def test_tiles_are_whole_groups_of_rows():
         Tiling(rows=6, stages=2, programs=1)
 
 
-def lowered(function, *arrays):
-    return function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def calls(text):
-    return text.count("custom_call @mosaic_gpu")
-
-
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "result"),
     [
@@ -161,7 +135,7 @@ def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
     ],
 )
 def test_best_normalization(shape, dtype, mesh, best):
-    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+    with under(mesh):
         assert normalization.best_normalization(jax.ShapeDtypeStruct(shape, dtype), jnp.float32) == best
 
 

@@ -150,7 +150,7 @@ def test_quick_gelu_is_close_to_gelu():
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\); got 1.0"),
         ({"activation": "relu"}, "activation must be one of 'gelu', 'quick_gelu'; got 'relu'"),
         ({"remat": "dot"}, "remat must be one of None, 'full', 'dots'; got 'dot'"),
-        ({"attention": "flash"}, "attention must be one of None, 'xla', 'cudnn'; got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of None, 'xla', 'cudnn', 'mosaic_gpu'; got 'flash'"),
         ({"attention": "cudnn"}, "attention 'cudnn' needs dtype"),
         ({"attention": "cudnn", "dtype": "bfloat16", "heads": 4}, "got 'bfloat16' and 4"),
         ({"attention": "cudnn", "dtype": "float16", "width": 272}, "at most 128; got 'float16' and 136"),

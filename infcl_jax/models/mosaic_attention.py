@@ -1,0 +1,210 @@
+"""Attention over short sequences for Hopper GPUs, in Pallas Mosaic GPU: every array is read or written once.
+
+All positions of a head are in shared memory at the same time, so that scores are never stored, sums are complete when
+they are needed, and no result is added to in memory.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from infcl_jax.models.mosaic_heads import CHANNELS, PIECE, TILE, Array, Head, Heads
+
+LONGEST = 5 * TILE  # the scores of a tile against all positions stay in registers
+UNROLLED = 2  # tiles that are gone through without a loop
+DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
+ROW, COLUMN = PIECE.reduce(1), PIECE.reduce(0)
+
+
+def accepts(positions: int, channels: int, dtype: Any) -> bool:
+    """Whether the kernels take sequences of that length with heads of that many channels in `dtype`."""
+    return 0 < positions <= LONGEST and channels == CHANNELS and jnp.dtype(dtype) in DTYPES
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "cores"))
+def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
+    """Scaled dot-product attention with a float32 softmax.
+
+    Args:
+      query: [b, t, heads, 64], see `accepts`.
+      key: likewise.
+      value: likewise.
+      causal: whether a position sees only positions up to its own.
+      cores: multiprocessors of the device.
+
+    Returns:
+      The result [b, t, heads, 64], and what `backward` needs: float32 [b * heads, t rounded up to tiles] logarithms to
+      base 2 of the sums of the exponentials of the scores.
+    """
+    # In the order in which buffers are needed; the first is given back first.
+    operands = {"key": key, "query": query, "value": value}
+    loop = Heads.of(query, cores, vectors=0)
+    slope = CHANNELS**-0.5 * math.log2(math.e)
+
+    def tile(at: Head, i: Array) -> None:
+        own = at.tile(i)
+
+        def attention(*scores: Any) -> None:
+            for (j, width), s in zip(loop.parts, scores, strict=True):
+                plgpu.wgmma(s, at["query"].at[own], at["key"].at[pl.ds(j, width)].T)
+            pieces = [s[...][:, j : j + TILE] for s in scores for j in range(0, s.shape[1], TILE)]
+            pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "key"))
+            for j in range(0 if causal else loop.tiles - 1, loop.tiles):
+                pieces[j] = at.where_seen(pieces[j], i * TILE, j * TILE, causal, -math.inf)
+            # Pieces are joined first, then rows within what is left: the other way round one would wait for the other.
+            reference = functools.reduce(jnp.maximum, pieces).max(1) * slope
+
+            def weighted(result: Any) -> tuple[Array, Array]:
+                pl.when(i < loop.team)(functools.partial(at.wait, "value"))
+                total = None
+                for j, s in enumerate(pieces):
+                    weight = jnp.exp2(s * slope - _spread(reference, 0))
+                    plgpu.wgmma(result, weight.astype(query.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
+                    total = weight if total is None else total + weight
+                return total.sum(1), result[...]
+
+            total, result = pl.run_scoped(weighted, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+            at.put({"query": (result / _spread(total, 0)).astype(query.dtype)}, own)
+            at.store("query", "result", own)
+            at.arrays["total"][at.number, own] = reference + jnp.log2(total)
+
+        pl.run_scoped(attention, *(plgpu.ACC((TILE, width), jnp.float32) for _, width in loop.parts))
+
+    def head(at: Head) -> None:
+        at.wait("key", "query")
+        at.each_tile(tile, first=lax.rem(at.member + at.turn, loop.team))
+
+    result = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    total = jax.ShapeDtypeStruct((loop.heads, loop.rows), jnp.float32)
+    found = loop.run(head, operands, {"result": result, "total": total}, last=("query", "value"))
+    return found["result"], found["total"]
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "cores"))
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    result: Array,
+    total: Array,
+    cotangent: Array,
+    *,
+    causal: bool,
+    cores: int,
+) -> tuple[Array, Array, Array]:
+    """Gradients of attention (Dao et al. 2022, appendix B.2).
+
+    Args:
+      query: as for `forward`.
+      key: likewise.
+      value: likewise.
+      result: of `forward`.
+      total: of `forward`.
+      cotangent: of the result.
+      causal: as for `forward`.
+      cores: likewise.
+
+    Returns:
+      The cotangents of query, key and value. The same inputs give the same bits.
+    """
+    operands = {"query": query, "key": key, "value": value, "cotangent": cotangent, "result": result}
+    loop = Heads.of(query, cores, vectors=2)
+    scale, dtype = CHANNELS**-0.5, query.dtype
+    slope = scale * math.log2(math.e)
+    accumulators = 2 * (plgpu.ACC((TILE, TILE), jnp.float32),)
+
+    def of_query(at: Head, i: Array) -> None:
+        """A tile of queries against all keys; leaves what belongs to queries where all warpgroups find it."""
+        own = at.tile(i)
+        total = plgpu.load(at.arrays["total"].at[at.number, own], layout=ROW, optimized=False)
+        cotangent, result = (
+            plgpu.load(at[n].at[own], layout=PIECE).astype(jnp.float32) for n in ("cotangent", "result")
+        )
+        level = (cotangent * result).sum(1)
+
+        def sums(found: Any) -> Array:
+            def block(j: Any, last: bool) -> None:
+                others = at.tile(j)
+
+                def products(s: Any, d_p: Any) -> None:
+                    plgpu.wgmma(s, at["query"].at[own], at["key"].at[others].T)
+                    plgpu.wgmma(d_p, at["cotangent"].at[own], at["value"].at[others].T)
+                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 0))
+                    if causal or last:
+                        weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0)
+                    d_s = weight * (d_p[...] - _spread(level, 0))
+                    plgpu.wgmma(found, d_s.astype(dtype), at["key"].at[others])
+
+                pl.run_scoped(products, *accumulators)
+
+            pl.loop(0, loop.tiles - 1)(functools.partial(block, last=False))
+            block(loop.tiles - 1, last=True)
+            return found[...]
+
+        found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+        at.vectors[0, own], at.vectors[1, own] = total, level
+        at.put({"result": (found * scale).astype(dtype)}, own)
+        at.store("result", "of_query", own)
+
+    def of_key(at: Head, i: Array) -> None:
+        """A tile of keys, and their values, against all queries. Those beyond the end count nothing: they are zeros."""
+        own = at.tile(i)
+
+        def sums(of_k: Any, of_v: Any) -> tuple[Array, Array]:
+            def block(j: Any) -> None:
+                others = at.tile(j)
+
+                def products(s: Any, d_p: Any) -> None:
+                    plgpu.wgmma(s, at["key"].at[own], at["query"].at[others].T)
+                    plgpu.wgmma(d_p, at["value"].at[own], at["cotangent"].at[others].T)
+                    total, level = (
+                        plgpu.load(at.vectors.at[n, others], layout=COLUMN, optimized=False) for n in (0, 1)
+                    )
+                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 1))
+                    if causal:
+                        weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0, transposed=True)
+                    plgpu.wgmma(of_v, weight.astype(dtype), at["cotangent"].at[others])
+                    d_s = weight * (_loaded(d_p) - _spread(level, 1))
+                    plgpu.wgmma(of_k, d_s.astype(dtype), at["query"].at[others])
+
+                pl.run_scoped(products, *accumulators)
+
+            if loop.tiles <= UNROLLED:
+                for j in range(loop.tiles):
+                    block(j)
+            else:
+                pl.loop(0, loop.tiles)(block)
+            return of_k[...], of_v[...]
+
+        of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
+        at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
+        at.store("key", "of_key", own)
+        at.store("value", "of_value", own)
+
+    def head(at: Head) -> None:
+        at.wait(*operands)
+        at.each_tile(of_query, first=at.member)
+        at.meet()
+        # The warpgroup that had one tile more has one less now.
+        at.each_tile(of_key, first=loop.team - 1 - at.member)
+
+    shape = jax.ShapeDtypeStruct(query.shape, dtype)
+    results = dict.fromkeys(("of_query", "of_key", "of_value"), shape)
+    found = loop.run(head, operands, results, {"total": total}, last=tuple(operands))
+    return found["of_query"], found["of_key"], found["of_value"]
+
+
+def _spread(vector: Array, axis: int) -> Array:
+    """A vector of the rows (axis 0) or the columns (axis 1) over a piece."""
+    return lax.broadcast_in_dim(vector, (TILE, TILE), [axis])
+
+
+def _loaded(accumulator: Any) -> Array:
+    """What was accumulated, while the product after it may be under way."""
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=1)

@@ -1,0 +1,317 @@
+"""The heads of a batch on their way through shared memory, for kernels in Pallas Mosaic GPU.
+
+A producer warpgroup streams the positions of whole heads in with the tensor memory accelerator, which fills up to whole
+tiles of 64 positions with zeros, and leaves those out when results are stored. Tiles are taken in turn by two compute
+warpgroups; a sequence of one tile is the work of one warpgroup.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHANNELS = 64  # of a head: with 16 bits the 128 bytes of the widest swizzle
+TILE = 64  # positions
+WARPGROUPS = 2
+PRODUCER = WARPGROUPS
+# Per thread: the producer needs few, the compute warpgroups get the rest of a multiprocessor's 64 Ki.
+PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
+SHARED_MEMORY = 232_448
+RESERVED = 2048  # bytes of it for barriers and alignment
+BARRIERS = 32  # of one array of barriers
+ATOM = 8  # positions of which copies into tiles want a multiple
+
+_SWIZZLE: Any = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+_TILES: Any = (plgpu.TilingTransform((ATOM, CHANNELS)), _SWIZZLE)  # type: ignore[abstract]
+PIECE = plgpu.Layout.WGMMA
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of a batch on their way through shared memory.
+
+    Attributes:
+      batch: sequences.
+      positions: of a sequence.
+      heads_each: of a sequence.
+      dtype: of what is streamed.
+      programs: thread blocks, each with every so many-th head.
+      vectors: float32 numbers of each position that warpgroups leave for each other.
+    """
+
+    batch: int
+    positions: int
+    heads_each: int
+    dtype: Any
+    programs: int
+    vectors: int
+
+    @classmethod
+    def of(cls, x: Array, cores: int, *, vectors: int) -> "Heads":
+        """Those of [b, t, heads, 64], for so many multiprocessors."""
+        b, t, heads, _ = x.shape
+        return cls(b, t, heads, x.dtype, min(cores, b * heads), vectors)
+
+    @property
+    def heads(self) -> int:
+        """In all."""
+        return self.batch * self.heads_each
+
+    @property
+    def tiles(self) -> int:
+        """Of a head."""
+        return -(-self.positions // TILE)
+
+    @property
+    def rows(self) -> int:
+        """Positions of whole tiles."""
+        return self.tiles * TILE
+
+    @property
+    def team(self) -> int:
+        """Warpgroups that share a head."""
+        return min(self.tiles, WARPGROUPS)
+
+    @property
+    def teams(self) -> int:
+        """Heads that are worked on at a time."""
+        return WARPGROUPS // self.team
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Shape of the shared memory for vectors: of each team, for two heads in turn."""
+        return self.teams, 2, max(self.vectors, 1), self.rows
+
+    @property
+    def buffers(self) -> int:
+        """Of a team, each for an operand of one head."""
+        room = SHARED_MEMORY - RESERVED - 4 * math.prod(self.shared)
+        return min(room // (self.rows * CHANNELS * self.dtype.itemsize), BARRIERS) // self.teams
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First position and number of positions of what one copy or product takes; the last tile by itself."""
+        return [(0, self.rows - TILE), (self.rows - TILE, TILE)] if self.tiles > 1 else [(0, TILE)]
+
+    def run(
+        self,
+        body: Callable[["Head"], None],
+        streamed: dict[str, Array],
+        results: dict[str, jax.ShapeDtypeStruct],
+        others: dict[str, Array] | None = None,
+        *,
+        last: tuple[str, ...],
+    ) -> dict[str, Array]:
+        """Calls `body` for every head.
+
+        Args:
+          body: waits for operands, and stores the results of the head.
+          streamed: operands by name, of which the buffers are in that order.
+          results: by name.
+          others: operands that the body reads where they are.
+          last: operands that it does not give back itself.
+
+        Returns:
+          The results by name.
+        """
+        operands = streamed | (others or {})
+        whole = self.positions % ATOM == 0
+
+        def kernel(*refs: Any) -> None:
+            *arrays, buffers, vectors, full, empty, met = refs
+            named = dict(zip([*operands, *results], arrays, strict=True))
+            tiled, plain = (buffers, buffers) if whole else buffers
+            program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+            count = lax.div(self.heads - program + self.programs - 1, self.programs)
+
+            def head(turn: Array, team: Array, member: Array) -> Head:
+                number = program + turn * self.programs
+                barriers = full, empty, met
+                return Head(self, turn, team, member, number, list(streamed), named, tiled, plain, vectors, *barriers)
+
+            def produce() -> None:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+                @pl.loop(0, count)
+                def _(turn: Array) -> None:
+                    head(turn, lax.rem(turn, self.teams), jnp.int32(0)).fetch()
+
+                for team in range(self.teams):
+                    steps = lax.div(count - team + self.teams - 1, self.teams) * len(streamed)
+
+                    @pl.loop(jnp.maximum(steps - self.buffers, 0), steps)
+                    def _(step: Array, team: int = team) -> None:
+                        plgpu.barrier_wait(empty.at[team * self.buffers + lax.rem(step, self.buffers)])
+
+            def compute() -> None:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+                team, member = lax.div(warpgroup, self.team), lax.rem(warpgroup, self.team)
+                own = lax.div(count - team + self.teams - 1, self.teams)
+
+                def mine(number: Array) -> Head:
+                    return head(number * self.teams + team, team, member)
+
+                @pl.loop(0, own)
+                def _(number: Array) -> None:
+                    at = mine(number)
+                    body(at)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    at.release(*last)
+
+                plgpu.wait_smem_to_gmem(0)
+
+            lax.cond(warpgroup == PRODUCER, produce, compute)
+
+        shape = (self.teams * self.buffers, self.rows, CHANNELS)
+        tiles = plgpu.SMEM(shape, self.dtype, transforms=_TILES)
+        # The same bytes in the same order; without tiles a copy may end within eight positions.
+        both = plgpu.RefUnion(tiles, plgpu.SMEM(shape, self.dtype, transforms=(_SWIZZLE,)))
+        manual = jax.typeof(streamed["query"]).manual_axis_type
+        found = plgpu.kernel(
+            kernel,
+            out_type=[r.update(manual_axis_type=manual) for r in results.values()],
+            scratch_types=[
+                tiles if whole else both,
+                plgpu.SMEM(self.shared, jnp.float32),
+                plgpu.Barrier(num_arrivals=len(self.parts), num_barriers=shape[0]),
+                plgpu.Barrier(num_arrivals=self.team, num_barriers=shape[0]),
+                plgpu.Barrier(num_arrivals=self.team, num_barriers=self.teams),
+            ],
+            grid=(self.programs,),
+            grid_names=("program",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+        )(*operands.values())
+        return dict(zip(results, found, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head as a warpgroup sees it.
+
+    Attributes:
+      loop: that it is of.
+      turn: number of the head in this thread block.
+      team: of warpgroups that it belongs to.
+      member: which of the team.
+      number: of the head in the batch.
+      streamed: names of what comes through shared memory.
+      arrays: in global memory, by name.
+      tiled: buffers of shared memory [buffers, rows, 64], as products want them.
+      plain: the same buffers, as copies want them.
+      shared: shared memory for vectors.
+      full: barriers of the buffers.
+      empty: likewise.
+      met: barriers of the teams.
+    """
+
+    loop: Heads
+    turn: Array
+    team: Array
+    member: Array
+    number: Array
+    streamed: Sequence[str]
+    arrays: dict[str, Any]
+    tiled: Any
+    plain: Any
+    shared: Any
+    full: Any
+    empty: Any
+    met: Any
+
+    def slot(self, name: str) -> Array:
+        """Which buffer an operand is in."""
+        return self.team * self.loop.buffers + lax.rem(self._step(name), self.loop.buffers)
+
+    def _step(self, name: str) -> Array:
+        """How many operands the team had before."""
+        return lax.div(self.turn, self.loop.teams) * len(self.streamed) + self.streamed.index(name)
+
+    def __getitem__(self, name: str) -> Any:
+        """An operand [rows, 64] in shared memory."""
+        return self.tiled.at[self.slot(name)]
+
+    @property
+    def vectors(self) -> Any:
+        """[vectors, rows] of shared memory, another one for every other head."""
+        return self.shared.at[self.team, lax.rem(lax.div(self.turn, self.loop.teams), 2)]
+
+    def tile(self, i: Any) -> Any:
+        """Positions of a tile."""
+        return pl.ds(i * TILE if isinstance(i, int) else pl.multiple_of(i * TILE, TILE), TILE)
+
+    def each_tile(self, body: Callable[["Head", Array], None], *, first: Array) -> None:
+        """Calls `body(head, tile)` for every tile of this warpgroup."""
+        team = self.loop.team
+
+        @pl.loop(0, lax.div(self.loop.tiles - first + team - 1, team))
+        def _(n: Array) -> None:
+            body(self, first + n * team)
+
+    def fetch(self) -> None:
+        """Starts the copies of all operands, each when its buffer is empty."""
+        sequence, head = lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+        for name in self.streamed:
+            slot = self.slot(name)
+
+            @pl.when(self._step(name) >= self.loop.buffers)
+            def _(slot: Array = slot) -> None:
+                plgpu.barrier_wait(self.empty.at[slot])
+
+            for j, width in self.loop.parts:
+                # A first position that the compiler does not know may be followed by some beyond the end.
+                rows = pl.ds(j + 0 * self.turn, width)
+                plgpu.copy_gmem_to_smem(
+                    self.arrays[name].at[sequence, rows, head],
+                    self.plain.at[slot, pl.ds(j, width)],
+                    self.full.at[slot],
+                    oob_mode=plgpu.OOBFillMode.ZEROS,
+                )
+
+    def wait(self, *names: str) -> None:
+        """Until operands are there."""
+        for name in names:
+            plgpu.barrier_wait(self.full.at[self.slot(name)])
+
+    def release(self, *names: str) -> None:
+        """Gives buffers back, which this warpgroup has read."""
+        for name in names:
+            plgpu.barrier_arrive(self.empty.at[self.slot(name)])
+
+    def meet(self) -> None:
+        """Until the team's other warpgroup is here too, and its vectors can be read."""
+        plgpu.barrier_arrive(self.met.at[self.team])
+        plgpu.barrier_wait(self.met.at[self.team])
+
+    def put(self, found: dict[str, Array], rows: Any) -> None:
+        """Writes rows of buffers that the warpgroup alone has still read."""
+        plgpu.commit_smem()  # all of its warps have
+        for name, piece in found.items():
+            self[name][rows] = piece
+        plgpu.commit_smem()
+
+    def store(self, name: str, result: str, rows: Any) -> None:
+        """Starts copying rows of a buffer to a result."""
+        sequence, head = lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+        plgpu.copy_smem_to_gmem(self.plain.at[self.slot(name), rows], self.arrays[result].at[sequence, rows, head])
+
+    def where_seen(
+        self, piece: Array, row: Any, column: Any, causal: bool, value: float, transposed: bool = False
+    ) -> Array:
+        """Scores of queries from `row` and keys from `column`, `transposed` or not; the value for pairs without."""
+        rows, columns = (plgpu.broadcasted_iota(jnp.int32, piece.shape, axis, layout=PIECE) for axis in (0, 1))
+        if not causal:
+            return jnp.where(columns < self.loop.positions - column, piece, value)
+        seen = rows + row <= columns + column if transposed else columns + column <= rows + row
+        return jnp.where(seen, piece, value)

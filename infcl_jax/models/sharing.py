@@ -1,0 +1,36 @@
+"""How the devices share a batch, for what the compiler cannot split: kernels, and sums in a fixed order."""
+
+import math
+
+import jax
+from jax.sharding import AxisType
+
+from infcl_jax.pairwise import devices
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh in use over which the compiler shards arrays; the batch is taken to be sharded over all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+
+
+def rows_for_kernels(rows: int) -> int | None:
+    """How many rows of an array each device gives to a kernel for Hopper GPUs.
+
+    Args:
+      rows: of the array, in all.
+
+    Returns:
+      Their share; None without such a GPU, or if it is not known that each device has whole rows. It is if there is one
+      device, or inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over which the leading axis is
+      sharded.
+    """
+    if devices.compute_capability() != devices.HOPPER:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        known = mesh.abstract_device is not None or jax.device_count() == 1
+    else:
+        known = AxisType.Explicit not in mesh.axis_types
+    shares = math.prod(mesh.shape[axis] for axis in automatic_axes())
+    return rows // shares if known and rows % shares == 0 else None

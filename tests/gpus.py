@@ -1,0 +1,40 @@
+"""Hopper GPUs that are not there: described ones to lower for, and the interpreter of their kernels."""
+
+import contextlib
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+
+def described(cores=132, **axes):
+    """A mesh of Hopper GPUs."""
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=cores)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)
+
+
+ALONE = described()
+
+
+def under(mesh):
+    """The mesh in use, or none."""
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextlib.contextmanager
+def interpreted(capsys):
+    """Kernels run on the CPU, on two multiprocessors, and without races."""
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    with plgpu.force_gpu_interpret_mode(races), under(described(cores=2)):
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+def lowered(function, *arrays):
+    """The program for CUDA, as text."""
+    return function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """How many kernels it calls."""
+    return text.count("custom_call @mosaic_gpu")

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.benchmark_attention import exact_attention
 from infcl_jax.models import attention, mosaic_attention
 from infcl_jax.models.attention import attend, best_attention
 from infcl_jax.models.transformer import Transformer, TransformerConfig
@@ -57,24 +58,6 @@ def given(b, positions, heads, dtype, scale=2.0):
     return [jnp.asarray(s * rng.standard_normal((b, positions, heads, 64)), dtype) for s in (scale, 1.0, 1.0, 1.0)]
 
 
-def expected(query, key, value, cotangent, causal):
-    """The result and the gradients in float64."""
-    query, key, value, cotangent = (np.asarray(a, np.float64) for a in (query, key, value, cotangent))
-    scores = np.einsum("bthd,bshd->bhts", query, key) / 8
-    if causal:
-        scores = np.where(np.tri(query.shape[1], dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    slopes = np.einsum("bthd,bshd->bhts", cotangent, value)
-    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) / 8
-    return (
-        np.einsum("bhts,bshd->bthd", weights, value),
-        np.einsum("bhts,bshd->bthd", slopes, key),
-        np.einsum("bhts,bthd->bshd", slopes, query),
-        np.einsum("bhts,bthd->bshd", weights, cotangent),
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("causal", "implementation"))
 def value_and_gradients(query, key, value, cotangent, *, causal, implementation="mosaic_gpu"):
     run = functools.partial(attend, causal=causal, implementation=implementation)
@@ -105,7 +88,7 @@ def test_kernels_match_float64(capsys, b, positions, heads, dtype, causal):
     arrays = given(b, positions, heads, dtype)
     with interpreted(capsys):
         found = jax.device_get(value_and_gradients(*arrays, causal=causal))
-    assert_close(found, expected(*arrays, causal), dtype)
+    assert_close(found, exact_attention(*arrays, causal=causal), dtype)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +181,7 @@ def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     sharded = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arrays]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         found = value_and_gradients(*sharded, causal=causal)
-    assert_close(found, expected(*arrays, causal), BF16)
+    assert_close(found, exact_attention(*arrays, causal=causal), BF16)
 
 
 @pytest.mark.gpu
@@ -221,6 +204,6 @@ def test_kernels_on_the_gpu_match_float64_and_repeat(b, positions, heads, dtype,
         pytest.skip("no kernels for this device")
     arrays = given(b, positions, heads, dtype, scale)
     found = jax.device_get(value_and_gradients(*arrays, causal=causal))
-    assert_close(found, expected(*arrays, causal), dtype)
+    assert_close(found, exact_attention(*arrays, causal=causal), dtype)
     for _ in range(3):
         assert runs.equal_bits(found, jax.device_get(value_and_gradients(*arrays, causal=causal)))

@@ -5,8 +5,11 @@
 Without --device and --memory_gib: for the devices at hand.
 """
 
+import contextlib
+
 import jax
 from absl import flags
+from jax.sharding import use_abstract_mesh
 from ml_collections import ConfigDict
 
 from experiments import build, command
@@ -35,7 +38,9 @@ def plan_from_flags() -> None:
     for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
         if flag.value is not None and not flag.value > 0:
             raise ValueError(f"expected --{name} > 0, got {flag.value}")
-    report(*planned(command.chosen_config()))
+    config = command.chosen_config()
+    with contextlib.nullcontext() if _DEVICE.value is None else use_abstract_mesh(device_named(_DEVICE.value).mesh):
+        report(*planned(config))
 
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from infcl_jax.models import CLIP, TOWERS
+from infcl_jax.pairwise.devices import compute_capability
 
 # Rows of the two traces between which memory is taken to be linear.
 _FEW, _MANY = 64, 128
@@ -66,9 +67,13 @@ def parameter_shapes(model: CLIP) -> Any:
     return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())["params"]
 
 
-@functools.lru_cache(maxsize=32)
 def towers(model: CLIP) -> tuple[Tower, ...]:
-    """Both encoders of a model, images first."""
+    """Both encoders of a model, images first, as they run on the device that is traced for."""
+    return _towers(model, compute_capability())
+
+
+@functools.lru_cache(maxsize=32)
+def _towers(model: CLIP, capability: str | None) -> tuple[Tower, ...]:
     return tuple(_tower(model, name) for name in TOWERS)
 
 

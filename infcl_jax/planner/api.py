@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -191,7 +191,7 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     have fitted. What XLA plans for an encoder's activations there is met within 2 % with fused attention, also with
     remat "dots"; with remat "full" the figure is a quarter too large, with attention "xla" in bf16 an eighth too small.
     On the CPU, which stores more, totals are about 0.8 of what is needed. Attention None is planned as it runs on the
-    device at hand: for a GPU from a machine without one, as "xla".
+    device at hand; for a Hopper GPU from elsewhere, plan under `use_abstract_mesh(device_named("H100").mesh)`.
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
@@ -210,7 +210,7 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     state = state_bytes(
         workload.model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen
     )
-    encoders = dict(zip(TOWERS, towers(workload.model), strict=True))
+    encoders = dict(zip(TOWERS, towers(cast(CLIP, workload.model)), strict=True))
     trained = [tower for name, tower in encoders.items() if name not in workload.frozen]
     row = sum(tower.row for tower in encoders.values())
     on_device = workload.residency == "device"

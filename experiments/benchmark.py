@@ -36,6 +36,16 @@ _TIMED_SECONDS = 0.05
 # Of a table: heading, key of the record, format.
 Columns = Sequence[tuple[str, str, str]]
 
+# Of a function that is timed alone and with its gradients.
+PASSES: Columns = (
+    ("forward ms", "forward_ms", ".3f"),
+    ("backward ms", "backward_ms", ".3f"),
+    ("total ms", "total_ms", ".3f"),
+    ("forward TFLOP/s", "forward_tflops", ".3g"),
+    ("TFLOP/s", "tflops", ".3g"),
+    ("of product", "of_product", ".1%"),
+)
+
 
 def run(command: Callable[[], Any]) -> None:
     """Parses the flags and calls `command()`; a mistake becomes one line on stderr and exit status 1."""

@@ -18,6 +18,13 @@ def cudnn_accepts(dtype: Any, head_channels: int) -> bool:
     return jnp.dtype(dtype).itemsize == 2 and head_channels % 8 == 0 and head_channels <= 128
 
 
+def kernel_accepts(positions: int, head_channels: int, dtype: Any) -> bool:
+    """Whether the kernels of Hopper GPUs take sequences of that length and heads of that many channels in `dtype`."""
+    from infcl_jax.models import mosaic_attention  # few need it
+
+    return mosaic_attention.accepts(positions, head_channels, dtype)
+
+
 def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementation:
     """The fastest attention on the device that is traced for.
 
@@ -32,11 +39,8 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
       cost more. Otherwise "xla".
     """
     b, positions, _, channels = shape
-    if rows_for_kernels(b) is not None:
-        from infcl_jax.models import mosaic_attention  # only GPUs need it
-
-        if mosaic_attention.accepts(positions, channels, dtype):
-            return "mosaic_gpu"
+    if rows_for_kernels(b) is not None and kernel_accepts(positions, channels, dtype):
+        return "mosaic_gpu"
     if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"
     capability = getattr(jax.devices()[0], "compute_capability", "")  # "9.0"; AMD's are names

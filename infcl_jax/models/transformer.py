@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts, padding_for
+from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts, kernel_accepts, padding_for
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, gelu, quick_gelu
 
 Activation = Literal["gelu", "quick_gelu"]
@@ -114,6 +114,11 @@ class TransformerConfig:
             raise ValueError(
                 "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most "
                 f"128; got {self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
+            )
+        if self.attention == "mosaic_gpu" and not kernel_accepts(1, self.width // self.heads, self.dtype):
+            raise ValueError(
+                "attention 'mosaic_gpu' needs dtype 'bfloat16' or 'float16' and 64 channels per head; got "
+                f"{self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
             )
 
     @property

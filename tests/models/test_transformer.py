@@ -154,6 +154,8 @@ def test_quick_gelu_is_close_to_gelu():
         ({"attention": "cudnn"}, "attention 'cudnn' needs dtype"),
         ({"attention": "cudnn", "dtype": "bfloat16", "heads": 4}, "got 'bfloat16' and 4"),
         ({"attention": "cudnn", "dtype": "float16", "width": 272}, "at most 128; got 'float16' and 136"),
+        ({"attention": "mosaic_gpu", "dtype": "bfloat16"}, "64 channels per head; got 'bfloat16' and 8"),
+        ({"attention": "mosaic_gpu", "width": 128, "heads": 2}, "got 'float32' and 64"),
         ({"dtype": "int32"}, "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'int32'"),
         ({"param_dtype": "bf16"}, "param_dtype must be one of .* got 'bf16'"),
     ],

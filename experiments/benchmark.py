@@ -84,6 +84,18 @@ def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(int, texts))
 
 
+def names(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag that lists some of the known names.
+
+    Raises:
+      ValueError: there is none, or one that is not known.
+    """
+    unknown = [text for text in texts if text not in known]
+    if unknown or not texts:
+        raise ValueError(f"expected --{flag} among {', '.join(known)}, got {', '.join(unknown)!r}")
+    return tuple(texts)
+
+
 def batch_sizes() -> tuple[int, ...]:
     """The values of `--batch`; errors as `integers`."""
     return integers("batch", BATCH.value)
@@ -244,6 +256,29 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     if distributed.is_lead():
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def report(
+    path: Path, columns: Columns, mesh: Mesh, product: Product, case: dict[str, Any], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """Records a case and prints its line of the table; on the leading process only.
+
+    Args:
+      path: of the file of JSON lines.
+      columns: of the table.
+      mesh: the devices.
+      product: of the same run.
+      case: what was measured, and how.
+      figures: what was found, see `collect`.
+
+    Returns:
+      The record: the circumstances, the case, the product and the figures.
+    """
+    record = circumstances(mesh) | case | {f"product_{name}": value for name, value in product._asdict().items()}
+    record |= figures
+    append_record(path, record)
+    say(row(columns, record))
+    return record
 
 
 def say(line: str) -> None:

@@ -33,11 +33,10 @@ _HEADS = flags.DEFINE_integer("heads", 12, "Heads of each.", lower_bound=1)
 _CHANNELS = flags.DEFINE_integer("channels", 64, "Channels d of a head.", lower_bound=1)
 _CAUSAL = flags.DEFINE_bool("causal", False, "Whether a position sees only positions up to its own.")
 
-_TENSORS, _ALL_TENSORS = (
-    4,
-    12,
-)  # of [b, t, heads, d] that have to be read or written: forward, and with the backward pass
-_PRODUCTS, _ALL_PRODUCTS = 2, 7  # of t^2 d multiplications for each head, likewise
+# Forward, and with the backward pass: [b, t, heads, d] that have to be read or written, and products of t^2 d
+# multiplications for each head.
+_TENSORS, _ALL_TENSORS = 4, 12
+_PRODUCTS, _ALL_PRODUCTS = 2, 7
 _COMPARED = 4  # sequences
 
 
@@ -73,7 +72,9 @@ def benchmark_from_flags() -> None:
       ValueError: a flag is wrong or missing, or the device does not have an implementation.
     """
     settings = Settings(
-        implementations=cast(tuple[AttentionImplementation, ...], tuple(_IMPLEMENTATIONS.value)),
+        implementations=cast(
+            tuple[AttentionImplementation, ...], benchmark.names("attention", _IMPLEMENTATIONS.value, _CHOICES)
+        ),
         batch=benchmark.batch_sizes(),
         positions=benchmark.integers("positions", _POSITIONS.value),
         heads=_HEADS.value,
@@ -82,9 +83,6 @@ def benchmark_from_flags() -> None:
         repeats=benchmark.REPEATS.value,
     )
     output = benchmark.output_folder()
-    unknown = [name for name in settings.implementations if name not in _CHOICES]
-    if unknown or not settings.implementations:
-        raise ValueError(f"expected --attention among {', '.join(_CHOICES)}, got {', '.join(unknown)!r}")
     if benchmark.DEVICES.value not in (None, 1):
         raise ValueError(
             f"expected --devices=1, since sequences have nothing to tell each other, got {benchmark.DEVICES.value}"
@@ -108,18 +106,15 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for t, b, implementation in itertools.product(settings.positions, settings.batch, settings.implementations):
-        record = benchmark.circumstances(mesh) | {"implementation": implementation, "batch": b, "positions": t}
-        record |= {name: getattr(settings, name) for name in ("heads", "channels", "causal", "dtype", "repeats")}
-        record |= {f"product_{name}": value for name, value in product._asdict().items()}
-        record |= benchmark.collect(_FIGURES, _measured(settings, implementation, b, t, product))
-        benchmark.append_record(output / RECORDS_FILE, record)
-        benchmark.say(benchmark.row(_COLUMNS, record))
-        records.append(record)
+        case = {"implementation": implementation, "batch": b, "positions": t}
+        case |= {name: getattr(settings, name) for name in ("heads", "channels", "causal", "dtype", "repeats")}
+        found = benchmark.collect(_FIGURES, _measured(settings, implementation, b, t, product))
+        records.append(benchmark.report(output / RECORDS_FILE, _COLUMNS, mesh, product, case, found))
     return records
 
 
 _FIGURES = (
-    *("forward_ms", "backward_ms", "total_ms", "forward_tflops", "tflops", "of_product"),
+    *(key for _, key, _ in benchmark.PASSES),
     *("forward_tbytes", "tbytes", "memory_mib", "forward_error", "gradient_error"),
 )
 

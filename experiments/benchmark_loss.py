@@ -71,7 +71,7 @@ def benchmark_from_flags() -> None:
       ValueError: a flag is wrong or missing, or does not suit the devices.
     """
     settings = Settings(
-        implementations=tuple(_IMPLEMENTATIONS.value),
+        implementations=benchmark.names("implementations", _IMPLEMENTATIONS.value, IMPLEMENTATIONS),
         batch=benchmark.batch_sizes(),
         features=benchmark.integers("features", _FEATURES.value),
         dtype=_DTYPE.value,
@@ -80,9 +80,6 @@ def benchmark_from_flags() -> None:
         samples=_SAMPLES.value,
     )
     output = benchmark.output_folder()
-    unknown = [name for name in settings.implementations if name not in IMPLEMENTATIONS]
-    if unknown or not settings.implementations:
-        raise ValueError(f"expected --implementations among {', '.join(IMPLEMENTATIONS)}, got {', '.join(unknown)!r}")
     mesh = benchmark.start_devices(benchmark.DEVICES.value)
     benchmark.check_even("batch", settings.batch, mesh)
     measure_all(settings, mesh, output)
@@ -107,13 +104,10 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         case = Case.draw(b, dim, settings, mesh)
         exact = exact_gradients(mesh, *case.operands, case.rows) if settings.samples else None
         for implementation in settings.implementations:
-            record = benchmark.circumstances(mesh) | {"implementation": implementation, "batch": b, "feature_dim": dim}
-            record |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
-            record |= {f"product_{name}": value for name, value in product._asdict().items()}
-            record |= measure(case, implementation, settings.repeats, product, exact)
-            benchmark.append_record(output / RECORDS_FILE, record)
-            benchmark.say(benchmark.row(_COLUMNS, record))
-            records.append(record)
+            about_case = {"implementation": implementation, "batch": b, "feature_dim": dim}
+            about_case |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
+            found = measure(case, implementation, settings.repeats, product, exact)
+            records.append(benchmark.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, found))
     if is_lead():
         draw(records, output / PICTURE_FILE)
     return records
@@ -169,7 +163,7 @@ def measure(case: Case, implementation: str, repeats: int, product: Product, exa
 
 
 _FIGURES = (
-    *("forward_ms", "backward_ms", "total_ms", "forward_tflops", "tflops", "of_product"),
+    *(key for _, key, _ in benchmark.PASSES),
     *("forward_memory_mib", "memory_mib"),
     *(f"{name}_error" for name in Gradients._fields),
 )

@@ -86,16 +86,13 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     product = benchmark.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for case in cases:
-        record = benchmark.circumstances(mesh) | {"batch": case.b, "flops_per_pair": flops}
-        record |= {
+        about_case = {"batch": case.b, "flops_per_pair": flops}
+        about_case |= {
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
-        record |= dataclasses.asdict(settings.cache)
-        record |= {f"product_{name}": value for name, value in product._asdict().items()}
-        record |= benchmark.collect(FIGURES, case.figures(product))
-        benchmark.append_record(output / RECORDS_FILE, record)
-        benchmark.say(benchmark.row(_COLUMNS, record))
-        records.append(record)
+        about_case |= dataclasses.asdict(settings.cache)
+        found = benchmark.collect(FIGURES, case.figures(product))
+        records.append(benchmark.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, found))
     if is_lead():
         draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.models.sharing import automatic_axes, rows_for_kernels
+from infcl_jax.models.sharing import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.pairwise import devices
 
 AttentionImplementation = Literal["xla", "cudnn", "mosaic_gpu"]
@@ -71,26 +71,24 @@ def _kernel_forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     from infcl_jax.models import mosaic_attention
 
-    result, total = _on_each_device(mosaic_attention.forward, causal, query, key, value)
+    result, total = _call_kernel(mosaic_attention.forward, causal, query, key, value)
     return result, (query, key, value, result, total)
 
 
 def _kernel_backward(causal: bool, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
     from infcl_jax.models import mosaic_attention
 
-    return _on_each_device(mosaic_attention.backward, causal, *saved, cotangent)
+    return _call_kernel(mosaic_attention.backward, causal, *saved, cotangent)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 
-def _on_each_device(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _call_kernel(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The kernel's results for the sequences that each device has."""
     local = functools.partial(kernel, causal=causal, cores=devices.multiprocessors())
-    axes = automatic_axes()
-    if axes:
-        local = jax.shard_map(local, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
-    return local(*arrays)
+    own = P(automatic_axes())
+    return on_each_device(local, own, own)(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

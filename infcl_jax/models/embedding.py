@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from infcl_jax.models.sharing import automatic_axes
+from infcl_jax.models.sharing import automatic_axes, on_each_device
 
 # Rows that one matrix product adds up.
 _BLOCK = 128
@@ -58,11 +58,7 @@ def _sum_on_all_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.A
         sums = sum_by_id(tokens.reshape(-1), rows.reshape(-1, rows.shape[-1]), count)
         return lax.psum(sums, axes) if axes else sums
 
-    if not axes:
-        return local(tokens, rows)
-    return jax.shard_map(local, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(), axis_names=set(axes))(
-        tokens, rows
-    )
+    return on_each_device(local, PartitionSpec(axes), PartitionSpec())(tokens, rows)
 
 
 def sum_by_id(ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:

@@ -132,6 +132,9 @@ class Heads:
             program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
             count = lax.div(self.heads - program + self.programs - 1, self.programs)
 
+            def count_of(team: Any) -> Array:
+                return lax.div(count - team + self.teams - 1, self.teams)
+
             def head(turn: Array, team: Array, member: Array) -> Head:
                 number = program + turn * self.programs
                 barriers = full, empty, met
@@ -145,7 +148,7 @@ class Heads:
                     head(turn, lax.rem(turn, self.teams), jnp.int32(0)).fetch()
 
                 for team in range(self.teams):
-                    steps = lax.div(count - team + self.teams - 1, self.teams) * len(streamed)
+                    steps = count_of(team) * len(streamed)
 
                     @pl.loop(jnp.maximum(steps - self.buffers, 0), steps)
                     def _(step: Array, team: int = team) -> None:
@@ -154,12 +157,11 @@ class Heads:
             def compute() -> None:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
                 team, member = lax.div(warpgroup, self.team), lax.rem(warpgroup, self.team)
-                own = lax.div(count - team + self.teams - 1, self.teams)
 
                 def mine(number: Array) -> Head:
                     return head(number * self.teams + team, team, member)
 
-                @pl.loop(0, own)
+                @pl.loop(0, count_of(team))
                 def _(number: Array) -> None:
                     at = mine(number)
                     body(at)
@@ -230,6 +232,11 @@ class Head:
     empty: Any
     met: Any
 
+    @property
+    def place(self) -> tuple[Array, Array]:
+        """Its sequence, and which of its heads it is."""
+        return lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+
     def slot(self, name: str) -> Array:
         """Which buffer an operand is in."""
         return self.team * self.loop.buffers + lax.rem(self._step(name), self.loop.buffers)
@@ -261,7 +268,7 @@ class Head:
 
     def fetch(self) -> None:
         """Starts the copies of all operands, each when its buffer is empty."""
-        sequence, head = lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+        sequence, head = self.place
         for name in self.streamed:
             slot = self.slot(name)
 
@@ -303,7 +310,7 @@ class Head:
 
     def store(self, name: str, result: str, rows: Any) -> None:
         """Starts copying rows of a buffer to a result."""
-        sequence, head = lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+        sequence, head = self.place
         plgpu.copy_smem_to_gmem(self.plain.at[self.slot(name), rows], self.arrays[result].at[sequence, rows, head])
 
     def where_seen(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.models.sharing import automatic_axes, rows_for_kernels
+from infcl_jax.models.sharing import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.pairwise import devices
 
 NormImplementation = Literal["xla", "mosaic_gpu"]
@@ -143,11 +143,9 @@ def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any)
         y, *statistics = run(_rows(x), scale, bias)
         return y.reshape(x.shape), *(s.reshape(*x.shape[:-1], 1) for s in statistics)
 
-    axes = automatic_axes()
-    if axes:
-        specs = (P(axes), P(), P())
-        local = jax.shard_map(local, in_specs=specs, out_specs=P(axes), axis_names=set(axes))
-    return local(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
+    own = P(automatic_axes())
+    run_on_each = on_each_device(local, (own, P(), P()), own)
+    return run_on_each(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
 
 
 def _backward_kernel(
@@ -169,10 +167,8 @@ def _backward_kernel(
         return of_x.reshape(arrays[0].shape), *(lax.psum(s, axes) if axes else s for s in sums)
 
     arrays = (mean, inverse, x, of_y, *(() if beside is None else (beside,)))
-    if axes:
-        specs = (P(), *(P(axes) for _ in arrays))
-        local = jax.shard_map(local, in_specs=specs, out_specs=(P(axes), P(), P()), axis_names=set(axes))
-    return local(scale.astype(jnp.float32), *arrays)
+    run_on_each = on_each_device(local, (P(), *(P(axes) for _ in arrays)), (P(axes), P(), P()))
+    return run_on_each(scale.astype(jnp.float32), *arrays)
 
 
 def _rows(x: jax.Array) -> jax.Array:

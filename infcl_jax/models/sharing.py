@@ -1,6 +1,8 @@
 """How the devices share a batch, for what the compiler cannot split: kernels, and sums in a fixed order."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -12,6 +14,23 @@ def automatic_axes() -> tuple[str, ...]:
     """Axes of the mesh in use over which the compiler shards arrays; the batch is taken to be sharded over all."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+
+
+def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function, applied to what each device has over `automatic_axes`.
+
+    Args:
+      function: of arrays.
+      in_specs: `PartitionSpec`s of its arguments, as for `jax.shard_map`.
+      out_specs: of its results.
+
+    Returns:
+      The function itself where the compiler shards over no axis.
+    """
+    axes = automatic_axes()
+    if not axes:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
 
 
 def rows_for_kernels(rows: int) -> int | None:

@@ -74,6 +74,7 @@ def towers(model: CLIP) -> tuple[Tower, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _towers(model: CLIP, capability: str | None) -> tuple[Tower, ...]:
+    """`capability`: what is traced depends on it, too."""
     return tuple(_tower(model, name) for name in TOWERS)
 
 

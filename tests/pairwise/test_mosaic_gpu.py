@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from gpus import ALONE, calls, described
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from infcl_jax import clip_loss, pairwise_lse
 from infcl_jax.pairwise import fused, padding, reference
@@ -27,8 +27,6 @@ from infcl_jax.pairwise.tiles import Block, Cotangents, Wanted
 
 EVERYTHING = Wanted()
 DEADLOCK = 300  # seconds
-HOPPER = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-ALONE = AbstractMesh((), (), abstract_device=HOPPER)
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
@@ -330,10 +328,6 @@ def lowered(argnums, rows, dim, dtype, mesh=None, **options):
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def calls(text):
-    return text.count("custom_call @mosaic_gpu")
-
-
 FAST = [(640, jnp.bfloat16), (1024, jnp.float32)]
 SLOW = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024, 1280)), (1000, jnp.float32)]
 
@@ -358,8 +352,7 @@ def test_gradients_that_nobody_asks_for_are_not_computed(argnums, products):
 
 def test_a_ring_of_eight_lowers():
     """Inside a checked `shard_map`; kernels for blocks with positives and for others, on each of two ways."""
-    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)
-    text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=mesh)
+    text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8))
     assert calls(text) == 2 * 6
 
 

@@ -25,7 +25,9 @@ from infcl_jax import distributed
 
 BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")
 DEVICES = flags.DEFINE_integer("devices", None, "The first so many devices; all by default.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 5, "Timed runs of a program, of which the median counts.", lower_bound=1)
+REPEATS = flags.DEFINE_integer(
+    "repeats", 5, "Timed runs of a program, of which the median counts; 0: its first call counts.", lower_bound=0
+)
 OUTPUT = flags.DEFINE_string("output", None, "Folder for JSON lines and the picture.")
 
 OUT_OF_MEMORY = "out of memory"
@@ -141,9 +143,11 @@ def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS
 
     Args:
       call: returns the arrays to wait for.
-      repeats: runs.
+      repeats: runs; 0: the first call counts, with all that only a first call does.
       least: seconds that a run lasts at least.
     """
+    if not repeats:
+        return _elapsed(call, 1)
     jax.block_until_ready(call())  # loads the program, connects the devices
     first = _elapsed(call, 1)
     calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))  # as many in all processes
@@ -299,7 +303,7 @@ def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: 
     """
     if distributed.is_lead():
         output.mkdir(parents=True, exist_ok=True)
-    product, where = measure_product(repeats), circumstances(mesh)
+    product, where = measure_product(max(1, repeats)), circumstances(mesh)
     say(
         f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
         f"{about}; {product}"

@@ -34,7 +34,7 @@ _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_name
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Changes to it, such as dtype=bfloat16,vision.remat=dots.")
 _CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; without: no caching.", lower_bound=1)
 _KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
-_RESIDENCY = flags.DEFINE_enum("residency", "device", RESIDENCIES, "Where the batch lives.")
+_RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch lives.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "To train with.")
 _PARTS = flags.DEFINE_bool("parts", True, "Also time the parts of the step and waiting for data.")
@@ -100,7 +100,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 def _title(settings: Settings) -> str:
     cache = settings.cache
-    caching = f"chunks of {cache.chunk_size}, {cache.keep} kept, batch on the {cache.residency}"
+    caching = f"chunks of {cache.chunk_size}, {cache.keep} kept, residency {cache.residency}"
     parts = (
         settings.model,
         settings.model_overrides,

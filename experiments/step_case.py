@@ -30,12 +30,15 @@ from infcl_jax.training import (
     make_loss,
     make_optimizer,
     make_train_step,
+    replayed,
 )
 from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep, evaluate_loss, memory_of
 
 _SEED = 0
 # Starting a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
+# Images that a batch which lives nowhere is made of, in chunks.
+_POOL_CHUNKS = 2
 # Samples of the dataset that a global contrastive loss remembers: those of CC3M.
 _SAMPLES = 2_700_000
 
@@ -54,12 +57,12 @@ class Settings:
       model: a name of `infcl_jax.models.model_names()`.
       batch: global batch sizes b, multiples of the device count.
       model_overrides: changes to the model.
-      cache: gradient caching, with the batch on the devices or on the host.
+      cache: gradient caching.
       implementation: of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       loss: "clip" or a global contrastive loss.
       parts: whether the parts of the step are timed too.
-      repeats: timed runs of each program, of which the median counts.
+      repeats: timed runs of each program, of which the median counts; 0: its first call counts.
     """
 
     model: str
@@ -131,7 +134,7 @@ class Case:
           b: global batch size, a multiple of their number.
 
         Raises:
-          ValueError: there is no such loss or implementation.
+          ValueError: there is no such loss or implementation, or the loss needs a batch that lives somewhere.
         """
         if settings.loss == "clip":
             return cls(settings, mesh, b, make_loss(settings.loss, mesh, settings.implementation))
@@ -142,7 +145,9 @@ class Case:
             mesh=mesh,
             implementation=settings.implementation,
         )
-        return cls(settings, mesh, b, loss_fn)
+        case = cls(settings, mesh, b, loss_fn)
+        case._train_step(settings.cache)
+        return case
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
         """Figure after figure, so that those before memory runs out are known.
@@ -154,7 +159,11 @@ class Case:
           Values by name, of `FIGURES`, each name at most once.
         """
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
-        pairs = draw_pairs(config, self.b * len(self.mesh.local_devices) // self.mesh.size)
+        rows = self.b * len(self.mesh.local_devices) // self.mesh.size
+        if cache.residency == "replay":
+            pairs = replayed(RandomReader(config, rows, self.mesh, cache.chunk_size), cache.chunk_size, self.mesh)
+        else:
+            pairs = draw_pairs(config, rows)
         if isinstance(self.loss_fn, GlobalContrastive):
             pairs["index"] = np.arange(len(pairs["text"]), dtype=np.int32) + jax.process_index() * len(pairs["text"])
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
@@ -174,6 +183,8 @@ class Case:
         if not self.settings.parts:
             return
         yield from self._parts(train)
+        if cache.residency == "replay":  # and there is no batch that could have been on the devices before
+            return
         try:
             yield {"data_ms": 1e3 * self._waiting_for_data(train, pairs, seconds)}
         except jax.errors.JaxRuntimeError as error:  # the step itself fits
@@ -240,7 +251,7 @@ class Case:
             keep=cache.keep if cache.chunk_size else 1,  # without caching: one chunk, encoded once
             frozen=() if backward else names,
             has_aux=True,
-            residency=cache.residency,
+            residency="device" if cache.residency == "device" else "host",
             sharding=NamedSharding(self.mesh, PartitionSpec(DATA_AXIS)) if self.mesh.size > 1 else None,
         )
         run = function if backward else lambda *args: function(*args)[0]
@@ -275,6 +286,31 @@ def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
         "image": rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8),
         "text": rng.integers(0, text.vocab_size, (rows, text.context_length), dtype=np.int32),
     }
+
+
+class RandomReader:
+    """Random pairs of a process, of which few images are in memory: every chunk has some of the same ones in a row.
+
+    Args:
+      config: of the model.
+      rows: of the process.
+      mesh: all devices.
+      chunk_size: rows encoded at once, over all devices.
+    """
+
+    def __init__(self, config: CLIPConfig, rows: int, mesh: Mesh, chunk_size: int) -> None:
+        self.rows = rows
+        self._pool = draw_pairs(config, _POOL_CHUNKS * chunk_size * len(mesh.local_devices) // mesh.size)
+        self._vocab_size = config.text.vocab_size
+
+    def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
+        """Images and token ids of some spans of rows, as `draw_pairs`; the same whenever asked. Texts are all new."""
+        images, texts = self._pool["image"], self._pool["text"]
+        count, first = sum(span.stop - span.start for span in spans), spans[0].start
+        start = first % (len(images) - count + 1)
+        rng = np.random.default_rng((jax.process_index(), first))
+        text = rng.integers(0, self._vocab_size, (count, texts.shape[1]), dtype=texts.dtype)
+        return {"image": images[start : start + count], "text": text}
 
 
 def peak_bytes(mesh: Mesh) -> int:

@@ -224,11 +224,23 @@ class Devices:
             check_vma=False,  # encoders need not know that they run inside shard_map
         )(copies, rows, shared)
 
-    def put(self, tree: Any) -> Any:
-        """This process's rows of host arrays to the devices, without waiting."""
+    def put(self, tree: Any, span: slice = slice(None)) -> Any:
+        """This process's rows of host arrays, or a span of each device's block of them, to the devices.
+
+        They are neither waited for nor copied on the host.
+        """
         if self.sharding is None:
-            return jax.device_put(tree)
-        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(self.sharding, np.asarray(a)), tree)
+            return jax.device_put(jax.tree.map(lambda a: a[span], tree))
+        return jax.tree.map(lambda a: self._put(np.asarray(a), span), tree)
+
+    def _put(self, array: np.ndarray, span: slice) -> Array:
+        blocks = array.reshape(self.local_count, -1, *array.shape[1:])[:, span]
+        shape = (self.count * blocks.shape[1], *array.shape[1:])
+        indices = self.sharding.addressable_devices_indices_map(shape).values()
+        starts = sorted({rows.start or 0 for rows, *_ in indices})
+        return jax.make_array_from_callback(
+            shape, self.sharding, lambda index: blocks[starts.index(index[0].start or 0)]
+        )
 
     @property
     def _explicit(self) -> bool:

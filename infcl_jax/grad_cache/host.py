@@ -192,14 +192,13 @@ class _Passes:
             previous = done
 
     def _load(self, number: int) -> Any:
-        span, devices = self._layout.span(number), self._devices.local_count
-        rows = devices * (span.stop - span.start)
-        if isinstance(self._entry, Replay):
-            name, chunk = self._stages.tower.name, self._entry.load(number)
-            if (got := leading_rows(name, chunk)) != rows:
-                raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
-        else:
-            chunk = jax.tree.map(lambda a: _rows_of_blocks(a, devices, span), self._entry)
+        span = self._layout.span(number)
+        if not isinstance(self._entry, Replay):
+            return self._devices.put(self._entry, span)
+        rows = self._devices.local_count * (span.stop - span.start)
+        name, chunk = self._stages.tower.name, self._entry.load(number)
+        if (got := leading_rows(name, chunk)) != rows:
+            raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         return self._devices.put(chunk)
 
     def _place(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
@@ -208,9 +207,3 @@ class _Passes:
     def _cut(self, cotangents: Any, number: int) -> Any:
         span = self._layout.span(number)
         return self._stages.cut(cotangents, np.int32(span.start), span.stop - span.start)
-
-
-def _rows_of_blocks(array: Any, blocks: int, span: slice) -> Any:
-    """The rows `span` of each of equal blocks; for one block a view."""
-    rows = array.reshape(blocks, -1, *array.shape[1:])[:, span]
-    return rows.reshape(-1, *array.shape[1:])

@@ -38,8 +38,8 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
       accepts, at any sequence length: for short ones it is far from its peak, but scores that are written to memory
       cost more. Otherwise "xla".
     """
-    b, positions, _, channels = shape
-    if rows_for_kernels(b) is not None and kernel_accepts(positions, channels, dtype):
+    _, positions, _, channels = shape
+    if rows_for_kernels(shape) is not None and kernel_accepts(positions, channels, dtype):
         return "mosaic_gpu"
     if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"

@@ -1,7 +1,6 @@
 """LayerNorm: fused kernels on Hopper GPUs, or plain XLA."""
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -27,12 +26,11 @@ def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
       "mosaic_gpu" with an argument that the kernels accept and of which each device has whole rows, see
       `rows_for_kernels`. Otherwise "xla", which the compiler can split.
     """
-    rows = rows_for_kernels(x.shape[0]) if x.ndim > 1 else None
+    rows = rows_for_kernels(x.shape)
     if rows is None:
         return "xla"
     from infcl_jax.models import mosaic_norm  # only GPUs need it
 
-    rows *= math.prod(x.shape[1:-1])
     return "mosaic_gpu" if mosaic_norm.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
 
 

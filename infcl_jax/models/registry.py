@@ -10,12 +10,12 @@ import difflib
 import math
 from typing import Any, get_args
 
+from infcl_jax.models.activation import Activation
 from infcl_jax.models.attention import AttentionImplementation
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.transformer import (
-    Activation,
     Remat,
     TransformerConfig,
     check_choice,

@@ -33,18 +33,18 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
 
 
-def rows_for_kernels(rows: int) -> int | None:
+def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
     """How many rows of an array each device gives to a kernel for Hopper GPUs.
 
     Args:
-      rows: of the array, in all.
+      shape: of the array, [..., width], whose leading axis the devices share.
 
     Returns:
-      Their share; None without such a GPU, or if it is not known that each device has whole rows. It is if there is one
-      device, or inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over which the leading axis is
-      sharded.
+      Their share; None without such a GPU or for a single row, or if it is not known that each device has whole rows.
+      It is if there is one device, or inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over
+      which the leading axis is sharded.
     """
-    if devices.compute_capability() != devices.HOPPER:
+    if devices.compute_capability() != devices.HOPPER or len(shape) < 2:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
@@ -52,4 +52,5 @@ def rows_for_kernels(rows: int) -> int | None:
     else:
         known = AxisType.Explicit not in mesh.axis_types
     shares = math.prod(mesh.shape[axis] for axis in automatic_axes())
-    return rows // shares if known and rows % shares == 0 else None
+    rows = math.prod(shape[1:-1]) * (shape[0] // shares)
+    return rows if known and shape[0] % shares == 0 else None

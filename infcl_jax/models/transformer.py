@@ -17,10 +17,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from infcl_jax.models.activation import Activation
 from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts, kernel_accepts, padding_for
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, gelu, quick_gelu
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm
 
-Activation = Literal["gelu", "quick_gelu"]
 Remat = Literal["full", "dots"]
 
 
@@ -137,9 +137,6 @@ class TransformerConfig:
         return (2 * self.width) ** -0.5
 
 
-_ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
-
-
 def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None, *, beside: bool = False) -> Any:
     """LayerNorm over the last axis with float32 statistics; to be called inside a module's compact method.
 
@@ -209,8 +206,8 @@ class Mlp(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., width] to [..., width] in the compute dtype."""
         c = self.config
-        hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc")(x)[0]
-        return projection(c, c.width, c.residual_std, "c_proj")(_ACTIVATIONS[c.activation](hidden))[0]
+        (hidden,) = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc")(x, activation=c.activation)
+        return projection(c, c.width, c.residual_std, "c_proj")(hidden)[0]
 
 
 class Block(nn.Module):

@@ -1,11 +1,14 @@
 """Gradients written by hand against those that JAX derives from the formulas."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from infcl_jax.models import layers, normalization
+from infcl_jax.models.activation import Activation, activate
 
 SHAPES = {"x": (5, 7, 12), "kernel": (12, 6), "scale": (12,), "bias": (12,), "short": (6,)}
 
@@ -16,14 +19,19 @@ def plain_norm(x, scale, bias):
 
 
 LAYERS = {
-    "gelu": (layers.gelu, lambda x: jax.nn.gelu(x, approximate=False), ("x",)),
-    "quick_gelu": (layers.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x), ("x",)),
+    "gelu": (lambda *a: activate(*a, "gelu"), lambda x, b: jax.nn.gelu(x + b, approximate=False), ("x", "bias")),
+    "quick_gelu": (
+        lambda *a: activate(*a, "quick_gelu"),
+        lambda x, b: (x + b) * jax.nn.sigmoid(1.702 * (x + b)),
+        ("x", "bias"),
+    ),
     "layer norm": (lambda *a: layers.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
     "affine": (
         lambda x, *parts: jnp.subtract(*layers.affine(x, parts[:2], parts[2:])),
         lambda x, one, other, first, second: x @ (one - other) + first - second,
         ("x", "kernel", "kernel", "short", "short"),
     ),
+    "affine without bias": (lambda x, w: layers.affine(x, (w,), (None,))[0], jnp.matmul, ("x", "kernel")),
 }
 
 
@@ -52,3 +60,12 @@ def test_parts_of_a_dense_layer_are_its_columns():
     variables = dense.init(jax.random.key(0), x)
     (whole,), parts = dense.apply(variables, x), dense.apply(variables, x, parts=3)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_dense_layer_can_be_activated(activation):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 12)), jnp.float32)
+    dense = layers.Dense(6, 1.0, "float32", "float32")
+    variables = jax.tree.map(lambda a: a + 0.5, dense.init(jax.random.key(0), x))
+    (plain,), (active,) = dense.apply(variables, x), dense.apply(variables, x, activation=activation)
+    np.testing.assert_allclose(active, activate(plain, jnp.zeros(6), activation), rtol=1e-5)

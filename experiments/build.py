@@ -15,7 +15,7 @@ from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.devices import best_implementation
-from infcl_jax.planner import Workload, tree_bytes
+from infcl_jax.planner import Workload, most_kept, tree_bytes
 from infcl_jax.training import (
     GlobalContrastive,
     GlobalContrastiveConfig,
@@ -28,6 +28,9 @@ from infcl_jax.training import (
     replayed,
 )
 from infcl_jax.training.step import LOSSES, LossFn
+
+_AS_MANY_AS_FIT = -1  # of chunks that are kept
+_PLANNED_SHARE = 0.95  # of the memory, since plans are within 5 %
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
@@ -126,6 +129,30 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
         "parameter_sharding": config.get("parameter_sharding", "replicated"),
         "frozen": tuple(config.get("frozen", ())),
     }
+
+
+def with_most_kept(
+    config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
+) -> ConfigDict:
+    """The configuration with as many chunks kept as fit where it asks for that, otherwise itself.
+
+    Args:
+      config: of the run.
+      devices: over which its batch is sharded.
+      memory: bytes that JAX may use of each.
+      implementation: as of `workload`.
+
+    Raises:
+      ValueError: there are no chunks, or the memory is not known.
+    """
+    if (config.get("grad_cache") or {}).get("keep") != _AS_MANY_AS_FIT:
+        return config
+    if memory is None:
+        raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
+    config = config.copy_and_resolve_references()
+    config.grad_cache.keep = 0
+    config.grad_cache.keep = most_kept(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    return config
 
 
 def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:

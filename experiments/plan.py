@@ -21,10 +21,11 @@ from infcl_jax.planner import (
     format_plan,
     largest_batch,
     memory_at_hand,
+    most_kept,
     plan_memory,
 )
 
-_DEVICE = flags.DEFINE_string("device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes 3/4 of it.")
+_DEVICE = flags.DEFINE_string("device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes 9/10 of it.")
 _COUNT = flags.DEFINE_integer("devices", None, "How many there are; those at hand by default, 1 of --device.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "What JAX may use of each, in GiB, instead of what the device has.")
 
@@ -45,12 +46,15 @@ def plan_from_flags() -> None:
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:
     """The workload and the memory of one device, as the flags say; errors as `plan_from_flags`."""
-    memory = None if _MEMORY.value is None else int(_MEMORY.value * 2**30)
+    memory, implementation = None if _MEMORY.value is None else int(_MEMORY.value * 2**30), None
     if _DEVICE.value is not None:
-        device = device_named(_DEVICE.value)
-        return build.workload(config, _COUNT.value or 1, device.implementation), memory or device.usable
-    count = _COUNT.value or command.start_devices(config).size
-    return build.workload(config, count), memory or memory_at_hand()
+        device, count = device_named(_DEVICE.value), _COUNT.value or 1
+        memory, implementation = memory or device.usable, device.implementation
+    else:
+        count = _COUNT.value or command.start_devices(config).size
+        memory = memory or memory_at_hand()
+    config = build.with_most_kept(config, count, memory, implementation)
+    return build.workload(config, count, implementation), memory
 
 
 def report(workload: Workload, memory: int | None) -> None:
@@ -62,7 +66,10 @@ def report(workload: Workload, memory: int | None) -> None:
         command.say(f"largest batch and chunk: give --device or --memory_gib, since {device} does not tell its memory")
         return
     command.say("fits" if plan.fits else "does not fit")
-    for name, search in (("largest batch_size", largest_batch), ("best grad_cache.chunk_size", best_chunk_size)):
+    searches = {"largest batch_size": largest_batch, "best grad_cache.chunk_size": best_chunk_size}
+    if workload.chunk_size is not None:
+        searches["most grad_cache.keep"] = most_kept
+    for name, search in searches.items():
         try:
             command.say(f"{name}: {search(workload, memory)}")
         except ValueError as error:

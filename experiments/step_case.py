@@ -161,11 +161,12 @@ class Case:
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         rows = self.b * len(self.mesh.local_devices) // self.mesh.size
         if cache.residency == "replay":
-            pairs = replayed(RandomReader(config, rows, self.mesh, cache.chunk_size), cache.chunk_size, self.mesh)
+            reader = RandomReader(config, rows, self.mesh, cache.chunk_size)
+            pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
         else:
-            pairs = draw_pairs(config, rows)
+            pairs = dict[str, Any](draw_pairs(config, rows))
         if isinstance(self.loss_fn, GlobalContrastive):
-            pairs["index"] = np.arange(len(pairs["text"]), dtype=np.int32) + jax.process_index() * len(pairs["text"])
+            pairs["index"] = np.arange(rows, dtype=np.int32) + jax.process_index() * rows
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
         state, step = self._initial_state(), self._train_step(cache)
         if cache.residency == "device":

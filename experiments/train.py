@@ -55,7 +55,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     check_counts(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    cache = GradCacheConfig(**config.grad_cache)
+    memory = memory_at_hand()
+    settled = build.with_most_kept(config, mesh.size, memory)
+    cache = GradCacheConfig(**settled.grad_cache)
     step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
     data = build.training_data(config)
     suite = build.evaluation_suite(config, mesh)
@@ -68,7 +70,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        plan = plan_memory(build.workload(config, mesh.size), memory_at_hand())
+        plan = plan_memory(build.workload(settled, mesh.size), memory)
         announce(config, mesh, state, workdir, plan)
         if is_lead():
             save_config(workdir, config.to_dict())

@@ -18,13 +18,16 @@ XLA_FLAGS = {
     "xla_gpu_enable_triton_gemm": "false",
     "xla_gpu_dot_merger_threshold_mb": "0",
 }
+# Of a GPU's memory, what JAX takes; the rest is for NCCL, libraries and programs.
+MEMORY_SHARE = 0.9
+_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def initialize(environ: Mapping[str, str] | None = None) -> None:
     """Prepares this process: to be called before anything asks JAX for its devices.
 
-    Adds what makes the loss fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, and joins this
-    process to the others of a multi-process run, once.
+    Adds what makes the loss fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, lets JAX take
+    `memory_share()` of their memory, and joins this process to the others of a multi-process run, once.
 
     The cluster is read from the environment. Explicit settings come first:
     `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise SLURM, Open MPI and the
@@ -40,6 +43,8 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
     present = {flag.split("=")[0] for flag in flags}
     missing = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if f"--{name}" not in present]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+    if not any(os.environ.get(name) for name in _SHARE_NAMES):
+        os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
     if jax.distributed.is_initialized():
         return
     environ = os.environ if environ is None else environ
@@ -51,6 +56,11 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
             jax.distributed.initialize(coordinator_address=address, num_processes=count, process_id=rank)
     elif _cluster_tasks(environ) > 1:
         jax.distributed.initialize()
+
+
+def memory_share() -> float:
+    """The share of a GPU's memory that JAX takes: what `XLA_CLIENT_MEM_FRACTION` says, else nine tenths."""
+    return float(next((os.environ[name] for name in _SHARE_NAMES if os.environ.get(name)), MEMORY_SHARE))
 
 
 def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[str, int, int]:

@@ -13,6 +13,7 @@ from infcl_jax import distributed
 from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host
 
 EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
+SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @pytest.fixture
@@ -20,6 +21,8 @@ def joined(monkeypatch):
     """The arguments of every call of `jax.distributed.initialize`."""
     calls = []
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    for name in SHARE_NAMES:
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     return calls
 
@@ -69,6 +72,17 @@ def test_flags_for_the_ring_do_not_replace_those_given(joined, monkeypatch, give
     assert flags[: len(given.split())] == given.split()
     assert sorted({flag.split("=")[0] for flag in flags}) == sorted(flag.split("=")[0] for flag in flags)
     assert {f"--{name}" for name in distributed.XLA_FLAGS} <= {flag.split("=")[0] for flag in flags}
+
+
+@pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
+def test_the_share_of_memory_does_not_replace_the_one_given(joined, monkeypatch, given, share):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        distributed.initialize({})
+    assert distributed.memory_share() == share
+    # JAX refuses to be told twice.
+    assert [float(os.environ[name]) for name in SHARE_NAMES if os.environ[name]] == [share]
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))

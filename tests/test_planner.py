@@ -1,7 +1,9 @@
 """The memory planner: exact where it says so, close to what XLA plans elsewhere, and its searches find the edge."""
 
 import dataclasses
+import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import build
 from infcl_jax.models import create_model
+from infcl_jax.models.attention import best_attention
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
@@ -22,13 +25,16 @@ from infcl_jax.planner import (
     compare_with_compiled,
     compiled_workspace,
     device_named,
+    devices,
     explain_out_of_memory,
     format_plan,
     largest_batch,
     loss_workspace,
+    most_kept,
     plan_memory,
 )
 from infcl_jax.planner.activations import row_shapes, towers
+from infcl_jax.planner.devices import planned_device
 from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
 
 ADAM = optax.adamw(1e-3)
@@ -224,6 +230,35 @@ def test_a_chunk_never_exceeds_what_holds_the_batch(batch, devices, expected):
     assert best_chunk_size(workload(batch_size=batch, devices=devices), 1 << 40) == expected
 
 
+@pytest.mark.parametrize("settings", [{"chunk_size": 24}, {"chunk_size": 48, "devices": 2, "residency": "host"}])
+@pytest.mark.parametrize(("share", "expected"), [(0.5, "none"), (1.2, "some"), (1e6, "all")])
+def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expected):
+    run = workload(**(settings | {"batch_size": 4096}))
+    memory, chunks = int(share * plan_memory(run).total), math.ceil(4096 / run.chunk_size)
+    found = most_kept(run, memory)
+    assert {"none": found == 0, "some": 0 < found < chunks, "all": found == chunks}[expected]
+    if expected != "none":
+        assert plan_memory(dataclasses.replace(run, keep=found), memory).fits
+    if expected == "some":
+        assert not plan_memory(dataclasses.replace(run, keep=found + 1), memory).fits
+
+
+def test_chunks_are_kept_of_chunks():
+    with pytest.raises(ValueError, match=r"expected a chunk_size, .* got None"):
+        most_kept(workload(), 1 << 40)
+
+
+def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
+    """Several GPUs without a mesh: nobody knows which of them has which rows."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", core_count=132, compute_capability="9.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu] * 8)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert best_attention((64, 50, 12, 64), "bfloat16") == "cudnn"
+    with planned_device():
+        assert best_attention((64, 50, 12, 64), "bfloat16") == "mosaic_gpu"
+
+
 @pytest.mark.parametrize("search", [largest_batch, best_chunk_size])
 def test_what_never_fits_is_refused(search):
     with pytest.raises(ValueError, match=r"expected memory for a (batch|chunk) of 1 .*got less"):
@@ -250,9 +285,7 @@ def test_the_table_has_every_part_aligned(memory):
 @pytest.mark.parametrize(("name", "known"), [("H200", "H200-141"), ("rtx 4090", "RTX4090"), ("a100-80", "A100-80")])
 def test_devices_are_found_by_name(name, known, monkeypatch):
     assert device_named(name) == DEVICES[known]
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert device_named(name).usable == DEVICES[known].memory * 3 // 4
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setattr(devices, "memory_share", lambda: 0.5)
     assert device_named(name).usable == DEVICES[known].memory // 2
 
 
@@ -338,6 +371,10 @@ QUICKSTART = "--config=configs/quickstart.py"
             r"8 device.*batch_size 4096, loss mosaic_gpu\n(.*\n)*fits\nlargest batch_size: \d+\n.*chunk_size: 4096",
         ),
         ((), r"each of 4 device.*loss xla\n(.*\n)*largest batch and chunk: give --device or --memory_gib.*cpu"),
+        (
+            ("--device=L4", "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
+            r"chunk_size 64, keep 4, .*\n(.*\n)*fits\n(.*\n)*most grad_cache.keep: 4\n",
+        ),
         (("--memory_gib=0.001",), r"does not fit\nlargest batch_size: none, .*\nbest grad_cache.chunk_size: none, "),
     ],
 )
@@ -355,6 +392,10 @@ WRONG = {
     "uneven batch": ((QUICKSTART, "--device=L4", "--devices=3"), "multiple of the 3 devices, got 256"),
     "no devices": ((QUICKSTART, "--devices=0"), "--devices > 0, got 0"),
     "no memory": ((QUICKSTART, "--memory_gib=-1"), "--memory_gib > 0, got -1"),
+    "kept in unknown memory": (
+        (QUICKSTART, "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
+        "grad_cache.keep >= 0 on devices that do not tell their memory, got -1",
+    ),
     "misspelt key": ((QUICKSTART, "--config.batchsize=3"), "no such setting: 'batchsize'.*configs/base.py"),
 }
 

@@ -8,6 +8,7 @@ from infcl_jax.planner.api import (
     compare_with_compiled,
     compiled_bytes,
     largest_batch,
+    most_kept,
     plan_memory,
 )
 from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
@@ -30,6 +31,7 @@ __all__ = [
     "largest_batch",
     "loss_workspace",
     "memory_at_hand",
+    "most_kept",
     "plan_memory",
     "tree_bytes",
 ]

@@ -1,10 +1,15 @@
 """Devices by name, and the memory that JAX takes of them."""
 
-import os
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from infcl_jax.distributed import memory_share
 
 _MIB = 1 << 20
 
@@ -26,8 +31,8 @@ class Device(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Bytes that JAX takes: three quarters, or the share that `XLA_PYTHON_CLIENT_MEM_FRACTION` says."""
-        return int(self.memory * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75))
+        """Bytes that JAX takes, see `infcl_jax.distributed.memory_share`."""
+        return int(self.memory * memory_share())
 
     @property
     def mesh(self) -> AbstractMesh:
@@ -66,5 +71,24 @@ def device_named(name: str) -> Device:
 
 
 def memory_at_hand() -> int | None:
-    """Bytes that JAX may use of this process's first device; None where it does not say, as on the CPU."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Bytes that JAX may use of each process's first device, the least of them; None where it does not say (a CPU)."""
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if memory is None or jax.process_count() == 1:
+        return memory
+    return int(multihost_utils.process_allgather(np.int32(memory // _MIB)).min()) * _MIB
+
+
+@contextlib.contextmanager
+def planned_device() -> Iterator[None]:
+    """Traces for one device like those at hand, or for the one that is described already.
+
+    Kernels are chosen where each device is known to have whole rows: so they are with one device, and in a run on
+    several under its mesh.
+    """
+    if jax.sharding.get_abstract_mesh().abstract_device or jax.default_backend() != "gpu":
+        yield
+        return
+    device = jax.devices()[0]
+    described = AbstractDevice(device_kind=device.device_kind, platform=device.platform, num_cores=device.core_count)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=described)):
+        yield

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+import time
 import types
 
 import jax
@@ -20,7 +21,7 @@ from experiments import benchmark, benchmark_step, step_case
 from experiments.benchmark import OUT_OF_MEMORY
 from experiments.benchmark_step import PICTURE_FILE, RECORDS_FILE
 from experiments.flops import forward_flops, step_flops
-from experiments.step_case import Settings
+from experiments.step_case import RandomReader, Settings
 from infcl_jax.models import build_model, model_config
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import NO_CACHE
@@ -172,6 +173,32 @@ def test_the_step_can_be_timed_alone(tmp_path):
     assert all(record[name] is None for name in PARTS)
 
 
+def test_a_batch_can_be_read_twice(tmp_path):
+    cache = GradCacheConfig(chunk_size=8, residency="replay")
+    with no_timing() as results:
+        (record,) = benchmark_step.measure_all(settings(B, cache=cache), oracle.mesh_of(2), tmp_path)
+    assert tuple(results) == TIMED[:-1] and record["status"] == "ok" and record["data_ms"] is None
+    again, features = results["backward"][0][1], results["encode"][1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), again, features)
+    assert len(np.unique(features["text"], axis=0)) == B  # so no two pairs are the same
+
+
+@pytest.mark.parametrize("spans", [[slice(0, 3), slice(10, 13)], [slice(7, 10), slice(17, 20)], [slice(9, 10)]])
+def test_random_rows_are_the_same_whenever_read(spans):
+    reader = RandomReader(model_config("tiny", **runs.MODEL), 20, oracle.mesh_of(2), 6)
+    once, twice = reader.read(spans), reader.read(spans)
+    shapes = {"image": (runs.SIDE, runs.SIDE, 3), "text": (runs.CONTEXT,)}
+    for name, shape in shapes.items():
+        assert once[name].shape == (sum(span.stop - span.start for span in spans), *shape)
+        np.testing.assert_array_equal(once[name], twice[name])
+
+
+def test_a_first_call_can_be_all_that_is_timed():
+    calls = []
+    seconds = [benchmark.seconds(lambda: calls.append(time.sleep(0.02)) or (), repeats, 0.01) for repeats in (0, 2)]
+    assert len(calls) == 1 + 4 and all(s >= 0.02 for s in seconds)
+
+
 @pytest.mark.parametrize("program", ["encode", "data"])
 def test_where_memory_runs_out_the_rest_goes_on(program, tmp_path, monkeypatch):
     def draw_pairs(config, rows):
@@ -244,7 +271,11 @@ MISTAKES = {
     "too many devices": (("--output={tmp}", "--devices=9"), "--devices from 1 to 8.* got 9"),
     "chunks kept of none": (("--output={tmp}", "--keep=1"), "expected grad_cache.chunk_size with keep=1"),
     "no chunks from the host": (("--output={tmp}", "--residency=host"), "expected grad_cache.chunk_size with .*'host'"),
-    "unknown residency": (("--output={tmp}", "--residency=disk"), "residency.*<device|host>"),
+    "unknown residency": (("--output={tmp}", "--residency=disk"), "residency.*<device|host|replay>"),
+    "read twice with a memory": (
+        ("--output={tmp}", "--residency=replay", "--chunk_size=8", "--loss=fastclip_v3"),
+        "expected residency 'device' or 'host' with fastclip_v3, got 'replay'",
+    ),
     "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "chunk_size"),
 }
 

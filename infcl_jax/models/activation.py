@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from infcl_jax.models.normalization import along, flat_rows
 from infcl_jax.models.sharing import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.pairwise import devices
 
@@ -80,7 +81,7 @@ def _forward_kernel(x: jax.Array, bias: jax.Array, name: Activation) -> jax.Arra
     run = functools.partial(mosaic_activation.forward, name=name, cores=devices.multiprocessors())
 
     def local(x: jax.Array, bias: jax.Array) -> jax.Array:
-        return run(_rows(x), bias).reshape(x.shape)
+        return run(flat_rows(x), bias).reshape(x.shape)
 
     own = P(automatic_axes())
     return on_each_device(local, (own, P()), own)(x, bias.astype(jnp.float32))
@@ -93,19 +94,15 @@ def _backward_kernel(x: jax.Array, bias: jax.Array, of_y: jax.Array, name: Activ
     axes = automatic_axes()
 
     def local(x: jax.Array, bias: jax.Array, of_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        of_x, of_bias = run(_rows(x), bias, _rows(of_y))
+        of_x, of_bias = run(flat_rows(x), bias, flat_rows(of_y))
         return of_x.reshape(x.shape), lax.psum(of_bias, axes) if axes else of_bias
 
     own = P(axes)
     return on_each_device(local, (own, P(), own), (own, P()))(x, bias.astype(jnp.float32), of_y)
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
-
-
 def _biased(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
+    return x.astype(jnp.float32) + along(bias, x)
 
 
 def _normal_cdf(x: jax.Array) -> jax.Array:

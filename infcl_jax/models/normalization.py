@@ -138,7 +138,7 @@ def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any)
     )
 
     def local(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
-        y, *statistics = run(_rows(x), scale, bias)
+        y, *statistics = run(flat_rows(x), scale, bias)
         return y.reshape(x.shape), *(s.reshape(*x.shape[:-1], 1) for s in statistics)
 
     own = P(automatic_axes())
@@ -160,7 +160,7 @@ def _backward_kernel(
     axes = automatic_axes()
 
     def local(scale: jax.Array, mean: jax.Array, inverse: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        first, *others = (_rows(a) for a in arrays)
+        first, *others = (flat_rows(a) for a in arrays)
         of_x, *sums = run(first, mean.reshape(-1), inverse.reshape(-1), scale, *others)
         return of_x.reshape(arrays[0].shape), *(lax.psum(s, axes) if axes else s for s in sums)
 
@@ -169,7 +169,8 @@ def _backward_kernel(
     return run_on_each(scale.astype(jnp.float32), *arrays)
 
 
-def _rows(x: jax.Array) -> jax.Array:
+def flat_rows(x: jax.Array) -> jax.Array:
+    """[..., width] as [rows, width]."""
     return x.reshape(-1, x.shape[-1])
 
 

@@ -139,7 +139,7 @@ MISTAKES = {
     "no width": (("--output={tmp}", "--features=0"), "--features to be positive integers"),
     "uneven batch": (("--output={tmp}", "--batch=64,65", "--devices=2"), "multiples of the 2 devices, got 65"),
     "too many devices": (("--output={tmp}", "--devices=3"), "--devices from 1 to 2.* got 3"),
-    "no repeats": (("--output={tmp}", "--repeats=0"), "repeats"),
+    "no repeats": (("--output={tmp}", "--repeats=-1"), "repeats"),
     "unknown dtype": (("--output={tmp}", "--dtype=int8"), "dtype.*bfloat16"),
     "misspelt flag": (("--output={tmp}", "--bacth=64"), "bacth"),
     "words beside the flags": (("--output={tmp}", "xla"), "--name=value.*xla"),

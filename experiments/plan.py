@@ -13,6 +13,7 @@ from jax.sharding import use_abstract_mesh
 from ml_collections import ConfigDict
 
 from experiments import build, command
+from infcl_jax.distributed import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
     Workload,
@@ -25,7 +26,9 @@ from infcl_jax.planner import (
     plan_memory,
 )
 
-_DEVICE = flags.DEFINE_string("device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes 9/10 of it.")
+_DEVICE = flags.DEFINE_string(
+    "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."
+)
 _COUNT = flags.DEFINE_integer("devices", None, "How many there are; those at hand by default, 1 of --device.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "What JAX may use of each, in GiB, instead of what the device has.")
 

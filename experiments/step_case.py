@@ -146,7 +146,7 @@ class Case:
             implementation=settings.implementation,
         )
         case = cls(settings, mesh, b, loss_fn)
-        case._train_step(settings.cache)
+        case._train_step(settings.cache)  # which refuses a batch that lives nowhere
         return case
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
@@ -282,11 +282,17 @@ class Case:
 def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
     """Random images, uint8 `[rows, size, size, 3]`, and token ids, int32 `[rows, context_length]`, of a process."""
     rng = np.random.default_rng(jax.process_index())
-    size, text = config.vision.image_size, config.text
-    return {
-        "image": rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8),
-        "text": rng.integers(0, text.vocab_size, (rows, text.context_length), dtype=np.int32),
-    }
+    return {"image": _draw_images(rng, config, rows), "text": _draw_texts(rng, config, rows)}
+
+
+def _draw_images(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.ndarray:
+    size = config.vision.image_size
+    return rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8)
+
+
+def _draw_texts(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.ndarray:
+    text = config.text
+    return rng.integers(0, text.vocab_size, (rows, text.context_length), dtype=np.int32)
 
 
 class RandomReader:
@@ -300,18 +306,16 @@ class RandomReader:
     """
 
     def __init__(self, config: CLIPConfig, rows: int, mesh: Mesh, chunk_size: int) -> None:
-        self.rows = rows
-        self._pool = draw_pairs(config, _POOL_CHUNKS * chunk_size * len(mesh.local_devices) // mesh.size)
-        self._vocab_size = config.text.vocab_size
+        self.rows, self._config = rows, config
+        pool = _POOL_CHUNKS * chunk_size * len(mesh.local_devices) // mesh.size
+        self._images = _draw_images(np.random.default_rng(jax.process_index()), config, pool)
 
     def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
         """Images and token ids of some spans of rows, as `draw_pairs`; the same whenever asked. Texts are all new."""
-        images, texts = self._pool["image"], self._pool["text"]
         count, first = sum(span.stop - span.start for span in spans), spans[0].start
-        start = first % (len(images) - count + 1)
+        start = first % (len(self._images) - count + 1)
         rng = np.random.default_rng((jax.process_index(), first))
-        text = rng.integers(0, self._vocab_size, (count, texts.shape[1]), dtype=texts.dtype)
-        return {"image": images[start : start + count], "text": text}
+        return {"image": self._images[start : start + count], "text": _draw_texts(rng, self._config, count)}
 
 
 def peak_bytes(mesh: Mesh) -> int:

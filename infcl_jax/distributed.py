@@ -43,7 +43,7 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
     present = {flag.split("=")[0] for flag in flags}
     missing = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if f"--{name}" not in present]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
-    if not any(os.environ.get(name) for name in _SHARE_NAMES):
+    if not _given_share():
         os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
     if jax.distributed.is_initialized():
         return
@@ -60,7 +60,11 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
 
 def memory_share() -> float:
     """The share of a GPU's memory that JAX takes: what `XLA_CLIENT_MEM_FRACTION` says, else nine tenths."""
-    return float(next((os.environ[name] for name in _SHARE_NAMES if os.environ.get(name)), MEMORY_SHARE))
+    return float(_given_share() or MEMORY_SHARE)
+
+
+def _given_share() -> str | None:
+    return next(filter(None, map(os.environ.get, _SHARE_NAMES)), None)
 
 
 def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[str, int, int]:

@@ -4,16 +4,14 @@ from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import (
     MemoryPlan,
     Workload,
-    best_chunk_size,
     compare_with_compiled,
     compiled_bytes,
-    largest_batch,
-    most_kept,
     plan_memory,
 )
 from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
 from infcl_jax.planner.report import OutOfMemory, explain_out_of_memory, format_plan
+from infcl_jax.planner.search import best_chunk_size, largest_batch, most_kept
 
 __all__ = [
     "DEVICES",

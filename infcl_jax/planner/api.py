@@ -1,9 +1,6 @@
-"""The memory of one training step by part, and the largest settings that fit."""
+"""The memory of one training step by part."""
 
-import bisect
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -239,74 +236,6 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     )
 
 
-def largest_batch(workload: Workload, memory: int) -> int:
-    """The largest batch size that fits, by the formulas alone: nothing is compiled.
-
-    Args:
-      workload: all but the batch size. Its chunk size stays, so that memory grows with the features alone (and the
-        batch, where that is on the devices).
-      memory: bytes that JAX may use of a device.
-
-    Returns:
-      A multiple of the devices, and of the chunk size if there is one.
-
-    Raises:
-      ValueError: not even the smallest fits.
-    """
-    step = workload.chunk_size or workload.devices
-
-    def fits(count: int) -> bool:
-        return plan_memory(dataclasses.replace(workload, batch_size=step * count), memory).fits
-
-    return step * _largest(fits, f"a batch of {step}")
-
-
-def best_chunk_size(workload: Workload, memory: int) -> int:
-    """The largest chunk size that fits, by the formulas alone: nothing is compiled.
-
-    Args:
-      workload: all but the chunk size.
-      memory: bytes that JAX may use of a device.
-
-    Returns:
-      A power of two for each device, times the devices; at most the first that holds the whole batch.
-
-    Raises:
-      ValueError: not even one row for each device fits.
-    """
-    devices = workload.devices
-    most = math.ceil(math.log2(workload.rows))
-
-    def fits(power: int) -> bool:
-        chunk_size = devices << (power - 1)
-        return power <= most + 1 and plan_memory(dataclasses.replace(workload, chunk_size=chunk_size), memory).fits
-
-    return devices << (_largest(fits, f"a chunk of {devices} of the batch of {workload.batch_size}") - 1)
-
-
-def most_kept(workload: Workload, memory: int) -> int:
-    """How many chunks' activations fit beside everything else, by the formulas alone: nothing is compiled.
-
-    Args:
-      workload: with a chunk size; what it keeps does not matter.
-      memory: bytes that JAX may use of a device. Where a run depends on it, leave some: plans are within 5 %.
-
-    Returns:
-      From 0, also where nothing fits, to the number of chunks.
-
-    Raises:
-      ValueError: there is no chunk size.
-    """
-    if workload.chunk_size is None:
-        raise ValueError("expected a chunk_size, of which some chunks are kept, got None")
-
-    def fits(count: int) -> bool:
-        return plan_memory(dataclasses.replace(workload, keep=count), memory).fits
-
-    chunks = math.ceil(workload.batch_size / workload.chunk_size)
-    return bisect.bisect_left(range(1, chunks + 1), x=True, key=lambda count: not fits(count))
-
-
 def compare_with_compiled(plan: MemoryPlan, compiled: jax.stages.Compiled) -> float:
     """The plan's total over what XLA plans for the compiled training step, both without the next batch.
 
@@ -327,22 +256,6 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     memory = compiled.memory_analysis()
     given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
     return given + made + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-
-
-def _largest(fits: Callable[[int], bool], least: str) -> int:
-    """The largest count from 1 on that fits: doubled until it does not, then halved in between."""
-    if not fits(1):
-        raise ValueError(
-            f"expected memory for {least} at least, got less; use smaller chunks, more devices or a smaller model"
-        )
-    low = 1
-    while fits(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _at_a_time(tower: Tower, chunk: int, again: bool) -> int:

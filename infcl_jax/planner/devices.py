@@ -37,8 +37,7 @@ class Device(NamedTuple):
     @property
     def mesh(self) -> AbstractMesh:
         """For `jax.sharding.use_abstract_mesh`: kernels of Hopper GPUs are planned under it, wherever it runs."""
-        device = AbstractDevice(device_kind=self.name, platform="gpu", num_cores=self.cores)
-        return AbstractMesh((), (), abstract_device=device)
+        return _alone(self.name, self.cores)
 
 
 _KNOWN = (
@@ -89,6 +88,10 @@ def planned_device() -> Iterator[None]:
         yield
         return
     device = jax.devices()[0]
-    described = AbstractDevice(device_kind=device.device_kind, platform=device.platform, num_cores=device.core_count)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=described)):
+    with use_abstract_mesh(_alone(device.device_kind, device.core_count)):
         yield
+
+
+def _alone(kind: str, cores: int) -> AbstractMesh:
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=cores)
+    return AbstractMesh((), (), abstract_device=device)

@@ -2,7 +2,8 @@
 
 import jax
 
-from infcl_jax.planner.api import MemoryPlan, best_chunk_size
+from infcl_jax.planner.api import MemoryPlan
+from infcl_jax.planner.search import best_chunk_size
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 

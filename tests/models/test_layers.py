@@ -62,6 +62,13 @@ def test_parts_of_a_dense_layer_are_its_columns():
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-6)
 
 
+def test_quick_gelu_is_close_to_gelu():
+    x = jnp.linspace(-5, 5, 101)
+    found = activate(x, jnp.zeros(x.shape), "quick_gelu")
+    np.testing.assert_allclose(found, jax.nn.gelu(x, approximate=False), atol=0.021)
+    assert not np.allclose(found, jax.nn.gelu(x, approximate=False), atol=0.01)
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_a_dense_layer_can_be_activated(activation):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 12)), jnp.float32)

@@ -11,7 +11,8 @@ def forward_flops(config: CLIPConfig) -> int:
     and values, `2 t w^2` for the output projection, `4 t^2 w` for all scores and all weighted values (causal or not),
     `4 t w h` for the MLP. To the layers of a tower come `2 w D` for the projection to D features, and for the images
     `6 n p^2 w` for embedding n patches of p^2 pixels; t is 1 + n for images, without the patches that patch dropout
-    leaves out, and the context length for texts.
+    leaves out, and the context length for texts. Where one token of a sequence is asked for, the last layer has
+    `4 t w^2` for keys and values, and everything else for that token: `4 w^2 + 4 t w + 4 w h`.
 
     Raises:
       ValueError: the image tower is no Vision Transformer.
@@ -22,7 +23,7 @@ def forward_flops(config: CLIPConfig) -> int:
     patches = (vision.image_size // vision.patch_size) ** 2
     kept = max(1, int(patches * (1 - vision.patch_dropout)))
     embedding = 6 * patches * vision.patch_size**2 * vision.width
-    towers = _layers(vision, 1 + kept) + _layers(text, text.context_length)
+    towers = _layers(vision, 1 + kept, vision.pool == "tok") + _layers(text, text.context_length, True)
     return embedding + towers + 2 * (vision.width + text.width) * config.embed_dim
 
 
@@ -34,6 +35,8 @@ def step_flops(config: CLIPConfig) -> int:
     return 3 * forward_flops(config)
 
 
-def _layers(tower: TowerConfig, tokens: int) -> int:
+def _layers(tower: TowerConfig, tokens: int, one_asked: bool) -> int:
     width, hidden = tower.width, int(tower.width * tower.mlp_ratio)
-    return tower.layers * tokens * (8 * width**2 + 4 * tokens * width + 4 * width * hidden)
+    of_token = 4 * width**2 + 4 * tokens * width + 4 * width * hidden  # but for keys and values
+    asked = tokens * (tower.layers - 1) + (1 if one_asked else tokens)
+    return tower.layers * tokens * 4 * width**2 + asked * of_token

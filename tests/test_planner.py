@@ -106,11 +106,11 @@ def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
     """MiB that XLA plans for the gradients of ViT-B/32's towers in bf16 on an H200 (JAX 0.11.2)."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
     model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
-    for tower, planned in zip(towers(model), (15_201, 15_427), strict=True):
+    for tower, planned in zip(towers(model), (14_304, 14_487), strict=True):
         assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 74_901), ("ViT-L/14", 384, 88_969)])
+@pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 70_417), ("ViT-L/14", 384, 86_118)])
 def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
     """MiB that training steps in bf16 took on an H200, without the next batch (JAX 0.11.2)."""
     run = workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
@@ -155,7 +155,7 @@ def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
     ids=["whole", "chunks", "devices"],
 )
 def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, settings):
-    mesh, model = oracle.mesh_of(devices), create_model("tiny", **{"text.layers": 1})
+    mesh, model = oracle.mesh_of(devices), create_model("tiny", **{"text.layers": 2})
     shapes = row_shapes(model, 256)
     params = jax.eval_shape(model.init, jax.random.key(0), *shapes.values())["params"]
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=ADAM), params)
@@ -216,9 +216,11 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
 
 
 @pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("memory", [30 * MIB, 45 * MIB])
-def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, memory):
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, share):
+    """In a share of the memory that one chunk of all rows would need."""
     run = workload(**(settings | {"batch_size": 4096}))
+    memory = int(share * plan_memory(dataclasses.replace(run, chunk_size=4096)).total)
     found = best_chunk_size(run, memory)
     assert (found // run.devices).bit_count() == 1 and found < run.batch_size
     assert plan_memory(dataclasses.replace(run, chunk_size=found), memory).fits
@@ -323,8 +325,8 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 ADVICE = {
     "whole batch": ({"batch_size": 4096}, r"set grad_cache.chunk_size \(\d+ should fit\): "),
     "large chunks": (
-        {"batch_size": 4096, "chunk_size": 2048},
-        r"set grad_cache.chunk_size below 2048 \(\d+ should fit\)",
+        {"batch_size": 8192, "chunk_size": 4096},
+        r"set grad_cache.chunk_size below 4096 \(\d+ should fit\)",
     ),
     "kept chunks": ({"batch_size": 4096, "chunk_size": 64, "keep": 30}, "set grad_cache.keep below 30"),
     "batch on the device": (

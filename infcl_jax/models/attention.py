@@ -91,33 +91,44 @@ def _call_kernel(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Arr
     return on_each_device(local, own, own)(*arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _xla_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+@jax.custom_vjp
+def _xla_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
     """Attention in plain XLA; its gradient keeps the weights in the inputs' dtype and nothing else of their size.
 
     The automatic gradient would keep the softmax in float32 too, and multiply float32 cotangents with 16-bit inputs,
     which widens the inputs. Here every product has factors of the inputs' dtype and sums in float32, as in fused
     kernels; the softmax is float32 between two products.
+
+    Args:
+      query: [b, n, heads, d].
+      key: [b, t, heads, d].
+      value: likewise.
+      seen: bool, a shape that can be broadcast to [b, heads, n, t]: which keys a query sees; None for all.
+
+    Returns:
+      [b, n, heads, d].
     """
-    return _attention_forward(query, key, value, causal)[0]
+    return _attention_forward(query, key, value, seen)[0]
 
 
-def _attention_forward(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> tuple[jax.Array, tuple]:
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
-    if causal:
-        scores = jnp.where(jnp.tri(query.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
+def _attention_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    scores = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", weights, value), (query, key, value, weights)
+    return jnp.einsum("bhnt,bthd->bnhd", weights, value), (query, key, value, weights)
 
 
-def _attention_backward(causal: bool, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+def _attention_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     query, key, value, weights = saved  # the weights of masked positions are 0, and so are their gradients
-    slopes = jnp.einsum("btnd,bsnd->bnts", cotangent, value, preferred_element_type=jnp.float32)
+    slopes = jnp.einsum("bnhd,bthd->bhnt", cotangent, value, preferred_element_type=jnp.float32)
     wide = weights.astype(jnp.float32)
     slopes = wide * (slopes - jnp.sum(wide * slopes, axis=-1, keepdims=True)) * query.shape[-1] ** -0.5
     slopes = slopes.astype(query.dtype)
-    d_query, d_key = jnp.einsum("bnts,bsnd->btnd", slopes, key), jnp.einsum("bnts,btnd->bsnd", slopes, query)
-    return d_query, d_key, jnp.einsum("bnts,btnd->bsnd", weights, cotangent)
+    d_query, d_key = jnp.einsum("bhnt,bthd->bnhd", slopes, key), jnp.einsum("bhnt,bnhd->bthd", slopes, query)
+    return d_query, d_key, jnp.einsum("bhnt,bnhd->bthd", weights, cotangent), None
 
 
 _xla_attention.defvjp(_attention_forward, _attention_backward)
@@ -155,9 +166,31 @@ def attend(
     if padding:
         raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
     if implementation == "xla":
-        return _xla_attention(query, key, value, causal)
+        return _xla_attention(query, key, value, jnp.tri(query.shape[1], dtype=bool)[None, None] if causal else None)
     _check_kernel(query)
     return _kernel_attention(query, key, value, causal)
+
+
+def attend_from(
+    query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, *, causal: bool, padding: int = 0
+) -> jax.Array:
+    """`attend` for one position of each sequence.
+
+    Args:
+      query: [b, heads, d] at those positions, floating.
+      key: [b, t, heads, d], of the same dtype.
+      value: likewise.
+      position: integer [b].
+      causal: as for `attend`.
+      padding: likewise.
+
+    Returns:
+      [b, heads, d] in the dtype of the inputs.
+    """
+    t = key.shape[1]
+    last = position if causal else jnp.full_like(position, t - padding - 1)
+    seen = jnp.arange(t)[None] <= last[:, None] if causal or padding else None
+    return _xla_attention(query[:, None], key, value, None if seen is None else seen[:, None, None])[:, 0]
 
 
 def _check_kernel(query: jax.Array) -> None:

@@ -66,6 +66,51 @@ def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts,
 affine.defvjp(_affine_forward, _affine_backward)
 
 
+@jax.custom_vjp
+def with_gradient_of(x: jax.Array, added: jax.Array) -> jax.Array:
+    """`x`, whose rows contain a vector that was added without gradient: its gradient comes from here.
+
+    Args:
+      x: [..., width], floating.
+      added: [width].
+
+    Returns:
+      `x`. The gradient of `added` is that of `x` summed over rows in float32.
+    """
+    return x
+
+
+def _sum_of_rows(added: jax.Array, of_x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = tuple(range(of_x.ndim - 1))
+    return of_x, of_x.sum(rows, dtype=jnp.float32).astype(added.dtype)
+
+
+with_gradient_of.defvjp(lambda x, added: (x, added), _sum_of_rows)
+
+
+@jax.custom_vjp
+def take_positions(states: jax.Array, position: jax.Array) -> jax.Array:
+    """One state of each sequence.
+
+    Args:
+      states: [b, t, width], floating.
+      position: integer [b], from 0 and below t.
+
+    Returns:
+      [b, width]. The gradient is written in one go, without a scatter.
+    """
+    return jnp.take_along_axis(states, position[:, None, None], axis=1)[:, 0]
+
+
+def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    states, position = saved
+    taken = jnp.arange(states.shape[1])[None] == position[:, None]
+    return jnp.where(taken[:, :, None], cotangent[:, None], jnp.zeros_like(states)), None
+
+
+take_positions.defvjp(lambda states, position: (take_positions(states, position), (states, position)), _take_backward)
+
+
 class LayerNorm(nn.Module):
     """`normalize` to a result of any dtype; parameters `scale` and `bias`."""
 
@@ -73,11 +118,17 @@ class LayerNorm(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, beside: bool = False) -> Any:
-        """Maps [..., width] to [..., width] in `dtype`; `beside`: and `x` itself, see `normalize_beside`."""
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
-        return (normalize_beside if beside else normalize)(x, scale, bias, jnp.dtype(self.dtype))
+    def _weights(self, width: int) -> tuple[jax.Array, jax.Array]:
+        scale = self.param("scale", nn.initializers.ones, (width,), self.param_dtype)
+        return scale, self.param("bias", nn.initializers.zeros, (width,), self.param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., width] to [..., width] in `dtype`."""
+        return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype))
+
+    def beside(self, x: jax.Array, added: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """That and `x` itself, see `normalize_beside`."""
+        return normalize_beside(x, *self._weights(x.shape[-1]), added, jnp.dtype(self.dtype))
 
 
 class Dense(nn.Module):
@@ -96,18 +147,27 @@ class Dense(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, parts: int = 1, activation: Activation | None = None) -> tuple[jax.Array, ...]:
-        """Maps [..., inputs] to `parts` times [..., features / parts] in `dtype`.
+    def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
+        """Kernel and bias, for those who multiply themselves."""
+        kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
+        return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
-        Args:
-          x: [..., inputs].
-          parts: of the result; cheaper than slices.
-          activation: of the result, in one part.
-        """
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.normal(self.std), shape, self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
-        kernels = tuple(jnp.split(kernel, parts, axis=1))
-        biases = tuple(jnp.split(bias, parts)) if activation is None else (None,)
-        products = (checkpoint_name(part, PRODUCT) for part in affine(x.astype(self.dtype), kernels, biases))
-        return tuple(products if activation is None else (activate(p, bias, activation) for p in products))
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., inputs] to [..., features] in `dtype`."""
+        kernel, bias = self.weights(x.shape[-1])
+        return products(x.astype(self.dtype), (kernel,), (bias,))[0]
+
+    def activated(self, x: jax.Array, activation: Activation) -> jax.Array:
+        """The activation of that."""
+        kernel, bias = self.weights(x.shape[-1])
+        return activate(products(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
+
+    def without_bias_gradient(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same as a call, and the bias, whose gradient is to be had from where the result goes to."""
+        kernel, bias = self.weights(x.shape[-1])
+        return products(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
+
+
+def products(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
+    """`affine`, of which the policies of `jax.checkpoint` keep the results."""
+    return tuple(checkpoint_name(part, PRODUCT) for part in affine(x, kernels, biases))

@@ -51,30 +51,35 @@ def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int)
         own = at.tile(i)
 
         def attention(*scores: Any) -> None:
-            for (j, width), s in zip(loop.parts, scores, strict=True):
+            for (j, width), s in zip(loop.blocks, scores, strict=True):
                 plgpu.wgmma(s, at["query"].at[own], at["key"].at[pl.ds(j, width)].T)
             pieces = [s[...][:, j : j + TILE] for s in scores for j in range(0, s.shape[1], TILE)]
             pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "key"))
             for j in range(0 if causal else loop.tiles - 1, loop.tiles):
                 pieces[j] = at.where_seen(pieces[j], i * TILE, j * TILE, causal, -math.inf)
             # Pieces are joined first, then rows within what is left: the other way round one would wait for the other.
-            reference = functools.reduce(jnp.maximum, pieces).max(1) * slope
+            *whole, last = pieces
+            reference = last.max(1)
+            if whole:
+                reference = jnp.maximum(reference, functools.reduce(jnp.maximum, whole).max(1))
+            reference = reference * slope
 
             def weighted(result: Any) -> tuple[Array, Array]:
                 pl.when(i < loop.team)(functools.partial(at.wait, "value"))
                 total = None
                 for j, s in enumerate(pieces):
-                    weight = jnp.exp2(s * slope - _spread(reference, 0))
-                    plgpu.wgmma(result, weight.astype(query.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
-                    total = weight if total is None else total + weight
-                return total.sum(1), result[...]
+                    weight = jnp.exp2(s * slope - _spread(reference, 0, s))
+                    plgpu.wgmma(result, _factor(weight, query.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
+                    if j < len(whole):
+                        total = weight if total is None else total + weight
+                return weight.sum(1) if total is None else total.sum(1) + weight.sum(1), result[...]
 
             total, result = pl.run_scoped(weighted, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-            at.put({"query": (result / _spread(total, 0)).astype(query.dtype)}, own)
+            at.put({"query": (result / _spread(total, 0, result)).astype(query.dtype)}, own)
             at.store("query", "result", own)
             at.arrays["total"][at.number, own] = reference + jnp.log2(total)
 
-        pl.run_scoped(attention, *(plgpu.ACC((TILE, width), jnp.float32) for _, width in loop.parts))
+        pl.run_scoped(attention, *(plgpu.ACC((TILE, width), jnp.float32) for _, width in loop.blocks))
 
     def head(at: Head) -> None:
         at.wait("key", "query")
@@ -117,7 +122,8 @@ def backward(
     loop = Heads.of(query, cores, vectors=2)
     scale, dtype = CHANNELS**-0.5, query.dtype
     slope = scale * math.log2(math.e)
-    accumulators = 2 * (plgpu.ACC((TILE, TILE), jnp.float32),)
+    # After a loop, a last block of its own width costs registers that there are not.
+    rest = loop.rest if loop.tiles <= UNROLLED else TILE
 
     def of_query(at: Head, i: Array) -> None:
         """A tile of queries against all keys; leaves what belongs to queries where all warpgroups find it."""
@@ -129,22 +135,22 @@ def backward(
         level = (cotangent * result).sum(1)
 
         def sums(found: Any) -> Array:
-            def block(j: Any, last: bool) -> None:
-                others = at.tile(j)
+            def block(j: Any, width: int, last: bool) -> None:
+                others = at.tile(j, width)
 
                 def products(s: Any, d_p: Any) -> None:
                     plgpu.wgmma(s, at["query"].at[own], at["key"].at[others].T)
                     plgpu.wgmma(d_p, at["cotangent"].at[own], at["value"].at[others].T)
-                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 0))
+                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 0, s))
                     if causal or last:
                         weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0)
-                    d_s = weight * (d_p[...] - _spread(level, 0))
-                    plgpu.wgmma(found, d_s.astype(dtype), at["key"].at[others])
+                    d_s = weight * (d_p[...] - _spread(level, 0, s))
+                    plgpu.wgmma(found, _factor(d_s, dtype), at["key"].at[at.tile(j)])
 
-                pl.run_scoped(products, *accumulators)
+                pl.run_scoped(products, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
-            pl.loop(0, loop.tiles - 1)(functools.partial(block, last=False))
-            block(loop.tiles - 1, last=True)
+            pl.loop(0, loop.tiles - 1)(functools.partial(block, width=TILE, last=False))
+            block(loop.tiles - 1, rest, last=True)
             return found[...]
 
         found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
@@ -157,8 +163,8 @@ def backward(
         own = at.tile(i)
 
         def sums(of_k: Any, of_v: Any) -> tuple[Array, Array]:
-            def block(j: Any) -> None:
-                others = at.tile(j)
+            def block(j: Any, width: int) -> None:
+                others = at.tile(j, width)
 
                 def products(s: Any, d_p: Any) -> None:
                     plgpu.wgmma(s, at["key"].at[own], at["query"].at[others].T)
@@ -166,20 +172,21 @@ def backward(
                     total, level = (
                         plgpu.load(at.vectors.at[n, others], layout=COLUMN, optimized=False) for n in (0, 1)
                     )
-                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 1))
+                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 1, s))
                     if causal:
                         weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0, transposed=True)
-                    plgpu.wgmma(of_v, weight.astype(dtype), at["cotangent"].at[others])
-                    d_s = weight * (_loaded(d_p) - _spread(level, 1))
-                    plgpu.wgmma(of_k, d_s.astype(dtype), at["query"].at[others])
+                    plgpu.wgmma(of_v, _factor(weight, dtype), at["cotangent"].at[at.tile(j)])
+                    d_s = weight * (_loaded(d_p) - _spread(level, 1, s))
+                    plgpu.wgmma(of_k, _factor(d_s, dtype), at["query"].at[at.tile(j)])
 
-                pl.run_scoped(products, *accumulators)
+                pl.run_scoped(products, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
             if loop.tiles <= UNROLLED:
-                for j in range(loop.tiles):
-                    block(j)
+                for j in range(loop.tiles - 1):
+                    block(j, TILE)
+                block(loop.tiles - 1, rest)
             else:
-                pl.loop(0, loop.tiles)(block)
+                pl.loop(0, loop.tiles)(functools.partial(block, width=TILE))
             return of_k[...], of_v[...]
 
         of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
@@ -200,9 +207,18 @@ def backward(
     return found["of_query"], found["of_key"], found["of_value"]
 
 
-def _spread(vector: Array, axis: int) -> Array:
+def _spread(vector: Array, axis: int, piece: Any) -> Array:
     """A vector of the rows (axis 0) or the columns (axis 1) over a piece."""
-    return lax.broadcast_in_dim(vector, (TILE, TILE), [axis])
+    return lax.broadcast_in_dim(vector, piece.shape, [axis])
+
+
+def _factor(piece: Array, dtype: Any) -> Array:
+    """A left factor over the positions of a whole tile, of which the last ones count nothing."""
+    missing = TILE - piece.shape[1]
+    if not missing:
+        return piece.astype(dtype)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE, missing), dtype), PIECE)
+    return lax.concatenate([piece.astype(dtype), zeros], 1)
 
 
 def _loaded(accumulator: Any) -> Array:

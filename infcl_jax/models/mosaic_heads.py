@@ -25,6 +25,7 @@ PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 SHARED_MEMORY = 232_448
 RESERVED = 2048  # bytes of it for barriers and alignment
 BARRIERS = 32  # of one array of barriers
+DEPTH = 16  # positions of which products over them want a multiple
 ATOM = 8  # positions of which copies into tiles want a multiple
 
 _SWIZZLE: Any = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
@@ -100,6 +101,17 @@ class Heads:
     def parts(self) -> list[tuple[int, int]]:
         """First position and number of positions of what one copy or product takes; the last tile by itself."""
         return [(0, self.rows - TILE), (self.rows - TILE, TILE)] if self.tiles > 1 else [(0, TILE)]
+
+    @property
+    def rest(self) -> int:
+        """Positions that products take of the last tile."""
+        return DEPTH * -(-(self.positions - self.rows + TILE) // DEPTH)
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """As `parts`, but of the last tile only what products take."""
+        *others, (first, _) = self.parts
+        return [*others, (first, self.rest)]
 
     def run(
         self,
@@ -254,9 +266,9 @@ class Head:
         """[vectors, rows] of shared memory, another one for every other head."""
         return self.shared.at[self.team, lax.rem(lax.div(self.turn, self.loop.teams), 2)]
 
-    def tile(self, i: Any) -> Any:
-        """Positions of a tile."""
-        return pl.ds(i * TILE if isinstance(i, int) else pl.multiple_of(i * TILE, TILE), TILE)
+    def tile(self, i: Any, width: int = TILE) -> Any:
+        """Positions of a tile, or the first of them."""
+        return pl.ds(i * TILE if isinstance(i, int) else pl.multiple_of(i * TILE, TILE), width)
 
     def each_tile(self, body: Callable[["Head", Array], None], *, first: Array) -> None:
         """Calls `body(head, tile)` for every tile of this warpgroup."""

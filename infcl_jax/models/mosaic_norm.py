@@ -91,7 +91,7 @@ def forward(
     return y, mean, inverse
 
 
-@functools.partial(jax.jit, static_argnames=("cores", "tiling"))
+@functools.partial(jax.jit, static_argnames=("sum_rows", "cores", "tiling"))
 def backward(
     x: jax.Array,
     mean: jax.Array,
@@ -100,9 +100,10 @@ def backward(
     of_y: jax.Array,
     of_x: jax.Array | None = None,
     *,
+    sum_rows: bool = False,
     cores: int,
     tiling: Tiling | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of LayerNorm.
 
     Args:
@@ -112,20 +113,22 @@ def backward(
       scale: float32 [width].
       of_y: [rows, width] cotangent of the result.
       of_x: [rows, width] cotangent of `x` from its other uses, to be added; None for none.
+      sum_rows: whether to add up the rows of the first result.
       cores: multiprocessors of the device.
       tiling: of the rows; None for the best for this width.
 
     Returns:
       The cotangents of x, in its dtype, rounded once, and of scale and bias, float32, added up in the same order every
-      time.
+      time; likewise the sum of the rows of the first one, before they are rounded, None if it was not asked for.
     """
     rows, width = x.shape
     streamed = {"x": x, "y": of_y} | ({} if of_x is None else {"residual": of_x})
     stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, cores, streamed)
     tile, row, column = layouts(width, *(a.dtype for a in streamed.values()))
+    sums = ("of_scale", "of_bias", "of_rows") if sum_rows else ("of_scale", "of_bias")
 
     def kernel(*refs: Any) -> None:
-        names = [*streamed, "mean", "inverse", "scale", "of_x", "of_scale", "of_bias"]
+        names = [*streamed, "mean", "inverse", "scale", "of_x", *sums]
         named, shared = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
         gain = plgpu.load(named["scale"], layout=column, optimized=False)
 
@@ -137,7 +140,7 @@ def backward(
             ]
 
         def body(at: RowTile, carry: tuple) -> tuple:
-            of_scale, of_bias, known = carry
+            *totals, known = carry
             ahead = statistics(at.after())  # long before they are needed
             for number, group in enumerate(range(0, stream.tiling.rows, WARPS)):
                 mean, inverse = known[2 * number : 2 * number + 2]
@@ -147,26 +150,30 @@ def backward(
                 normal = at.load("x", group, tile) * spread_inverse - scaled_mean
                 counted = spread(at.counted(group, row), 0, width)
                 product = cotangent * normal
-                of_scale, of_bias = of_scale + product * counted, of_bias + cotangent * counted
+                terms = [product, cotangent]
                 slope = cotangent * spread(gain, 1, width)
                 along = (product * spread(gain, 1, width)).sum(1) * (inverse * (1 / width))
                 level = slope.sum(1) * (inverse * (1 / width))
                 found = slope * spread_inverse - (normal * spread(along, 0, width) + spread(level, 0, width))
                 if of_x is not None:
                     found = found + at.load("residual", group, tile)
+                if sum_rows:
+                    terms.append(found)
+                totals = [total + term * counted for total, term in zip(totals, terms, strict=True)]
                 named["of_x"][pl.ds(at.first + group, WARPS)] = found.astype(x.dtype)
-            return of_scale, of_bias, ahead
+            return *totals, ahead
 
         zeros = plgpu.layout_cast(jnp.zeros((WARPS, width), jnp.float32), tile)
-        begin = zeros, zeros, statistics(stream.tile(jnp.int32(0)))
-        of_scale, of_bias, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
-        program = lax.axis_index("program")
-        named["of_scale"][program], named["of_bias"][program] = of_scale, of_bias
+        begin = *(zeros for _ in sums), statistics(stream.tile(jnp.int32(0)))
+        *totals, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
+        for name, total in zip(sums, totals, strict=True):
+            named[name][lax.axis_index("program")] = total
 
-    sums = jax.ShapeDtypeStruct((stream.programs, WARPS, width), jnp.float32)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype), sums, sums
-    found, of_scale, of_bias = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
-    return found, of_scale.sum((0, 1)), of_bias.sum((0, 1))
+    of_warps = jax.ShapeDtypeStruct((stream.programs, WARPS, width), jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype), *(of_warps for _ in sums)
+    found, *totals = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
+    of_scale, of_bias, *of_rows = (total.sum((0, 1)) for total in totals)
+    return found, of_scale, of_bias, of_rows[0] if sum_rows else None
 
 
 def _tiling(choices: tuple[tuple[int, Tiling], ...], width: int) -> Tiling:

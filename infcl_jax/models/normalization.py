@@ -53,13 +53,31 @@ def normalize(
     return _forward(x, scale, bias, dtype, implementation)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def normalize_beside(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None = None
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    added: jax.Array | None,
+    dtype: Any,
+    implementation: NormImplementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`normalize`, and `x` itself, to be used in place of `x` where it is also passed on unchanged.
 
-    The kernels then add the cotangents of both uses before they round, and without another pass over them.
+    The kernels then add the cotangents of both uses before they round, and without another pass over them. On the way
+    they add up the rows of the sum: the gradient of a vector that `x` contains.
+
+    Args:
+      x: as for `normalize`.
+      scale: likewise.
+      bias: likewise.
+      added: [width], a vector that was added to every row of `x` without gradient, and gets its gradient here; None for
+        none.
+      dtype: as for `normalize`.
+      implementation: likewise.
+
+    Returns:
+      The result of `normalize`, and `x`.
     """
     return _forward(x, scale, bias, dtype, implementation)[0], x
 
@@ -72,26 +90,34 @@ def _forward(
     return y, (x, mean, inverse, scale, bias)
 
 
-def _forward_beside(*args: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    y, saved = _forward(*args)
-    return (y, args[0]), saved
-
-
 def _backward(
+    dtype: Any, implementation: NormImplementation | None, saved: tuple[jax.Array, ...], of_y: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    return _backward_beside(dtype, implementation, (*saved, None), (of_y, None))[:3]
+
+
+def _forward_beside(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, added: jax.Array | None, *how: Any
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
+    y, saved = _forward(x, scale, bias, *how)
+    return (y, x), (*saved, added)
+
+
+def _backward_beside(
     dtype: Any,
     implementation: NormImplementation | None,
-    saved: tuple[jax.Array, ...],
-    of_y: jax.Array,
-    beside: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    x, mean, inverse, scale, bias = saved
+    saved: tuple[Any, ...],
+    cotangents: tuple[jax.Array, jax.Array | None],
+) -> tuple[jax.Array | None, ...]:
+    x, mean, inverse, scale, bias, added = saved
     run = _backward_xla if _chosen(implementation, x, dtype) == "xla" else _backward_kernel
-    of_x, of_scale, of_bias = run(x, mean, inverse, scale, of_y, beside)
-    return of_x, of_scale.astype(scale.dtype), of_bias.astype(bias.dtype)
+    of_x, *sums = run(x, mean, inverse, scale, *cotangents, sum_rows=added is not None)
+    vectors = (scale, bias, added)
+    return of_x, *(None if v is None else of_v.astype(v.dtype) for v, of_v in zip(vectors, sums, strict=True))
 
 
 normalize.defvjp(_forward, _backward)
-normalize_beside.defvjp(_forward_beside, lambda *args: _backward(*args[:-1], *args[-1]))
+normalize_beside.defvjp(_forward_beside, _backward_beside)
 
 
 def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any) -> NormImplementation:
@@ -115,8 +141,9 @@ def _backward_xla(
     scale: jax.Array,
     of_y: jax.Array,
     beside: jax.Array | None,
-) -> tuple[jax.Array, ...]:
-    """Cotangents of `x`, scale and bias, float32 for the last two."""
+    sum_rows: bool,
+) -> tuple[jax.Array | None, ...]:
+    """Cotangents of `x`, scale and bias, and the first of them summed over rows if asked for; all but it float32."""
     x, mean, inverse, scale = lax.optimization_barrier((x, mean, inverse, scale))
     slope = of_y.astype(jnp.float32)
     normal = (x.astype(jnp.float32) - mean) * inverse
@@ -126,8 +153,9 @@ def _backward_xla(
     projection = jnp.mean(slope * normal, axis=-1, keepdims=True)
     of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * projection)
     of_x = of_x.astype(x.dtype)
-    # A float32 sum would be stored as such, since the bias of the layer before is summed from it.
-    return of_x if beside is None else of_x + beside, of_scale, of_bias
+    # A float32 sum would be stored as such, since rows are summed from it.
+    of_x = of_x if beside is None else of_x + beside
+    return of_x, of_scale, of_bias, of_x.sum(rows, dtype=jnp.float32) if sum_rows else None
 
 
 def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
@@ -153,19 +181,22 @@ def _backward_kernel(
     scale: jax.Array,
     of_y: jax.Array,
     beside: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+    sum_rows: bool,
+) -> tuple[jax.Array | None, ...]:
     from infcl_jax.models import mosaic_norm
 
-    run = functools.partial(mosaic_norm.backward, cores=devices.multiprocessors())
+    run = functools.partial(mosaic_norm.backward, sum_rows=sum_rows, cores=devices.multiprocessors())
     axes = automatic_axes()
 
-    def local(scale: jax.Array, mean: jax.Array, inverse: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def local(
+        scale: jax.Array, mean: jax.Array, inverse: jax.Array, *arrays: jax.Array
+    ) -> tuple[jax.Array | None, ...]:
         first, *others = (flat_rows(a) for a in arrays)
         of_x, *sums = run(first, mean.reshape(-1), inverse.reshape(-1), scale, *others)
-        return of_x.reshape(arrays[0].shape), *(lax.psum(s, axes) if axes else s for s in sums)
+        return of_x.reshape(arrays[0].shape), *(lax.psum(sums, axes) if axes else sums)
 
     arrays = (mean, inverse, x, of_y, *(() if beside is None else (beside,)))
-    run_on_each = on_each_device(local, (P(), *(P(axes) for _ in arrays)), (P(axes), P(), P()))
+    run_on_each = on_each_device(local, (P(), *(P(axes) for _ in arrays)), (P(axes), P(), P(), P()))
     return run_on_each(scale.astype(jnp.float32), *arrays)
 
 

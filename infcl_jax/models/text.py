@@ -8,19 +8,16 @@ from infcl_jax.models.embedding import embed_tokens
 from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
 
 
-def pool_at_end(states: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Takes each sequence's state at its end token, the token with the largest id.
+def end_position(tokens: jax.Array) -> jax.Array:
+    """Where each sequence's end token is, the token with the largest id.
 
     Args:
-      states: [b, t, width], any dtype.
-      tokens: integer [b, t]. The first position wins where the largest id occurs twice.
+      tokens: integer [b, t].
 
     Returns:
-      [b, width] in the dtype of `states`.
+      int32 [b]. The first position wins where the largest id occurs twice.
     """
-    # Not by its index, whose gradient would be a scatter.
-    at_end = jnp.arange(tokens.shape[1])[None] == jnp.argmax(tokens, axis=1)[:, None]
-    return jnp.where(at_end[:, :, None], states, jnp.zeros_like(states)).sum(axis=1)
+    return jnp.argmax(tokens, axis=1).astype(jnp.int32)
 
 
 class TextTransformer(nn.Module):
@@ -54,8 +51,8 @@ class TextTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalised.
         """
-        x = Transformer(self.config, name="transformer")(self._embed(tokens), train=train)
-        x = layer_norm(self.config, pool_at_end(x, tokens), "ln_final", jnp.float32)
+        x = Transformer(self.config, name="transformer")(self._embed(tokens), end_position(tokens), train=train)
+        x = layer_norm(self.config, "ln_final", jnp.float32)(x)
         return feature_projection(self.config, self.embed_dim, "text_projection")(x)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:

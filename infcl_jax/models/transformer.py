@@ -10,7 +10,6 @@ conversion to and from other CLIP implementations can address a layer by its nam
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
@@ -18,8 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from infcl_jax.models.activation import Activation
-from infcl_jax.models.attention import AttentionImplementation, attend, cudnn_accepts, kernel_accepts, padding_for
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm
+from infcl_jax.models.attention import (
+    AttentionImplementation,
+    attend,
+    attend_from,
+    cudnn_accepts,
+    kernel_accepts,
+    padding_for,
+)
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions, with_gradient_of
 
 Remat = Literal["full", "dots"]
 
@@ -137,20 +143,18 @@ class TransformerConfig:
         return (2 * self.width) ** -0.5
 
 
-def layer_norm(config: TransformerConfig, x: jax.Array, name: str, dtype: Any = None, *, beside: bool = False) -> Any:
-    """LayerNorm over the last axis with float32 statistics; to be called inside a module's compact method.
+def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> LayerNorm:
+    """LayerNorm over the last axis with float32 statistics.
 
     Args:
       config: gives the dtypes.
-      x: activations [..., width], any floating dtype.
       name: of the submodule, whose parameters are `scale` and `bias`.
       dtype: of the result; None for the compute dtype.
-      beside: whether `x` is returned too, for the residual sum, see `infcl_jax.models.normalization.normalize_beside`.
 
     Returns:
-      [..., width] in `dtype`; with `beside` that and `x`.
+      The module, for activations [..., width] of any floating dtype.
     """
-    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)(x, beside)
+    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)
 
 
 def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
@@ -176,6 +180,10 @@ class SelfAttention(nn.Module):
     Parameters: `in_proj` {kernel [width, 3 width], bias}, whose columns are query, key, value, each ordered by head;
     `out_proj` {kernel [width, width], bias}.
 
+    Two biases need no pass over activations. That of the keys adds the same to all scores of a query, which the softmax
+    does not see: it has no influence, and no gradient. That of the values comes out of the attention as it went in,
+    since weights add up to 1: it is multiplied with `out_proj` and added there.
+
     Attributes:
       config: of the transformer.
       positions: t, of every sequence.
@@ -187,14 +195,44 @@ class SelfAttention(nn.Module):
     padding: int = 0
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [b * t, width] to [b * t, width] in the compute dtype."""
+    def __call__(self, x: jax.Array, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Maps [b * t, width] to [b * t, width] in the compute dtype.
+
+        Args:
+          x: tokens.
+          position: integer [b], which token of each sequence is asked for; None for all.
+
+        Returns:
+          [b * t, width], or [b, width] with a position, and the bias [width] in it, which has its gradient from where
+          the result goes to.
+        """
         c = self.config
-        by_head = (-1, self.positions, c.heads, c.width // c.heads)
-        in_proj = projection(c, 3 * c.width, c.input_std, "in_proj")
-        query, key, value = (part.reshape(by_head) for part in in_proj(x, parts=3))
-        y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
-        return projection(c, c.width, c.residual_std, "out_proj")(y.reshape(x.shape))[0]
+        x = x.astype(c.dtype)
+        kernel, bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
+        (*kernels, of_value), (query_bias, _, value_bias) = jnp.split(kernel, 3, axis=1), jnp.split(bias, 3)
+        out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
+        if position is None:
+            parts = products(x, (*kernels, of_value), (query_bias, None, None))
+            query, key, value = (self._by_head(part) for part in parts)
+            y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
+        else:
+            of_query, of_key = kernels
+            key, value = (self._by_head(part) for part in products(x, (of_key, of_value), (None, None)))
+            (query,) = products(at_position(x, self.positions, position), (of_query,), (query_bias,))
+            query = query.reshape(-1, *key.shape[2:])
+            y = attend_from(query, key, value, position, causal=c.causal, padding=self.padding)
+        wide = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
+        bias = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
+        return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
+
+    def _by_head(self, x: jax.Array) -> jax.Array:
+        """[b * t, width] as [b, t, heads, d]."""
+        return x.reshape(-1, self.positions, self.config.heads, self.config.width // self.config.heads)
+
+
+def at_position(x: jax.Array, positions: int, position: jax.Array) -> jax.Array:
+    """The tokens [b, width] of [b * t, width] at integer [b] positions."""
+    return take_positions(x.reshape(-1, positions, x.shape[-1]), position)
 
 
 class Mlp(nn.Module):
@@ -203,11 +241,11 @@ class Mlp(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., width] to [..., width] in the compute dtype."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps [..., width] to the same in the compute dtype, and the bias [width] in it, as `SelfAttention` does."""
         c = self.config
-        (hidden,) = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc")(x, activation=c.activation)
-        return projection(c, c.width, c.residual_std, "c_proj")(hidden)[0]
+        hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc").activated(x, c.activation)
+        return projection(c, c.width, c.residual_std, "c_proj").without_bias_gradient(hidden)
 
 
 class Block(nn.Module):
@@ -224,22 +262,41 @@ class Block(nn.Module):
     padding: int = 0
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Maps [b * t, width] to [b * t, width]; `train` turns dropout on."""
+    def __call__(
+        self, x: jax.Array, added: jax.Array | None, position: jax.Array | None, train: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Runs the block.
+
+        Args:
+          x: [b * t, width] in the compute dtype.
+          added: [width], a bias in `x` that has its gradient from here, see `normalize_beside`; None for none.
+          position: integer [b], the token of each sequence that is asked for; None for all.
+          train: turns dropout on.
+
+        Returns:
+          [b * t, width] or with a position [b, width], and the bias in it, likewise.
+        """
         c = self.config
-        drop = functools.partial(nn.Dropout, c.dropout, deterministic=not train)
+
+        def dropped(part: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, jax.Array | None]:
+            if not (train and c.dropout):
+                return part
+            return nn.Dropout(c.dropout, deterministic=False, name=name)(with_gradient_of(*part)), None
+
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        y, x = layer_norm(c, x, "ln_1", beside=True)
-        x = x + drop(name="drop_1")(attention(y))
-        y, x = layer_norm(c, x, "ln_2", beside=True)
-        return x + drop(name="drop_2")(Mlp(c, name="mlp")(y))
+        y, x = layer_norm(c, "ln_1").beside(x, added)
+        found, added = dropped(attention(y, position), "drop_1")
+        x = (x if position is None else at_position(x, self.positions, position)) + found
+        y, x = layer_norm(c, "ln_2").beside(x, added)
+        found, added = dropped(Mlp(c, name="mlp")(y), "drop_2")
+        return x + found, added
 
 
 def _block_class(remat: Remat | None) -> type[Block]:
     if remat is None:
         return Block
     policies = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
-    return nn.remat(Block, policy=policies[remat], static_argnums=(2,))
+    return nn.remat(Block, policy=policies[remat], static_argnums=(4,))
 
 
 class Transformer(nn.Module):
@@ -248,15 +305,17 @@ class Transformer(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, position: jax.Array | None = None, *, train: bool = False) -> jax.Array:
         """Runs the blocks.
 
         Args:
           x: [b, t, width] in `config.dtype`.
+          position: integer [b], from 0 and below t: the one token of each sequence that is asked for. The last block
+            then computes keys and values for all tokens, and everything else for that one. None for all tokens.
           train: turns dropout on; it then needs the "dropout" rng if the rate is not 0.
 
         Returns:
-          [b, t, width] in `config.dtype`, not normalised.
+          [b, t, width], or [b, width] with a position, in `config.dtype`, not normalised.
         """
         c, (b, t, _) = self.config, x.shape
         block = _block_class(c.remat)
@@ -264,6 +323,9 @@ class Transformer(nn.Module):
         positions = t + padding
         # Rows are all tokens: with a batch axis XLA lays activations out in ways that have to be transposed again.
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)
+        added = None
         for i in range(c.layers):
-            x = block(c, positions, padding, name=f"block_{i:02d}")(x, train)
-        return x.reshape(b, positions, c.width)[:, :t]
+            asked = position if i == c.layers - 1 else None
+            x, added = block(c, positions, padding, name=f"block_{i:02d}")(x, added, asked, train)
+        x = x if added is None else with_gradient_of(x, added)
+        return x if position is not None else x.reshape(b, positions, c.width)[:, :t]

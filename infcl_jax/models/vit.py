@@ -85,12 +85,13 @@ class VisionTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalised.
         """
-        x = layer_norm(self.config, self._embed(image, train), "ln_pre")
-        x = Transformer(self.config, name="transformer")(x, train=train)
+        x = layer_norm(self.config, "ln_pre")(self._embed(image, train))
+        transformer = Transformer(self.config, name="transformer")
+        normalize = layer_norm(self.config, "ln_post", jnp.float32)
         if self.pool == "tok":
-            x = layer_norm(self.config, x[:, 0], "ln_post", jnp.float32)
+            x = normalize(transformer(x, jnp.zeros(len(x), jnp.int32), train=train))
         else:
-            x = layer_norm(self.config, x[:, 1:], "ln_post", jnp.float32).mean(axis=1)
+            x = normalize(transformer(x, train=train)[:, 1:]).mean(axis=1)
         return feature_projection(self.config, self.embed_dim, "proj")(x)
 
     def _embed(self, image: jax.Array, train: bool) -> jax.Array:

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from infcl_jax.models.attention import attend, best_attention, padding_for
+from infcl_jax.models.attention import attend, attend_from, best_attention, padding_for
 
 B, T, HEADS, DIM = 2, 6, 2, 8
 
@@ -58,6 +58,16 @@ def test_attention_gradient_is_that_of_the_plain_formula(causal, dtype, toleranc
     for ours, plain in zip(got, want, strict=True):
         assert ours.dtype == jnp.dtype(dtype)
         np.testing.assert_allclose(ours.astype(jnp.float32), plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_attention_from_one_position_is_that_row(causal, padding):
+    query, key, value = (normal(seed, B, T, HEADS, DIM) for seed in range(3))
+    position, own = jnp.asarray([T - 2, 1]), jnp.arange(B)
+    want = oracle.attention(*(a[:, : T - padding] for a in (query, key, value)), causal)[own, position]
+    found = attend_from(query[own, position], key, value, position, causal=causal, padding=padding)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,7 +19,7 @@ from infcl_jax.pairwise import available_implementations
 
 EPSILON = normalization.LAYER_NORM_EPSILON
 BF16, FP16, FP32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
-NAMES = ("y", "x", "scale", "bias")
+NAMES = ("y", "x", "scale", "bias", "added")
 
 
 def given(rows, width, dtype, result):
@@ -31,26 +31,29 @@ def given(rows, width, dtype, result):
 
 
 def expected(x, scale, bias, of_y, beside):
-    """The result and the gradients of argument, scale and bias, in float64."""
+    """The result and the gradients of argument, scale, bias and a vector in the argument, in float64."""
     x, scale, bias, of_y, beside = (np.asarray(a, np.float64) for a in (x, scale, bias, of_y, beside))
     inverse = 1 / np.sqrt(x.var(1, keepdims=True) + EPSILON)
     normal, slope = (x - x.mean(1, keepdims=True)) * inverse, of_y * scale
     level, along = slope.mean(1, keepdims=True), (slope * normal).mean(1, keepdims=True)
     of_x = inverse * (slope - level - normal * along) + beside
-    return normal * scale + bias, of_x, (of_y * normal).sum(0), of_y.sum(0)
+    return normal * scale + bias, of_x, (of_y * normal).sum(0), of_y.sum(0), of_x.sum(0)
 
 
-def assert_close(found, want, dtypes):
-    for name, got, exact, dtype in zip(NAMES, found, want, dtypes, strict=True):
-        assert got.dtype == dtype, name
-        bound = max(float(jnp.finfo(dtype).eps), 3e-6) * np.abs(exact).max()
+def assert_close(found, want, dtype, result):
+    """`want` may be more than was asked for."""
+    for name, got, exact in zip(NAMES, found, want, strict=False):
+        assert got.dtype == {"y": result, "x": dtype}.get(name, FP32), name
+        bound = max(float(jnp.finfo(got.dtype).eps), 3e-6) * np.abs(exact).max()
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=bound, err_msg=name)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def beside_residual(x, scale, bias, of_y, beside, dtype, implementation):
-    (y, _), pull = jax.vjp(lambda *a: normalization.normalize_beside(*a, dtype, implementation), x, scale, bias)
-    return y, *pull((of_y, beside))
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def beside_residual(x, scale, bias, of_y, beside, dtype, implementation, added=True):
+    added = jnp.zeros(x.shape[1], jnp.float32) if added else None
+    norm = functools.partial(normalization.normalize_beside, dtype=dtype, implementation=implementation)
+    (y, _), pull = jax.vjp(norm, x, scale, bias, added)
+    return y, *jax.tree.leaves(pull((of_y, beside)))
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -63,25 +66,28 @@ def alone(x, scale, bias, of_y, dtype, implementation):
     ("rows", "width", "dtype", "result"),
     [(8, 128, BF16, BF16), (130, 768, BF16, BF16), (37, 640, FP16, FP32), (61, 256, FP32, FP32)],
 )
-@pytest.mark.parametrize("residual", [True, False])
-def test_kernels_match_float64(capsys, rows, width, dtype, result, residual):
+@pytest.mark.parametrize("way", ["alone", "residual", "residual with a bias"])
+def test_kernels_match_float64(capsys, rows, width, dtype, result, way):
     arrays = given(rows, width, dtype, result)
     with interpreted(capsys):
-        if residual:
-            found = beside_residual(*arrays, result, "mosaic_gpu")
+        if way != "alone":
+            found = beside_residual(*arrays, result, "mosaic_gpu", way != "residual")
         else:
             arrays = *arrays[:-1], jnp.zeros_like(arrays[0])
             found = alone(*arrays[:-1], result, "mosaic_gpu")
         found = jax.device_get(found)
-    assert_close(found, expected(*arrays), (result, dtype, FP32, FP32))
+    assert len(found) == {"alone": 4, "residual": 4}.get(way, 5)
+    assert_close(found, expected(*arrays), dtype, result)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_few_rows_are_left_to_xla(rows):
     arrays = given(rows, 128, BF16, BF16)
     with jax.sharding.use_abstract_mesh(ALONE):
-        found = beside_residual(*arrays, BF16, None)
-    assert_close(found, expected(*arrays), (BF16, BF16, FP32, FP32))
+        *found, of_added = beside_residual(*arrays, BF16, None)
+    assert_close(found, expected(*arrays), BF16, BF16)
+    want = expected(*arrays)[-1]
+    np.testing.assert_allclose(of_added, want, rtol=0, atol=float(jnp.finfo(BF16).eps) * np.abs(want).max())
 
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
@@ -90,9 +96,9 @@ def test_any_tiling(capsys, tiling):
     x, scale, bias, of_y, beside = arrays = given(45, 128, FP32, FP32)
     with interpreted(capsys):
         y, *saved = mosaic_norm.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, cores=2, tiling=tiling)
-        gradients = mosaic_norm.backward(x, *saved, scale, of_y, beside, cores=2, tiling=tiling)
+        gradients = mosaic_norm.backward(x, *saved, scale, of_y, beside, sum_rows=True, cores=2, tiling=tiling)
         found = jax.device_get((y, *gradients))
-    assert_close(found, expected(*arrays), (FP32,) * 4)
+    assert_close(found, expected(*arrays), FP32, FP32)
 
 
 def test_tiles_are_whole_groups_of_rows():
@@ -144,15 +150,15 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
     config = TransformerConfig(width=256, layers=1, heads=4, attention="xla", dtype="bfloat16")
     block, mesh = Block(config, 16), described(data=8)
     x = jax.ShapeDtypeStruct((64 * 16, 256), jnp.bfloat16)
-    variables = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype), False))
+    variables = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype), None, None, False))
 
     def gradients(variables, x):
         with jax.sharding.use_abstract_mesh(mesh):
-            y, pull = jax.vjp(lambda *a: block.apply(*a, False), variables, x)
+            y, pull = jax.vjp(lambda *a: block.apply(*a, None, None, False), variables, x)
         return pull(y)
 
     text = lowered(jax.jit(gradients), variables, x)
-    assert calls(text) == 4  # each of both norms calls the same, and the activation its own
+    assert calls(text) == 5  # norms' forward, backward with and without a bias in the sum; the activation's own
     assert "tensor<128x256xbf16>" in text
 
 
@@ -165,8 +171,8 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
         y, *statistics = normalization._forward_xla(x, scale, bias, dtype)
         return y, *(s[:, 0] for s in statistics)
 
-    def backward(x, mean, inverse, scale, of_y, beside, *, cores):
-        return normalization._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside)
+    def backward(x, mean, inverse, scale, of_y, beside, *, sum_rows, cores):
+        return normalization._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside, sum_rows)
 
     monkeypatch.setattr(mosaic_norm, "forward", forward)
     monkeypatch.setattr(mosaic_norm, "backward", backward)
@@ -179,11 +185,11 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
     def run(x, scale, bias, of_y, beside):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             norm = functools.partial(normalization.normalize_beside, dtype=FP32, implementation="mosaic_gpu")
-            (y, _), pull = jax.vjp(norm, x, scale, bias)
+            (y, _), pull = jax.vjp(norm, x, scale, bias, bias)
         return y, *pull((of_y, beside))
 
     found = [a.reshape(40, 128) if a.ndim > 1 else a for a in run(*sharded)]
-    assert_close(found, expected(*arrays), (FP32,) * 4)
+    assert_close(found, expected(*arrays), FP32, FP32)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -206,6 +212,6 @@ def test_kernels_on_the_gpu_match_float64_and_repeat(rows, width, dtype):
         pytest.skip("no kernels for this device")
     arrays = given(rows, width, dtype, dtype)
     found = jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu"))
-    assert_close(found, expected(*arrays), (dtype, dtype, FP32, FP32))
+    assert_close(found, expected(*arrays), dtype, dtype)
     for _ in range(3):
         assert runs.equal_bits(found, jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu")))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models.text import TextTransformer, pool_at_end
+from infcl_jax.models.layers import take_positions
+from infcl_jax.models.text import TextTransformer, end_position
 from infcl_jax.models.transformer import TransformerConfig
 
 VOCAB, CONTEXT, WIDTH = 20, 10, 16
@@ -63,7 +64,7 @@ def test_shorter_batches_give_the_same_features():
 def test_pool_takes_the_first_largest_id():
     tokens = np.array([[1, 9, 0], [9, 2, 9], [3, 4, 9]], np.int32)
     states = jnp.arange(9, dtype=jnp.float32).reshape(3, 3, 1)
-    np.testing.assert_array_equal(pool_at_end(states, tokens)[:, 0], [1, 3, 8])
+    np.testing.assert_array_equal(take_positions(states, end_position(tokens))[:, 0], [1, 3, 8])
 
 
 @pytest.mark.parametrize("token", [VOCAB, VOCAB + 100])

@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 from infcl_jax.models import transformer
@@ -30,33 +29,80 @@ def random_variables(module, *inputs):
     return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
 
-def test_block_is_two_pre_norm_residual_sums():
-    c, x = config(activation="quick_gelu"), normal(0, B * T, WIDTH)
-    variables = random_variables(Block(c, T), x, False)
-    p = jax.tree.map(np.asarray, variables["params"])
+def plain_transformer(params, x, causal):
+    """The formulas, with quick_gelu."""
 
     def norm(y, of):
-        y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
-        return y * of["scale"][None] + of["bias"][None]
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
+        return y * of["scale"] + of["bias"]
 
     def dense(y, of):
-        return y @ of["kernel"] + of["bias"][None]
+        return y @ of["kernel"] + of["bias"]
 
-    x1 = np.asarray(x)
-    qkv = dense(norm(x1, p["ln_1"]), p["attn"]["in_proj"])
-    query, key, value = (part.reshape(B, T, HEADS, DIM) for part in np.split(qkv, 3, axis=-1))
-    x2 = x1 + dense(oracle.attention(query, key, value, causal=False).reshape(x.shape), p["attn"]["out_proj"])
-    hidden = dense(norm(x2, p["ln_2"]), p["mlp"]["c_fc"])
-    want = x2 + dense(hidden / (1 + np.exp(-1.702 * hidden)), p["mlp"]["c_proj"])
-    got = jax.jit(Block(c, T).apply, static_argnums=2)(variables, x, False)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    for p in params.values():
+        qkv = jnp.split(dense(norm(x, p["ln_1"]), p["attn"]["in_proj"]), 3, axis=-1)
+        query, key, value = (part.reshape(B, T, HEADS, DIM) for part in qkv)
+        scores = jnp.einsum("bthd,bshd->bhts", query, key) / DIM**0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf) if causal else scores)
+        x = x + dense(jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape), p["attn"]["out_proj"])
+        hidden = dense(norm(x, p["ln_2"]), p["mlp"]["c_fc"])
+        x = x + dense(hidden * jax.nn.sigmoid(1.702 * hidden), p["mlp"]["c_proj"])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("causal", "position", "remat"),
+    [
+        (False, None, None),
+        (True, None, None),
+        (False, (0, 0), None),
+        (True, (T - 1, 2), None),
+        (True, (T - 1, 2), "full"),
+        (False, (0, 0), "dots"),
+    ],
+)
+def test_blocks_are_two_pre_norm_residual_sums(causal, position, remat):
+    """Values and all gradients, of all tokens or of one of each sequence."""
+    model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat))
+    x, weight = normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
+    position = None if position is None else jnp.asarray(position)
+    params = random_variables(model, x)["params"]
+
+    def asked(y):
+        return y if position is None else y[jnp.arange(B), position]
+
+    def value_and_gradients(run):
+        y, pull = jax.vjp(run, params, x)
+        return y, *pull(asked(weight))
+
+    with jax.numpy_rank_promotion("allow"):
+        want = jax.jit(lambda: value_and_gradients(lambda p, x: asked(plain_transformer(p, x, causal))))()
+    found = jax.jit(lambda: value_and_gradients(lambda p, x: model.apply({"params": p}, x, position)))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), found, want)
+
+
+def test_the_gradient_of_a_bias_goes_through_its_dropout():
+    """The result is linear in the last bias, so a difference is exact."""
+    model, x, weight = Transformer(config(dropout=0.5)), normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
+    variables, way = random_variables(model, x), normal(2, WIDTH)
+
+    @jax.jit
+    def loss(bias):
+        params = variables["params"] | {"block_01": variables["params"]["block_01"] | {"mlp": mlp | {"c_proj": bias}}}
+        return jnp.sum(weight * model.apply({"params": params}, x, train=True, rngs={"dropout": jax.random.key(2)}))
+
+    mlp = variables["params"]["block_01"]["mlp"]
+    at, ahead = mlp["c_proj"], mlp["c_proj"] | {"bias": mlp["c_proj"]["bias"] + way}
+    slope = jnp.vdot(jax.jit(jax.grad(loss))(at)["bias"], way)
+    np.testing.assert_allclose(slope, loss(ahead) - loss(at), rtol=1e-4)
+    assert abs(slope - jnp.vdot(weight.sum((0, 1)), way)) > 1  # without dropout
 
 
 def test_layer_norm_of_bfloat16_keeps_float32_statistics():
     class Norm(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return transformer.layer_norm(config(dtype="bfloat16"), x, "norm")
+            return transformer.layer_norm(config(dtype="bfloat16"), "norm")(x)
 
     x = (100 + normal(0, B, T, WIDTH)).astype(jnp.bfloat16)  # bfloat16 sums of such values lose the deviations
     got, _ = Norm().init_with_output(jax.random.key(0), x)
@@ -111,8 +157,8 @@ def test_dropout_is_seeded_and_only_in_training():
 
 def test_initial_weights_have_the_papers_scales():
     c = config(width=256, heads=4, layers=2)
-    init = jax.jit(Block(c, 2).init, static_argnums=2)
-    params = jax.tree.map(np.asarray, init(jax.random.key(0), jnp.zeros((2, 256)), False)["params"])
+    init = jax.jit(Block(c, 2).init, static_argnums=4)
+    params = jax.tree.map(np.asarray, init(jax.random.key(0), jnp.zeros((2, 256)), None, None, False)["params"])
     stds = {
         "in_proj": (params["attn"]["in_proj"], 256**-0.5),
         "out_proj": (params["attn"]["out_proj"], 256**-0.5 * 4**-0.5),
@@ -131,7 +177,7 @@ def test_attention_parameters_split_by_query_key_value():
     kernel = variables["params"]["in_proj"]["kernel"].at[:, 2 * WIDTH :].set(0.0)
     variables["params"]["in_proj"] = {"kernel": kernel, "bias": jnp.zeros(3 * WIDTH)}
     want = np.broadcast_to(variables["params"]["out_proj"]["bias"], x.shape)
-    np.testing.assert_array_equal(jax.jit(module.apply)(variables, x), want)
+    np.testing.assert_array_equal(jax.jit(module.apply)(variables, x)[0], want)
 
 
 @pytest.mark.parametrize(

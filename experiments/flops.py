@@ -11,8 +11,8 @@ def forward_flops(config: CLIPConfig) -> int:
     and values, `2 t w^2` for the output projection, `4 t^2 w` for all scores and all weighted values (causal or not),
     `4 t w h` for the MLP. To the layers of a tower come `2 w D` for the projection to D features, and for the images
     `6 n p^2 w` for embedding n patches of p^2 pixels; t is 1 + n for images, without the patches that patch dropout
-    leaves out, and the context length for texts. Where one token of a sequence is asked for, the last layer has
-    `4 t w^2` for keys and values, and everything else for that token: `4 w^2 + 4 t w + 4 w h`.
+    leaves out, and the context length for texts. Where one token of a sequence is asked for, the last layer with n
+    heads has `8 w^2 + 4 n t w + 4 w h`, see `infcl_jax.models.attention.attend_from`.
 
     Raises:
       ValueError: the image tower is no Vision Transformer.
@@ -37,6 +37,7 @@ def step_flops(config: CLIPConfig) -> int:
 
 def _layers(tower: TowerConfig, tokens: int, one_asked: bool) -> int:
     width, hidden = tower.width, int(tower.width * tower.mlp_ratio)
-    of_token = 4 * width**2 + 4 * tokens * width + 4 * width * hidden  # but for keys and values
-    asked = tokens * (tower.layers - 1) + (1 if one_asked else tokens)
-    return tower.layers * tokens * 4 * width**2 + asked * of_token
+    of_token = 8 * width**2 + 4 * width * hidden
+    whole = tokens * (of_token + 4 * tokens * width)
+    last = of_token + 4 * tower.heads * tokens * width if one_asked else whole
+    return (tower.layers - 1) * whole + last

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from infcl_jax.models.layers import contract
 from infcl_jax.models.sharing import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.pairwise import devices
 
@@ -91,8 +92,10 @@ def _call_kernel(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Arr
     return on_each_device(local, own, own)(*arrays)
 
 
-@jax.custom_vjp
-def _xla_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _xla_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None, scale: float
+) -> jax.Array:
     """Attention in plain XLA; its gradient keeps the weights in the inputs' dtype and nothing else of their size.
 
     The automatic gradient would keep the softmax in float32 too, and multiply float32 cotangents with 16-bit inputs,
@@ -104,28 +107,31 @@ def _xla_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax
       key: [b, t, heads, d].
       value: likewise.
       seen: bool, a shape that can be broadcast to [b, heads, n, t]: which keys a query sees; None for all.
+      scale: of the scores.
 
     Returns:
       [b, n, heads, d].
     """
-    return _attention_forward(query, key, value, seen)[0]
+    return _attention_forward(query, key, value, seen, scale)[0]
 
 
 def _attention_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None
+    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None, scale: float
 ) -> tuple[jax.Array, tuple]:
-    scores = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    scores = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * scale
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhnt,bthd->bnhd", weights, value), (query, key, value, weights)
 
 
-def _attention_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+def _attention_backward(
+    scale: float, saved: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array | None, ...]:
     query, key, value, weights = saved  # the weights of masked positions are 0, and so are their gradients
     slopes = jnp.einsum("bnhd,bthd->bhnt", cotangent, value, preferred_element_type=jnp.float32)
     wide = weights.astype(jnp.float32)
-    slopes = wide * (slopes - jnp.sum(wide * slopes, axis=-1, keepdims=True)) * query.shape[-1] ** -0.5
+    slopes = wide * (slopes - jnp.sum(wide * slopes, axis=-1, keepdims=True)) * scale
     slopes = slopes.astype(query.dtype)
     d_query, d_key = jnp.einsum("bhnt,bthd->bnhd", slopes, key), jnp.einsum("bhnt,bnhd->bthd", slopes, query)
     return d_query, d_key, jnp.einsum("bhnt,bnhd->bthd", weights, cotangent), None
@@ -166,31 +172,46 @@ def attend(
     if padding:
         raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
     if implementation == "xla":
-        return _xla_attention(query, key, value, jnp.tri(query.shape[1], dtype=bool)[None, None] if causal else None)
+        seen = jnp.tri(query.shape[1], dtype=bool)[None, None] if causal else None
+        return _xla_attention(query, key, value, seen, query.shape[-1] ** -0.5)
     _check_kernel(query)
     return _kernel_attention(query, key, value, causal)
 
 
 def attend_from(
-    query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, *, causal: bool, padding: int = 0
+    query: jax.Array,
+    x: jax.Array,
+    of_key: jax.Array,
+    of_value: jax.Array,
+    position: jax.Array,
+    *,
+    causal: bool,
+    padding: int = 0,
 ) -> jax.Array:
-    """`attend` for one position of each sequence.
+    """`attend` for one position of each sequence, without keys and values of all others.
+
+    The score of a query and a token is bilinear in both, so the key's matrix can be applied to the query; weighted
+    values are linear in the tokens, so the value's matrix can be applied to weighted tokens.
 
     Args:
       query: [b, heads, d] at those positions, floating.
-      key: [b, t, heads, d], of the same dtype.
-      value: likewise.
+      x: [b, t, width], of the same dtype: what keys and values are products of.
+      of_key: [width, heads d], floating, the matrix of the keys.
+      of_value: likewise, of the values.
       position: integer [b].
       causal: as for `attend`.
       padding: likewise.
 
     Returns:
-      [b, heads, d] in the dtype of the inputs.
+      [b, heads, d] in the dtype of `query`.
     """
-    t = key.shape[1]
+    (_, t, width), (_, heads, d) = x.shape, query.shape
+    of_key, of_value = (kernel.reshape(width, heads, d) for kernel in (of_key, of_value))
     last = position if causal else jnp.full_like(position, t - padding - 1)
-    seen = jnp.arange(t)[None] <= last[:, None] if causal or padding else None
-    return _xla_attention(query[:, None], key, value, None if seen is None else seen[:, None, None])[:, 0]
+    seen = (jnp.arange(t)[None] <= last[:, None])[:, None, None] if causal or padding else None
+    tokens = x[:, :, None]  # one head, which all queries look at
+    rows = contract("bhd,whd->bhw", query, of_key)
+    return contract("bhw,whd->bhd", _xla_attention(rows[:, :, None], tokens, tokens, seen, d**-0.5)[:, :, 0], of_value)
 
 
 def _check_kernel(query: jax.Array) -> None:

@@ -5,6 +5,8 @@ computing them again. Here the backward pass keeps the arguments, in the compute
 sums over rows (gradients of biases and gains) are float32, and so are statistics and elementwise functions.
 """
 
+import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -64,6 +66,32 @@ def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts,
 
 
 affine.defvjp(_affine_forward, _affine_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A product with a matrix in parts, in the dtype of `x`.
+
+    Args:
+      spec: of `jnp.einsum`, `"x,kernel->result"`, without a letter that occurs in one of them alone.
+      x: floating.
+      kernel: of any floating dtype.
+
+    Returns:
+      The product. The kernel's gradient is a sum in float32.
+    """
+    return jnp.einsum(spec, x, kernel.astype(x.dtype))
+
+
+def _contract_backward(spec: str, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Parts:
+    x, kernel = saved
+    of_x, of_kernel, of_y = re.split(",|->", spec)
+    found = jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, cotangent, preferred_element_type=jnp.float32)
+    of_x = jnp.einsum(f"{of_y},{of_kernel}->{of_x}", cotangent, kernel.astype(x.dtype))
+    return of_x, found.astype(kernel.dtype)
+
+
+contract.defvjp(lambda spec, x, kernel: (contract(spec, x, kernel), (x, kernel)), _contract_backward)
 
 
 @jax.custom_vjp

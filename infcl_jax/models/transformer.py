@@ -209,25 +209,20 @@ class SelfAttention(nn.Module):
         c = self.config
         x = x.astype(c.dtype)
         kernel, bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
-        (*kernels, of_value), (query_bias, _, value_bias) = jnp.split(kernel, 3, axis=1), jnp.split(bias, 3)
+        (of_query, of_key, of_value), (query_bias, _, value_bias) = jnp.split(kernel, 3, axis=1), jnp.split(bias, 3)
         out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
         if position is None:
-            parts = products(x, (*kernels, of_value), (query_bias, None, None))
-            query, key, value = (self._by_head(part) for part in parts)
+            parts = products(x, (of_query, of_key, of_value), (query_bias, None, None))
+            query, key, value = (part.reshape(-1, self.positions, c.heads, c.width // c.heads) for part in parts)
             y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
         else:
-            of_query, of_key = kernels
-            key, value = (self._by_head(part) for part in products(x, (of_key, of_value), (None, None)))
             (query,) = products(at_position(x, self.positions, position), (of_query,), (query_bias,))
-            query = query.reshape(-1, *key.shape[2:])
-            y = attend_from(query, key, value, position, causal=c.causal, padding=self.padding)
+            query = query.reshape(-1, c.heads, c.width // c.heads)
+            tokens = x.reshape(-1, self.positions, c.width)
+            y = attend_from(query, tokens, of_key, of_value, position, causal=c.causal, padding=self.padding)
         wide = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
         bias = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
         return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
-
-    def _by_head(self, x: jax.Array) -> jax.Array:
-        """[b * t, width] as [b, t, heads, d]."""
-        return x.reshape(-1, self.positions, self.config.heads, self.config.width // self.config.heads)
 
 
 def at_position(x: jax.Array, positions: int, position: jax.Array) -> jax.Array:
@@ -311,7 +306,7 @@ class Transformer(nn.Module):
         Args:
           x: [b, t, width] in `config.dtype`.
           position: integer [b], from 0 and below t: the one token of each sequence that is asked for. The last block
-            then computes keys and values for all tokens, and everything else for that one. None for all tokens.
+            then computes for that token alone what it gathers from all. None for all tokens.
           train: turns dropout on; it then needs the "dropout" rng if the rate is not 0.
 
         Returns:

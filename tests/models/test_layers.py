@@ -37,6 +37,11 @@ LAYERS = {
         jnp.add,
         ("x", "bias"),
     ),
+    "a contraction": (
+        lambda x, k: layers.contract("btw,wh->bht", x, k),
+        lambda x, k: jnp.swapaxes(x @ k, 1, 2),
+        ("x", "kernel"),
+    ),
     "affine without bias": (lambda x, w: layers.affine(x, (w,), (None,))[0], jnp.matmul, ("x", "kernel")),
 }
 

@@ -92,10 +92,8 @@ def test_every_patch_is_kept_equally_often():
 
 
 def test_patch_dropout_is_seeded_and_only_in_training():
-    module = tower(patch_dropout=0.5)
-    train = jax.jit(
-        lambda seed: module.apply(variables(), images(), train=True, rngs={"dropout": jax.random.key(seed)})
-    )
+    module, given = tower(patch_dropout=0.5), variables()
+    train = jax.jit(lambda seed: module.apply(given, images(), train=True, rngs={"dropout": jax.random.key(seed)}))
     np.testing.assert_array_equal(train(0), train(0))
     assert not np.allclose(train(0), train(1), atol=1e-4)
     np.testing.assert_array_equal(encode(patch_dropout=0.5)(variables(), images()), encode()(variables(), images()))

@@ -1,6 +1,8 @@
 """Eight CPU devices, strict dtype and rank promotion, for every test; `-m gpu` runs on the GPU."""
 
+import gc
 import os
+import tempfile
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -19,3 +21,22 @@ def pytest_configure(config):
     jax.config.update("jax_platforms", "cpu")
     if chosen != "slow":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    # What has been compiled is kept until the end, for processes started here too; for each worker in a folder of its
+    # own, as one could read what another is writing.
+    folder = tempfile.TemporaryDirectory(prefix="compiled-")
+    config.add_cleanup(folder.cleanup)
+    cache = {
+        "jax_compilation_cache_dir": folder.name,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in cache.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+
+
+def pytest_collection_finish():
+    """Collects garbage less often, and not in what has been imported: JAX makes many objects, and few cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -15,6 +15,7 @@ from configs import base
 from infcl_jax.models import build_model, model_config
 
 ROOT = Path(__file__).resolve().parents[1]
+CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
 
 SIDE, CONTEXT = 16, 32
 MODEL = {
@@ -66,9 +67,14 @@ def config(**changes):
 
 
 def start(module: str, *arguments: str, **environ: str) -> subprocess.Popen:
-    """`python -m module` from the root of the repository, with fast compilation instead of fast programs."""
+    """`python -m module` from the root of the repository, with fast compilation instead of fast programs.
+
+    It finds what has been compiled before, unless it is one of several: one could read what another is writing.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    if "PROCESS_ID" not in environ:
+        settings |= {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def command(module, *flags, **options):
-    # As the Makefile does; and without this process's flags, so that the configuration decides about devices.
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+    # As the Makefile does; and without this process's flags, so that the configuration decides about devices, and
+    # compiled programs.
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")} | {
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
     }
     arguments = [sys.executable, "-m", f"experiments.{module}", *flags]

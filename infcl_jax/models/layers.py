@@ -180,18 +180,13 @@ class Dense(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., inputs] to [..., features] in `dtype`."""
-        kernel, bias = self.weights(x.shape[-1])
-        return products(x.astype(self.dtype), (kernel,), (bias,))[0]
-
     def activated(self, x: jax.Array, activation: Activation) -> jax.Array:
-        """The activation of that."""
+        """Maps [..., inputs] to the activation of the layer's [..., features], in `dtype`."""
         kernel, bias = self.weights(x.shape[-1])
         return activate(products(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
 
     def without_bias_gradient(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same as a call, and the bias, whose gradient is to be had from where the result goes to."""
+        """Maps [..., inputs] to [..., features] in `dtype`, and to the bias, which has its gradient from elsewhere."""
         kernel, bias = self.weights(x.shape[-1])
         return products(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
 

@@ -76,6 +76,7 @@ def test_quick_gelu_is_close_to_gelu():
 def test_a_dense_layer_can_be_activated(activation):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 12)), jnp.float32)
     dense = layers.Dense(6, 1.0, "float32", "float32")
-    variables = jax.tree.map(lambda a: a + 0.5, dense.init(jax.random.key(0), x))
-    plain, active = dense.apply(variables, x), dense.apply(variables, x, activation, method="activated")
-    np.testing.assert_allclose(active, activate(plain, jnp.zeros(6), activation), rtol=1e-5)
+    variables = jax.tree.map(lambda a: a + 0.5, dense.init(jax.random.key(0), 12, method="weights"))
+    kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
+    found = dense.apply(variables, x, activation, method="activated")
+    np.testing.assert_allclose(found, activate(x @ kernel, bias, activation), rtol=1e-5)

@@ -62,6 +62,7 @@ def row_shapes(model: CLIP, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
+@functools.lru_cache(maxsize=32)
 def parameter_shapes(model: CLIP) -> Any:
     """The tree of the model's parameters as shapes."""
     return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())["params"]
@@ -90,21 +91,20 @@ def _tower(model: CLIP, name: str) -> Tower:
     def encode(params: Any, rows: Any, key: jax.Array) -> Any:
         return model.apply({"params": params}, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
 
-    def pull(params: Any, rows: Any, key: jax.Array) -> Callable:
-        return jax.vjp(lambda params: encode(params, rows, key), params)[1]
-
-    def both(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> Any:
-        return pull(params, rows, key)(cotangent)
+    def both(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> tuple[Any, Callable]:
+        _, pull = jax.vjp(lambda params: encode(params, rows, key), params)
+        return pull(cotangent), pull
 
     def measure(count: int) -> tuple[int, int, int]:
         rows = row_shapes(model, count)[name]
-        features = jax.eval_shape(encode, params, rows, key)
-        saved = jax.make_jaxpr(pull)(params, rows, key).jaxpr
-        _, buffers = _operations(saved)
-        given = {buffers[v] for v in (*saved.invars, *saved.constvars)}
-        here = {buffers[v] for v in _variables(saved.outvars)} - given
-        peak = _peak(jax.make_jaxpr(both)(params, rows, key, features).jaxpr)
-        return sum(buffer.size for buffer in here), peak, _peak(jax.make_jaxpr(encode)(params, rows, key).jaxpr)
+        forward, features = jax.make_jaxpr(encode, return_shape=True)(params, rows, key)
+        jaxpr = jax.make_jaxpr(both)(params, rows, key, features).jaxpr
+        gradients = len(jax.tree.leaves(params))
+        _, buffers = _operations(jaxpr)
+        given = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}
+        kept = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - given
+        peak = _peak(jaxpr, gradients)
+        return sum(buffer.size for buffer in kept), peak, _peak(forward.jaxpr)
 
     kept, peak, forward = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
     return Tower(kept, peak, forward, tree_bytes(row_shapes(model, 1)[name]))
@@ -136,10 +136,10 @@ class _Operation(NamedTuple):
     inner: int
 
 
-def _peak(jaxpr: Any) -> int:
-    """The most bytes that live at one time, without inputs and results; constants cost nothing."""
+def _peak(jaxpr: Any, count: int | None = None) -> int:
+    """The most bytes that live at one time, without inputs and the first `count` results; constants cost nothing."""
     operations, buffers = _operations(jaxpr)
-    results = {buffers[v] for v in _variables(jaxpr.outvars)}
+    results = {buffers[v] for v in _variables(jaxpr.outvars[:count])}
     stored = results | {buffer for o in operations if not o.fused for buffer in (*o.reads, *o.writes)}
     last: dict[_Buffer, int] = {}
     for place, operation in reversed(list(enumerate(operations))):
@@ -185,7 +185,7 @@ def _flat(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
         else:
             writes = [_Buffer(v.aval) for v in eqn.outvars]
             buffers |= dict(zip(eqn.outvars, writes, strict=True))
-            inside = max((_peak(part) for part in called), default=0)
+            inside = 0 if name in _KERNELS else max(map(_peak, called), default=0)
             yield _Operation(reads, writes, name in _FUSED and not called, inside)
 
 
@@ -194,7 +194,9 @@ def _buffer(atom: Any, buffers: dict[Any, _Buffer]) -> _Buffer:
     return _Buffer(None) if isinstance(atom, Literal) else buffers[atom]
 
 
-# Functions that are called where they stand; what returns its argument; what XLA computes element by element.
+# What works in other memory; functions that are called where they stand; what returns its argument; what XLA computes
+# element by element.
+_KERNELS = frozenset({"custom_vmap_call"})  # of `plgpu.kernel`
 _CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call", "remat2"})
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "stop_gradient", "copy"})
 _FUSED = frozenset(

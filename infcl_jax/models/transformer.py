@@ -216,18 +216,13 @@ class SelfAttention(nn.Module):
             query, key, value = (part.reshape(-1, self.positions, c.heads, c.width // c.heads) for part in parts)
             y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
         else:
-            (query,) = products(at_position(x, self.positions, position), (of_query,), (query_bias,))
-            query = query.reshape(-1, c.heads, c.width // c.heads)
             tokens = x.reshape(-1, self.positions, c.width)
+            (query,) = products(take_positions(tokens, position), (of_query,), (query_bias,))
+            query = query.reshape(-1, c.heads, c.width // c.heads)
             y = attend_from(query, tokens, of_key, of_value, position, causal=c.causal, padding=self.padding)
         wide = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
         bias = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
         return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
-
-
-def at_position(x: jax.Array, positions: int, position: jax.Array) -> jax.Array:
-    """The tokens [b, width] of [b * t, width] at integer [b] positions."""
-    return take_positions(x.reshape(-1, positions, x.shape[-1]), position)
 
 
 class Mlp(nn.Module):
@@ -281,7 +276,9 @@ class Block(nn.Module):
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
         y, x = layer_norm(c, "ln_1").beside(x, added)
         found, added = dropped(attention(y, position), "drop_1")
-        x = (x if position is None else at_position(x, self.positions, position)) + found
+        if position is not None:
+            x = take_positions(x.reshape(-1, self.positions, c.width), position)
+        x = x + found
         y, x = layer_norm(c, "ln_2").beside(x, added)
         found, added = dropped(Mlp(c, name="mlp")(y), "drop_2")
         return x + found, added

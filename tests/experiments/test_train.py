@@ -151,7 +151,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert EVERY <= saved < STEPS
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == saved
-    assert finish(start(tmp_path)) == ([0], [""])
+    assert finish(start(tmp_path, **AFRESH)) == ([0], [""])
     assert history(tmp_path) == uninterrupted
 
 

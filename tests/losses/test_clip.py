@@ -75,6 +75,7 @@ def test_same_gradients_on_any_number_of_devices(implementation):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
 
 
+@pytest.mark.usefixtures("compiled_afresh")
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_two_runs_are_bitwise_equal(implementation):
     args = (*oracle.features("random", 104, 104, 33), jnp.float32(100))

@@ -124,6 +124,7 @@ def test_every_implementation_gives_the_same(implementation, variant):
         assert oracle.absolute_error(got, reference) <= 1e-5 * np.linalg.norm(np.asarray(reference, np.float64))
 
 
+@pytest.mark.usefixtures("compiled_afresh")
 def test_two_runs_are_bitwise_equal():
     image, text = oracle.features("random", 16, 16, 33)
     arguments = (image, text, np.float32(30), np.arange(16) % 9, fresh("fastclip_v2", 8), np.float32(0.5), 1)

@@ -82,15 +82,18 @@ def test_training_is_the_same_and_the_state_stays_sharded(replicated, cache):
 def test_nothing_but_sharded_parameters_is_gathered(kind):
     """Neither activations nor the tokens, whose embedding's gradient each device sums for itself.
 
-    Only the gradient of a layer that is computed in parts is put together of what other devices have. Vectors do not
-    count: a part of a bias is gathered for itself.
+    Only the gradient of a layer that is computed in parts is put together of what other devices have. The part of the
+    attention's bias that belongs to values is gathered for itself, and so is its gradient.
     """
     mesh, state = oracle.mesh_of(DEVICES), fresh(kind)
     step = make_train_step(make_loss("clip", mesh), 0, mesh=mesh, parameter_sharding=kind)
     program = step.lower(state, shard_batch(mesh, runs.batch(BATCH))).compile().as_text()
-    leaves = [leaf for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1]
-    sharded = [leaf for leaf in leaves if not leaf.sharding.is_fully_replicated]
-    assert len(re.findall(r"\d,\S+ all-gather(-start)?\(", program)) == len(sharded)
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    sharded = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if not leaf.sharding.is_fully_replicated}
+    of_values = 2 * sum(name.endswith("['in_proj']['bias']") for name in sharded)
+    gathered = re.findall(r"\w\[(\S*)\]\S* all-gather\(", program)
+    assert sum("," in shape for shape in gathered) == sum(leaf.ndim > 1 for leaf in sharded.values())
+    assert len(gathered) == len(re.findall(r" all-gather(-start)?\(", program)) == len(sharded) + of_values
     moved = [line for line in program.splitlines() if " all-to-all(" in line]
     assert all("attn/concatenate" in line for line in moved) and (kind == "fsdp" or not moved)
 

@@ -45,6 +45,9 @@ def cached_value_and_grad(
     on one device the number of the chunk, on device d of n with k chunks `d k + chunk`. Residency and `keep` do not
     change it.
 
+    Casts of parameters and the like are computed once for all chunks, if residency is "device", where the encoder calls
+    them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
+
     Example:
       >>> encoders = {
       ...     "image": lambda params, chunk, rng: model.apply(params, chunk, method="encode_image"),

@@ -18,6 +18,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from infcl_jax.pairwise.tiles import accumulation_dtype
 
+# Name (`checkpoint_name`) of what an encoder derives from parameters alone, see `cached_value_and_grad`.
+DERIVED = "derived"
+
 Array = jax.Array
 Encoder = Callable[[Any, Any, Array | None], Any]
 # (parameters, features of the whole batch) -> (loss, auxiliary output)

@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from infcl_jax.grad_cache.chunks import Array, Devices, Encoder, Layout, LossFn, Tower, leading_rows, make_layout, widen
+from infcl_jax.grad_cache.chunks import (
+    DERIVED,
+    Array,
+    Devices,
+    Encoder,
+    Layout,
+    LossFn,
+    Tower,
+    leading_rows,
+    make_layout,
+    widen,
+)
 
 
 def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:
@@ -43,7 +54,8 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
             continue
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
         if not kept:  # a loop keeps XLA from merging the two passes by itself
-            encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1)
+            policy = jax.checkpoint_policies.save_only_these_names(DERIVED)  # what no chunk changes leaves the loops
+            encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1, policy=policy)
         if len(numbers) == 1 or kept:  # a loop would copy what is kept into one array of all chunks
             parts.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:

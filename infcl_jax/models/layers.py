@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from infcl_jax.grad_cache import DERIVED
 from infcl_jax.models.activation import Activation, activate
 from infcl_jax.models.normalization import along, normalize, normalize_beside
 
@@ -23,9 +24,14 @@ PRODUCT = "product"
 
 Parts = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
+Weights = tuple[Parts, Biases]
 
 
-@jax.custom_vjp
+def cast(parameters: Any, x: jax.Array) -> Any:
+    """Parameters in the dtype of `x`, without gradient; with gradient caching they are computed once for all chunks."""
+    return jax.tree.map(lambda a: checkpoint_name(lax.stop_gradient(a).astype(x.dtype), DERIVED), parameters)
+
+
 def affine(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
     """`x @ kernel + bias` for one kernel and bias or several, in the dtype of `x`.
 
@@ -37,24 +43,30 @@ def affine(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
     Returns:
       As many [..., features] in the dtype of `x`. Gradients of kernels and biases are sums in float32.
     """
-    products = (x @ kernel.astype(x.dtype) for kernel in kernels)
-    pairs = zip(products, biases, strict=True)
+    return _affine(x, (kernels, biases), cast((kernels, biases), x))
+
+
+@jax.custom_vjp
+def _affine(x: jax.Array, weights: Weights, in_use: Weights) -> Parts:
+    """Of the weights as they are used; those that they were cast from have the gradient."""
+    products = (x @ kernel for kernel in in_use[0])
+    pairs = zip(products, in_use[1], strict=True)
     return tuple(p if bias is None else p + along(bias, x).astype(x.dtype) for p, bias in pairs)
 
 
-def _affine_forward(x: jax.Array, kernels: Parts, biases: Biases) -> tuple[Parts, tuple]:
-    return affine(x, kernels, biases), (x, kernels, biases)
+def _affine_forward(x: jax.Array, weights: Weights, in_use: Weights) -> tuple[Parts, tuple]:
+    return _affine(x, weights, in_use), (x, weights, in_use[0])
 
 
-def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts, Biases]:
-    x, kernels, biases = saved
+def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Weights, None]:
+    x, (kernels, biases), used = saved
     rows = tuple(range(x.ndim - 1))
 
     def of_kernel(kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
         product = lax.dot_general(x, cotangent, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
         return product.astype(kernel.dtype)
 
-    of_x, *products = (c @ k.astype(x.dtype).T for k, c in zip(kernels, cotangents, strict=True))
+    of_x, *products = (c @ k.T for k, c in zip(used, cotangents, strict=True))
     for product in products:
         # Behind the barrier the sum so far is what a product is added to, in place, not another product.
         of_x = lax.optimization_barrier(of_x) + product
@@ -62,13 +74,12 @@ def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts,
         None if bias is None else cotangent.sum(rows, dtype=jnp.float32).astype(bias.dtype)
         for bias, cotangent in zip(biases, cotangents, strict=True)
     )
-    return of_x, tuple(map(of_kernel, kernels, cotangents)), of_biases
+    return of_x, (tuple(map(of_kernel, kernels, cotangents)), of_biases), None
 
 
-affine.defvjp(_affine_forward, _affine_backward)
+_affine.defvjp(_affine_forward, _affine_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """A product with a matrix in parts, in the dtype of `x`.
 
@@ -80,18 +91,27 @@ def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     Returns:
       The product. The kernel's gradient is a sum in float32.
     """
-    return jnp.einsum(spec, x, kernel.astype(x.dtype))
+    return _contract(spec, x, kernel, cast(kernel, x))
 
 
-def _contract_backward(spec: str, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Parts:
-    x, kernel = saved
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(spec: str, x: jax.Array, kernel: jax.Array, in_use: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, in_use)
+
+
+def _contract_forward(spec: str, x: jax.Array, kernel: jax.Array, in_use: jax.Array) -> tuple[jax.Array, Parts]:
+    return _contract(spec, x, kernel, in_use), (x, kernel, in_use)
+
+
+def _contract_backward(spec: str, saved: Parts, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, kernel, used = saved
     of_x, of_kernel, of_y = re.split(",|->", spec)
     found = jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, cotangent, preferred_element_type=jnp.float32)
-    of_x = jnp.einsum(f"{of_y},{of_kernel}->{of_x}", cotangent, kernel.astype(x.dtype))
-    return of_x, found.astype(kernel.dtype)
+    of_x = jnp.einsum(f"{of_y},{of_kernel}->{of_x}", cotangent, used)
+    return of_x, found.astype(kernel.dtype), None
 
 
-contract.defvjp(lambda spec, x, kernel: (contract(spec, x, kernel), (x, kernel)), _contract_backward)
+_contract.defvjp(_contract_forward, _contract_backward)
 
 
 @jax.custom_vjp

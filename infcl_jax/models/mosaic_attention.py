@@ -118,21 +118,22 @@ def backward(
     Returns:
       The cotangents of query, key and value. The same inputs give the same bits.
     """
-    operands = {"query": query, "key": key, "value": value, "cotangent": cotangent, "result": result}
+    # In the order in which buffers are given back, so that those of the next head come early.
+    operands = {"result": result, "cotangent": cotangent, "query": query, "key": key, "value": value}
     loop = Heads.of(query, cores, vectors=2)
     scale, dtype = CHANNELS**-0.5, query.dtype
     slope = scale * math.log2(math.e)
-    # After a loop, a last block of its own width costs registers that there are not.
-    rest = loop.rest if loop.tiles <= UNROLLED else TILE
 
     def of_query(at: Head, i: Array) -> None:
         """A tile of queries against all keys; leaves what belongs to queries where all warpgroups find it."""
         own = at.tile(i)
         total = plgpu.load(at.arrays["total"].at[at.number, own], layout=ROW, optimized=False)
+        pl.when(i < loop.team)(functools.partial(at.wait, "result", "cotangent"))
         cotangent, result = (
             plgpu.load(at[n].at[own], layout=PIECE).astype(jnp.float32) for n in ("cotangent", "result")
         )
         level = (cotangent * result).sum(1)
+        pl.when(i < loop.team)(functools.partial(at.wait, "query", "key", "value"))
 
         def sums(found: Any) -> Array:
             def block(j: Any, width: int, last: bool) -> None:
@@ -150,7 +151,7 @@ def backward(
                 pl.run_scoped(products, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
             pl.loop(0, loop.tiles - 1)(functools.partial(block, width=TILE, last=False))
-            block(loop.tiles - 1, rest, last=True)
+            block(loop.tiles - 1, loop.rest, last=True)
             return found[...]
 
         found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
@@ -184,26 +185,28 @@ def backward(
             if loop.tiles <= UNROLLED:
                 for j in range(loop.tiles - 1):
                     block(j, TILE)
-                block(loop.tiles - 1, rest)
-            else:
+                block(loop.tiles - 1, loop.rest)
+            else:  # after a loop, a last block of its own width costs registers that there are not
                 pl.loop(0, loop.tiles)(functools.partial(block, width=TILE))
             return of_k[...], of_v[...]
 
         of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
+        pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "cotangent", "query"))
         at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
         at.store("key", "of_key", own)
         at.store("value", "of_value", own)
 
     def head(at: Head) -> None:
-        at.wait(*operands)
         at.each_tile(of_query, first=at.member)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        at.release("result")
         at.meet()
         # The warpgroup that had one tile more has one less now.
         at.each_tile(of_key, first=loop.team - 1 - at.member)
 
     shape = jax.ShapeDtypeStruct(query.shape, dtype)
     results = dict.fromkeys(("of_query", "of_key", "of_value"), shape)
-    found = loop.run(head, operands, results, {"total": total}, last=tuple(operands))
+    found = loop.run(head, operands, results, {"total": total}, last=("key", "value"))
     return found["of_query"], found["of_key"], found["of_value"]
 
 

@@ -125,10 +125,10 @@ def backward(
     streamed = {"x": x, "y": of_y} | ({} if of_x is None else {"residual": of_x})
     stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, cores, streamed)
     tile, row, column = layouts(width, *(a.dtype for a in streamed.values()))
-    sums = ("of_scale", "of_bias", "of_rows") if sum_rows else ("of_scale", "of_bias")
+    sums = 3 if sum_rows else 2
 
     def kernel(*refs: Any) -> None:
-        names = [*streamed, "mean", "inverse", "scale", "of_x", *sums]
+        names = [*streamed, "mean", "inverse", "scale", "of_x", "sums"]
         named, shared = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
         gain = plgpu.load(named["scale"], layout=column, optimized=False)
 
@@ -164,15 +164,15 @@ def backward(
             return *totals, ahead
 
         zeros = plgpu.layout_cast(jnp.zeros((WARPS, width), jnp.float32), tile)
-        begin = *(zeros for _ in sums), statistics(stream.tile(jnp.int32(0)))
+        begin = *(zeros for _ in range(sums)), statistics(stream.tile(jnp.int32(0)))
         *totals, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
-        for name, total in zip(sums, totals, strict=True):
-            named[name][lax.axis_index("program")] = total
+        for number, total in enumerate(totals):
+            named["sums"][lax.axis_index("program"), number] = total
 
-    of_warps = jax.ShapeDtypeStruct((stream.programs, WARPS, width), jnp.float32)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype), *(of_warps for _ in sums)
-    found, *totals = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
-    of_scale, of_bias, *of_rows = (total.sum((0, 1)) for total in totals)
+    of_warps = jax.ShapeDtypeStruct((stream.programs, sums, WARPS, width), jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype), of_warps
+    found, of_programs = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
+    of_scale, of_bias, *of_rows = of_programs.sum((0, 2))  # in one go
     return found, of_scale, of_bias, of_rows[0] if sum_rows else None
 
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from towers import RNG, SEPARATE, batch_sharding, cached, contrastive, image_tower, mlp_batch, mlp_params, place
 
 from infcl_jax import Replay
+from infcl_jax.grad_cache import DERIVED
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])
@@ -70,6 +72,21 @@ def test_kept_activations_hold_no_weights():
     rows, width = 16, 8192
     grown = temporary_bytes(rows, 1, keep=rows, width=width) - temporary_bytes(rows, 1, keep=2, width=width)
     assert grown < 2 * rows * 6 * 4 * width  # the weights of one tower would be 24 such rows
+
+
+def test_what_is_derived_from_parameters_alone_is_computed_once():
+    """Neither pass computes it in its loop over chunks."""
+
+    def encode(params, chunk, rng):
+        used = checkpoint_name(jnp.sinh(jax.lax.stop_gradient(params)), DERIVED)
+        return jnp.tanh(chunk @ used) @ params.T
+
+    f = cached({"e": encode}, lambda p, f: (f["e"] ** 2).sum(), chunk_size=8)
+    batch = {"e": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+    step = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((8, 4), jnp.float32), batch).eqns[0].params["jaxpr"]
+    loops = [str(eqn) for eqn in step.eqns if eqn.primitive.name == "scan"]
+    assert [loop.count("tanh") for loop in loops] == [1, 1]
+    assert not any("sinh" in loop for loop in loops) and str(step).count("sinh") == 1
 
 
 def test_host_form_waits_for_room():

@@ -118,9 +118,10 @@ def backward(
     Returns:
       The cotangents of query, key and value. The same inputs give the same bits.
     """
-    # In the order in which buffers are given back, so that those of the next head come early.
     operands = {"result": result, "cotangent": cotangent, "query": query, "key": key, "value": value}
     loop = Heads.of(query, cores, vectors=2)
+    # Operands of the next head that have no buffers of their own get those of this one, in the order of `operands`.
+    early = ("result", "cotangent", "query") if loop.buffers < 2 * len(operands) else ()
     scale, dtype = CHANNELS**-0.5, query.dtype
     slope = scale * math.log2(math.e)
 
@@ -191,22 +192,24 @@ def backward(
             return of_k[...], of_v[...]
 
         of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
-        pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "cotangent", "query"))
+        if early:
+            pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, *early[1:]))
         at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
         at.store("key", "of_key", own)
         at.store("value", "of_value", own)
 
     def head(at: Head) -> None:
         at.each_tile(of_query, first=at.member)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        at.release("result")
+        if early:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            at.release(early[0])
         at.meet()
         # The warpgroup that had one tile more has one less now.
         at.each_tile(of_key, first=loop.team - 1 - at.member)
 
     shape = jax.ShapeDtypeStruct(query.shape, dtype)
     results = dict.fromkeys(("of_query", "of_key", "of_value"), shape)
-    found = loop.run(head, operands, results, {"total": total}, last=("key", "value"))
+    found = loop.run(head, operands, results, {"total": total}, last=tuple(n for n in operands if n not in early))
     return found["of_query"], found["of_key"], found["of_value"]
 
 

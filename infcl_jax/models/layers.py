@@ -7,6 +7,7 @@ sums over rows (gradients of biases and gains) are float32, and so are statistic
 
 import functools
 import re
+import string
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +25,6 @@ PRODUCT = "product"
 
 Parts = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
-Weights = tuple[Parts, Biases]
 
 
 def cast(parameters: Any, x: jax.Array) -> Any:
@@ -43,41 +43,13 @@ def affine(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
     Returns:
       As many [..., features] in the dtype of `x`. Gradients of kernels and biases are sums in float32.
     """
-    return _affine(x, (kernels, biases), cast((kernels, biases), x))
+    rows = string.ascii_lowercase[: x.ndim - 1]
+    parts = _multiply(f"{rows}y,yz->{rows}z", x, kernels, cast(kernels, x))
 
+    def biased(part: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return part if bias is None else with_gradient_of(part + along(cast(bias, x), x).astype(x.dtype), bias)
 
-@jax.custom_vjp
-def _affine(x: jax.Array, weights: Weights, in_use: Weights) -> Parts:
-    """Of the weights as they are used; those that they were cast from have the gradient."""
-    products = (x @ kernel for kernel in in_use[0])
-    pairs = zip(products, in_use[1], strict=True)
-    return tuple(p if bias is None else p + along(bias, x).astype(x.dtype) for p, bias in pairs)
-
-
-def _affine_forward(x: jax.Array, weights: Weights, in_use: Weights) -> tuple[Parts, tuple]:
-    return _affine(x, weights, in_use), (x, weights, in_use[0])
-
-
-def _affine_backward(saved: tuple, cotangents: Parts) -> tuple[jax.Array, Weights, None]:
-    x, (kernels, biases), used = saved
-    rows = tuple(range(x.ndim - 1))
-
-    def of_kernel(kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
-        product = lax.dot_general(x, cotangent, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-        return product.astype(kernel.dtype)
-
-    of_x, *products = (c @ k.T for k, c in zip(used, cotangents, strict=True))
-    for product in products:
-        # Behind the barrier the sum so far is what a product is added to, in place, not another product.
-        of_x = lax.optimization_barrier(of_x) + product
-    of_biases = tuple(
-        None if bias is None else cotangent.sum(rows, dtype=jnp.float32).astype(bias.dtype)
-        for bias, cotangent in zip(biases, cotangents, strict=True)
-    )
-    return of_x, (tuple(map(of_kernel, kernels, cotangents)), of_biases), None
-
-
-_affine.defvjp(_affine_forward, _affine_backward)
+    return tuple(biased(part, bias) for part, bias in zip(parts, biases, strict=True))
 
 
 def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -91,27 +63,35 @@ def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     Returns:
       The product. The kernel's gradient is a sum in float32.
     """
-    return _contract(spec, x, kernel, cast(kernel, x))
+    return _multiply(spec, x, (kernel,), (cast(kernel, x),))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(spec: str, x: jax.Array, kernel: jax.Array, in_use: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, x, in_use)
+def _multiply(spec: str, x: jax.Array, kernels: Parts, used: Parts) -> Parts:
+    """Products with what is used of the kernels, which have the gradients."""
+    return tuple(jnp.einsum(spec, x, kernel) for kernel in used)
 
 
-def _contract_forward(spec: str, x: jax.Array, kernel: jax.Array, in_use: jax.Array) -> tuple[jax.Array, Parts]:
-    return _contract(spec, x, kernel, in_use), (x, kernel, in_use)
+def _multiply_forward(spec: str, x: jax.Array, kernels: Parts, used: Parts) -> tuple[Parts, tuple]:
+    return _multiply(spec, x, kernels, used), (x, kernels, used)
 
 
-def _contract_backward(spec: str, saved: Parts, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, kernel, used = saved
+def _multiply_backward(spec: str, saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts, None]:
+    x, kernels, used = saved
     of_x, of_kernel, of_y = re.split(",|->", spec)
-    found = jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, cotangent, preferred_element_type=jnp.float32)
-    of_x = jnp.einsum(f"{of_y},{of_kernel}->{of_x}", cotangent, used)
-    return of_x, found.astype(kernel.dtype), None
+
+    def gradient(kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
+        found = jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, cotangent, preferred_element_type=jnp.float32)
+        return found.astype(kernel.dtype)
+
+    total, *products = (jnp.einsum(f"{of_y},{of_kernel}->{of_x}", c, k) for k, c in zip(used, cotangents, strict=True))
+    for product in products:
+        # Behind the barrier the sum so far is what a product is added to, in place, not another product.
+        total = lax.optimization_barrier(total) + product
+    return total, tuple(map(gradient, kernels, cotangents)), None
 
 
-_contract.defvjp(_contract_forward, _contract_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 @jax.custom_vjp

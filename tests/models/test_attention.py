@@ -65,11 +65,11 @@ def test_attention_gradient_is_that_of_the_plain_formula(causal, dtype, toleranc
 def test_attention_from_one_position_is_that_row(causal, padding):
     position, own = jnp.asarray([T - 2, 1]), jnp.arange(B)
     query, x = normal(0, B, T, HEADS, DIM), normal(1, B, T, HEADS * DIM)
-    kernels = [normal(seed, HEADS * DIM, HEADS * DIM) for seed in (2, 3)]
+    kernels = [normal(seed, HEADS * DIM, HEADS * DIM) / (HEADS * DIM) ** 0.5 for seed in (2, 3)]
     key, value = ((x @ kernel).reshape(B, T, HEADS, DIM) for kernel in kernels)
     want = oracle.attention(*(a[:, : T - padding] for a in (query, key, value)), causal)[own, position]
     found = attend_from(query[own, position], x, *kernels, position, causal=causal, padding=padding)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

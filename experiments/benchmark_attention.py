@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from experiments import benchmark
 from experiments.benchmark import Product, Program
-from infcl_jax.models.attention import AttentionImplementation, attend, padding_for
+from infcl_jax.models.attention import AttentionImplementation, attend, padding_for, takes_packed
 
 RECORDS_FILE = "benchmark_attention.jsonl"
 
@@ -126,17 +126,22 @@ def _measured(
     shape = (b, t, settings.heads, settings.channels)
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
-    padded = [jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands]
+    *parts, cotangent = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands)
+    if takes_packed(shape, settings.dtype, implementation):
+        parts = [jnp.concatenate(parts, axis=2)]
     run = functools.partial(attend, causal=settings.causal, padding=padding, implementation=implementation)
 
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        result, pull = jax.vjp(run, query, key, value)
+    def both(cotangent: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
+        result, pull = jax.vjp(run, *parts)
         return result, *pull(cotangent)
 
-    forward, total = Program(run, *padded[:3]), Program(both, *padded)
+    forward, total = Program(run, *parts), Program(both, cotangent, *parts)
     yield {"memory_mib": total.memory_bytes / 2**20}
     exact = exact_attention(*[x[:_COMPARED] for x in operands], causal=settings.causal)
-    errors = [_relative(found[:_COMPARED, :t], want) for found, want in zip(total(), exact, strict=True)]
+    result, *gradients = total()
+    if len(gradients) == 1:
+        gradients = jnp.split(gradients[0], 3, axis=2)
+    errors = [_relative(found[:_COMPARED, :t], want) for found, want in zip((result, *gradients), exact, strict=True)]
     yield {"forward_error": errors[0], "gradient_error": max(errors[1:])}
     figures = {}
     for program, prefix, tensors, products in (

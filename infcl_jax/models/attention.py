@@ -48,6 +48,11 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
     return "cudnn" if capability[:1].isdigit() and float(capability) >= 8.0 else "xla"
 
 
+def takes_packed(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> bool:
+    """Whether `attend` is better with queries, keys and values [b, t, heads, d] in one array, as one product gives."""
+    return (implementation or best_attention(shape, dtype)) == "mosaic_gpu"
+
+
 def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> int:
     """Positions to add to sequences for `attend`: cuDNN's backward pass is offered for even lengths alone."""
     return shape[1] % 2 if (implementation or best_attention(shape, dtype)) == "cudnn" else 0
@@ -62,18 +67,16 @@ def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _kernel_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
-    return _kernel_forward(query, key, value, causal)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _kernel_attention(packed: jax.Array, causal: bool) -> jax.Array:
+    return _kernel_forward(packed, causal)[0]
 
 
-def _kernel_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _kernel_forward(packed: jax.Array, causal: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     from infcl_jax.models import mosaic_attention
 
-    result, total = _call_kernel(mosaic_attention.forward, causal, query, key, value)
-    return result, (query, key, value, result, total)
+    result, total = _call_kernel(mosaic_attention.forward, causal, packed)
+    return result, (packed, result, total)
 
 
 def _kernel_backward(causal: bool, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
@@ -141,10 +144,7 @@ _xla_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
+    *parts: jax.Array,
     causal: bool,
     padding: int = 0,
     implementation: AttentionImplementation | None = None,
@@ -152,9 +152,8 @@ def attend(
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
 
     Args:
-      query: [b, t, heads, d], floating.
-      key: [b, t, heads, d], of the same dtype.
-      value: [b, t, heads, d], of the same dtype.
+      *parts: query, key and value, each [b, t, heads, d], floating, of one dtype; or one array [b, t, 3 heads, d] with
+        the heads of all three in that order, which is better where `takes_packed` says so and worse elsewhere.
       causal: whether position i sees only positions up to i.
       padding: positions at the end that the others do not see, see `padding_for`; their own results are arbitrary.
       implementation: "xla", "cudnn" for the kernel behind `jax.nn.dot_product_attention`, or "mosaic_gpu" for
@@ -166,16 +165,18 @@ def attend(
     Raises:
       ValueError: padding that is not needed; or "mosaic_gpu" for another device, or for inputs that it does not accept.
     """
-    implementation = implementation or best_attention(query.shape, query.dtype)
+    b, t, heads, channels = parts[0].shape
+    shape = (b, t, heads // 3 if len(parts) == 1 else heads, channels)
+    implementation = implementation or best_attention(shape, parts[0].dtype)
+    if implementation == "mosaic_gpu":
+        _check_kernel(shape, parts[0].dtype, padding)
+        return _kernel_attention(jnp.concatenate(parts, axis=2), causal)
+    query, key, value = jnp.split(parts[0], 3, axis=2) if len(parts) == 1 else parts
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
-    if padding:
-        raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
-    if implementation == "xla":
-        seen = jnp.tri(query.shape[1], dtype=bool)[None, None] if causal else None
-        return _xla_attention(query, key, value, seen, query.shape[-1] ** -0.5)
-    _check_kernel(query)
-    return _kernel_attention(query, key, value, causal)
+    _check_no_padding(implementation, padding)
+    seen = jnp.tri(t, dtype=bool)[None, None] if causal else None
+    return _xla_attention(query, key, value, seen, channels**-0.5)
 
 
 def attend_from(
@@ -214,14 +215,20 @@ def attend_from(
     return contract("bhw,whd->bhd", _xla_attention(rows[:, :, None], tokens, tokens, seen, d**-0.5)[:, :, 0], of_value)
 
 
-def _check_kernel(query: jax.Array) -> None:
+def _check_no_padding(implementation: AttentionImplementation, padding: int) -> None:
+    if padding:
+        raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
+
+
+def _check_kernel(shape: tuple[int, ...], dtype: Any, padding: int) -> None:
     from infcl_jax.models import mosaic_attention
 
-    _, positions, _, channels = query.shape
+    _check_no_padding("mosaic_gpu", padding)
+    _, positions, _, channels = shape
     if devices.compute_capability() != devices.HOPPER:
         raise ValueError(f"attention 'mosaic_gpu' expects a Hopper GPU, got {jax.devices()[0].device_kind}")
-    if not mosaic_attention.accepts(positions, channels, query.dtype):
+    if not mosaic_attention.accepts(positions, channels, dtype):
         raise ValueError(
             f"attention 'mosaic_gpu' expects bf16 or fp16, at most {mosaic_attention.LONGEST} positions and heads of "
-            f"{mosaic_attention.CHANNELS} channels, got {query.dtype}, {positions} and {channels}"
+            f"{mosaic_attention.CHANNELS} channels, got {dtype}, {positions} and {channels}"
         )

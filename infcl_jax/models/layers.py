@@ -100,7 +100,7 @@ def with_gradient_of(x: jax.Array, added: jax.Array) -> jax.Array:
 
     Args:
       x: [..., width], floating.
-      added: [width].
+      added: [n], what was added to the first n columns.
 
     Returns:
       `x`. The gradient of `added` is that of `x` summed over rows in float32.
@@ -110,7 +110,7 @@ def with_gradient_of(x: jax.Array, added: jax.Array) -> jax.Array:
 
 def _sum_of_rows(added: jax.Array, of_x: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = tuple(range(of_x.ndim - 1))
-    return of_x, of_x.sum(rows, dtype=jnp.float32).astype(added.dtype)
+    return of_x, of_x[..., : len(added)].sum(rows, dtype=jnp.float32).astype(added.dtype)
 
 
 with_gradient_of.defvjp(lambda x, added: (x, added), _sum_of_rows)

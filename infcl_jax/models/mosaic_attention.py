@@ -4,6 +4,7 @@ All positions of a head are in shared memory at the same time, so that scores ar
 they are needed, and no result is added to in memory.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.models.mosaic_heads import CHANNELS, PIECE, TILE, Array, Head, Heads
+from infcl_jax.models.mosaic_heads import CHANNELS, PIECE, TILE, Array, Head, Heads, Place
 
 LONGEST = 5 * TILE  # the scores of a tile against all positions stay in registers
 UNROLLED = 2  # tiles that are gone through without a loop
@@ -28,13 +29,11 @@ def accepts(positions: int, channels: int, dtype: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "cores"))
-def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
+def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
     """Scaled dot-product attention with a float32 softmax.
 
     Args:
-      query: [b, t, heads, 64], see `accepts`.
-      key: likewise.
-      value: likewise.
+      packed: [b, t, 3 heads, 64], see `accepts`: first the heads of the queries, then of the keys, then of the values.
       causal: whether a position sees only positions up to its own.
       cores: multiprocessors of the device.
 
@@ -42,9 +41,9 @@ def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int)
       The result [b, t, heads, 64], and what `backward` needs: float32 [b * heads, t rounded up to tiles] logarithms to
       base 2 of the sums of the exponentials of the scores.
     """
+    loop = Heads.of(packed, cores, vectors=0)
     # In the order in which buffers are needed; the first is given back first.
-    operands = {"key": key, "query": query, "value": value}
-    loop = Heads.of(query, cores, vectors=0)
+    streamed = {name: loop.packed[name] for name in ("key", "query", "value")}
     slope = CHANNELS**-0.5 * math.log2(math.e)
 
     def tile(at: Head, i: Array) -> None:
@@ -69,14 +68,14 @@ def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int)
                 total = None
                 for j, s in enumerate(pieces):
                     weight = jnp.exp2(s * slope - _spread(reference, 0, s))
-                    plgpu.wgmma(result, _factor(weight, query.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
+                    plgpu.wgmma(result, _factor(weight, packed.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
                     if j < len(whole):
                         total = weight if total is None else total + weight
                 return weight.sum(1) if total is None else total.sum(1) + weight.sum(1), result[...]
 
             total, result = pl.run_scoped(weighted, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-            at.put({"query": (result / _spread(total, 0, result)).astype(query.dtype)}, own)
-            at.store("query", "result", own)
+            at.put({"query": (result / _spread(total, 0, result)).astype(packed.dtype)}, own)
+            at.store("query", Place("result"), own)
             at.arrays["total"][at.number, own] = reference + jnp.log2(total)
 
         pl.run_scoped(attention, *(plgpu.ACC((TILE, width), jnp.float32) for _, width in loop.blocks))
@@ -85,30 +84,20 @@ def forward(query: Array, key: Array, value: Array, *, causal: bool, cores: int)
         at.wait("key", "query")
         at.each_tile(tile, first=lax.rem(at.member + at.turn, loop.team))
 
-    result = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    b, t, heads, d = packed.shape
+    result = jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype)
     total = jax.ShapeDtypeStruct((loop.heads, loop.rows), jnp.float32)
-    found = loop.run(head, operands, {"result": result, "total": total}, last=("query", "value"))
+    results = {"result": result, "total": total}
+    found = loop.run(head, streamed, {"packed": packed}, results, last=("query", "value"))
     return found["result"], found["total"]
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "cores"))
-def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    result: Array,
-    total: Array,
-    cotangent: Array,
-    *,
-    causal: bool,
-    cores: int,
-) -> tuple[Array, Array, Array]:
+def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, causal: bool, cores: int) -> tuple[Array]:
     """Gradients of attention (Dao et al. 2022, appendix B.2).
 
     Args:
-      query: as for `forward`.
-      key: likewise.
-      value: likewise.
+      packed: as for `forward`.
       result: of `forward`.
       total: of `forward`.
       cotangent: of the result.
@@ -116,13 +105,15 @@ def backward(
       cores: likewise.
 
     Returns:
-      The cotangents of query, key and value. The same inputs give the same bits.
+      The cotangent of `packed`. The same inputs give the same bits.
     """
-    operands = {"result": result, "cotangent": cotangent, "query": query, "key": key, "value": value}
-    loop = Heads.of(query, cores, vectors=2)
-    # Operands of the next head that have no buffers of their own get those of this one, in the order of `operands`.
-    early = ("result", "cotangent", "query") if loop.buffers < 2 * len(operands) else ()
-    scale, dtype = CHANNELS**-0.5, query.dtype
+    operands = {"packed": packed, "result": result, "cotangent": cotangent, "total": total}
+    loop = Heads.of(packed, cores, vectors=2)
+    streamed = {name: Place(name) for name in ("result", "cotangent")} | loop.packed
+    of_packed = {name: dataclasses.replace(place, array="of_packed") for name, place in loop.packed.items()}
+    # What is of the next head and has no buffers of its own gets those of this one, in the order of `streamed`.
+    early = ("result", "cotangent", "query") if loop.buffers < 2 * len(streamed) else ()
+    scale, dtype = CHANNELS**-0.5, packed.dtype
     slope = scale * math.log2(math.e)
 
     def of_query(at: Head, i: Array) -> None:
@@ -158,7 +149,7 @@ def backward(
         found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
         at.vectors[0, own], at.vectors[1, own] = total, level
         at.put({"result": (found * scale).astype(dtype)}, own)
-        at.store("result", "of_query", own)
+        at.store("result", of_packed["query"], own)
 
     def of_key(at: Head, i: Array) -> None:
         """A tile of keys, and their values, against all queries. Those beyond the end count nothing: they are zeros."""
@@ -195,8 +186,8 @@ def backward(
         if early:
             pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, *early[1:]))
         at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
-        at.store("key", "of_key", own)
-        at.store("value", "of_value", own)
+        at.store("key", of_packed["key"], own)
+        at.store("value", of_packed["value"], own)
 
     def head(at: Head) -> None:
         at.each_tile(of_query, first=at.member)
@@ -207,10 +198,9 @@ def backward(
         # The warpgroup that had one tile more has one less now.
         at.each_tile(of_key, first=loop.team - 1 - at.member)
 
-    shape = jax.ShapeDtypeStruct(query.shape, dtype)
-    results = dict.fromkeys(("of_query", "of_key", "of_value"), shape)
-    found = loop.run(head, operands, results, {"total": total}, last=tuple(n for n in operands if n not in early))
-    return found["of_query"], found["of_key"], found["of_value"]
+    results = {"of_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
+    found = loop.run(head, streamed, operands, results, last=tuple(name for name in streamed if name not in early))
+    return (found["of_packed"],)
 
 
 def _spread(vector: Array, axis: int, piece: Any) -> Array:

@@ -7,7 +7,7 @@ warpgroups; a sequence of one tile is the work of one warpgroup.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +36,19 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the heads of an operand or a result are.
+
+    Attributes:
+      array: [b, t, heads of several, 64], by name.
+      first: of its heads there.
+    """
+
+    array: str
+    first: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a batch on their way through shared memory.
 
@@ -56,10 +69,15 @@ class Heads:
     vectors: int
 
     @classmethod
-    def of(cls, x: Array, cores: int, *, vectors: int) -> "Heads":
-        """Those of [b, t, heads, 64], for so many multiprocessors."""
-        b, t, heads, _ = x.shape
-        return cls(b, t, heads, x.dtype, min(cores, b * heads), vectors)
+    def of(cls, packed: Array, cores: int, *, vectors: int) -> "Heads":
+        """Those of queries, keys and values [b, t, 3 heads, 64], for so many multiprocessors."""
+        b, t, heads, _ = packed.shape
+        return cls(b, t, heads // 3, packed.dtype, min(cores, b * heads // 3), vectors)
+
+    @property
+    def packed(self) -> dict[str, Place]:
+        """Queries, keys and values in one array."""
+        return {name: Place("packed", i * self.heads_each) for i, name in enumerate(("query", "key", "value"))}
 
     @property
     def heads(self) -> int:
@@ -116,9 +134,9 @@ class Heads:
     def run(
         self,
         body: Callable[["Head"], None],
-        streamed: dict[str, Array],
+        streamed: dict[str, Place],
+        operands: dict[str, Array],
         results: dict[str, jax.ShapeDtypeStruct],
-        others: dict[str, Array] | None = None,
         *,
         last: tuple[str, ...],
     ) -> dict[str, Array]:
@@ -126,15 +144,14 @@ class Heads:
 
         Args:
           body: waits for operands, and stores the results of the head.
-          streamed: operands by name, of which the buffers are in that order.
+          streamed: what goes through shared memory, by name, with buffers in that order.
+          operands: the arrays, by name; those without a place in `streamed` the body reads where they are.
           results: by name.
-          others: operands that the body reads where they are.
-          last: operands that it does not give back itself.
+          last: of `streamed`, what it does not give back itself.
 
         Returns:
           The results by name.
         """
-        operands = streamed | (others or {})
         whole = self.positions % ATOM == 0
 
         def kernel(*refs: Any) -> None:
@@ -150,7 +167,7 @@ class Heads:
             def head(turn: Array, team: Array, member: Array) -> Head:
                 number = program + turn * self.programs
                 barriers = full, empty, met
-                return Head(self, turn, team, member, number, list(streamed), named, tiled, plain, vectors, *barriers)
+                return Head(self, turn, team, member, number, streamed, named, tiled, plain, vectors, *barriers)
 
             def produce() -> None:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
@@ -188,7 +205,7 @@ class Heads:
         tiles = plgpu.SMEM(shape, self.dtype, transforms=_TILES)
         # The same bytes in the same order; without tiles a copy may end within eight positions.
         both = plgpu.RefUnion(tiles, plgpu.SMEM(shape, self.dtype, transforms=(_SWIZZLE,)))
-        manual = jax.typeof(streamed["query"]).manual_axis_type
+        manual = jax.typeof(next(iter(operands.values()))).manual_axis_type
         found = plgpu.kernel(
             kernel,
             out_type=[r.update(manual_axis_type=manual) for r in results.values()],
@@ -220,7 +237,7 @@ class Head:
       team: of warpgroups that it belongs to.
       member: which of the team.
       number: of the head in the batch.
-      streamed: names of what comes through shared memory.
+      streamed: what comes through shared memory, by name.
       arrays: in global memory, by name.
       tiled: buffers of shared memory [buffers, rows, 64], as products want them.
       plain: the same buffers, as copies want them.
@@ -235,7 +252,7 @@ class Head:
     team: Array
     member: Array
     number: Array
-    streamed: Sequence[str]
+    streamed: dict[str, Place]
     arrays: dict[str, Any]
     tiled: Any
     plain: Any
@@ -244,10 +261,10 @@ class Head:
     empty: Any
     met: Any
 
-    @property
-    def place(self) -> tuple[Array, Array]:
-        """Its sequence, and which of its heads it is."""
-        return lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+    def positions(self, place: Place, rows: Any) -> Any:
+        """Some of its positions in an array, [rows, 64]."""
+        sequence, head = lax.div(self.number, self.loop.heads_each), lax.rem(self.number, self.loop.heads_each)
+        return self.arrays[place.array].at[sequence, rows, head + place.first]
 
     def slot(self, name: str) -> Array:
         """Which buffer an operand is in."""
@@ -255,7 +272,7 @@ class Head:
 
     def _step(self, name: str) -> Array:
         """How many operands the team had before."""
-        return lax.div(self.turn, self.loop.teams) * len(self.streamed) + self.streamed.index(name)
+        return lax.div(self.turn, self.loop.teams) * len(self.streamed) + list(self.streamed).index(name)
 
     def __getitem__(self, name: str) -> Any:
         """An operand [rows, 64] in shared memory."""
@@ -280,8 +297,7 @@ class Head:
 
     def fetch(self) -> None:
         """Starts the copies of all operands, each when its buffer is empty."""
-        sequence, head = self.place
-        for name in self.streamed:
+        for name, place in self.streamed.items():
             slot = self.slot(name)
 
             @pl.when(self._step(name) >= self.loop.buffers)
@@ -292,7 +308,7 @@ class Head:
                 # A first position that the compiler does not know may be followed by some beyond the end.
                 rows = pl.ds(j + 0 * self.turn, width)
                 plgpu.copy_gmem_to_smem(
-                    self.arrays[name].at[sequence, rows, head],
+                    self.positions(place, rows),
                     self.plain.at[slot, pl.ds(j, width)],
                     self.full.at[slot],
                     oob_mode=plgpu.OOBFillMode.ZEROS,
@@ -320,10 +336,9 @@ class Head:
             self[name][rows] = piece
         plgpu.commit_smem()
 
-    def store(self, name: str, result: str, rows: Any) -> None:
+    def store(self, name: str, result: Place, rows: Any) -> None:
         """Starts copying rows of a buffer to a result."""
-        sequence, head = self.place
-        plgpu.copy_smem_to_gmem(self.plain.at[self.slot(name), rows], self.arrays[result].at[sequence, rows, head])
+        plgpu.copy_smem_to_gmem(self.plain.at[self.slot(name), rows], self.positions(result, rows))
 
     def where_seen(
         self, piece: Array, row: Any, column: Any, causal: bool, value: float, transposed: bool = False

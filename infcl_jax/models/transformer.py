@@ -24,6 +24,7 @@ from infcl_jax.models.attention import (
     cudnn_accepts,
     kernel_accepts,
     padding_for,
+    takes_packed,
 )
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions, with_gradient_of
 
@@ -209,13 +210,13 @@ class SelfAttention(nn.Module):
         c = self.config
         x = x.astype(c.dtype)
         kernel, bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
-        (of_query, of_key, of_value), (query_bias, _, value_bias) = jnp.split(kernel, 3, axis=1), jnp.split(bias, 3)
+        query_bias, _, value_bias = jnp.split(bias, 3)
         out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
         if position is None:
-            parts = products(x, (of_query, of_key, of_value), (query_bias, None, None))
-            query, key, value = (part.reshape(-1, self.positions, c.heads, c.width // c.heads) for part in parts)
-            y = attend(query, key, value, causal=c.causal, padding=self.padding, implementation=c.attention)
+            parts = self._parts(x, kernel, query_bias)
+            y = attend(*parts, causal=c.causal, padding=self.padding, implementation=c.attention)
         else:
+            of_query, of_key, of_value = jnp.split(kernel, 3, axis=1)
             tokens = x.reshape(-1, self.positions, c.width)
             (query,) = products(take_positions(tokens, position), (of_query,), (query_bias,))
             query = query.reshape(-1, c.heads, c.width // c.heads)
@@ -223,6 +224,17 @@ class SelfAttention(nn.Module):
         wide = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
         bias = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
         return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
+
+    def _parts(self, x: jax.Array, kernel: jax.Array, query_bias: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries, keys and values of all tokens, as `attend` takes them."""
+        c, positions = self.config, self.positions
+        channels = c.width // c.heads
+        if takes_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
+            bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
+            (packed,) = products(x, (kernel,), (bias,))
+            return (with_gradient_of(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
+        parts = products(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
+        return tuple(part.reshape(-1, positions, c.heads, channels) for part in parts)
 
 
 class Mlp(nn.Module):

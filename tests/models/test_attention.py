@@ -30,12 +30,12 @@ def normal(seed, *shape):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_attention_is_softmax_of_scaled_products(causal, dtype, tolerance):
-    query, key, value = (normal(seed, B, T, HEADS, DIM).astype(dtype) for seed in range(3))
-    got = jax.jit(functools.partial(attend, causal=causal, implementation="xla"))(query, key, value)
-    assert got.dtype == jnp.dtype(dtype)
-    np.testing.assert_allclose(
-        got.astype(jnp.float32), oracle.attention(query, key, value, causal), rtol=tolerance, atol=tolerance
-    )
+    parts = [normal(seed, B, T, HEADS, DIM).astype(dtype) for seed in range(3)]
+    run = jax.jit(functools.partial(attend, causal=causal, implementation="xla"))
+    for got in (run(*parts), run(jnp.concatenate(parts, axis=2))):
+        assert got.dtype == jnp.dtype(dtype)
+        want = oracle.attention(*parts, causal)
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [False, True])

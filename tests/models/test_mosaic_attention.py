@@ -158,21 +158,21 @@ def test_a_sharded_batch_has_kernels_for_its_own_sequences():
 
     text = lowered(jax.jit(gradients), variables, x)
     assert calls(text) == 4  # those of the activation, too; the norms are narrower than their kernels want
-    assert "tensor<8x77x3x64xbf16>" in text
+    assert "tensor<8x77x9x64xbf16>" in text
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
 
-    def forward(query, key, value, *, causal, cores):
-        assert query.shape == (2, 20, 3, 64)
-        return attend(query, key, value, causal=causal, implementation="xla"), jnp.zeros((6, 64))
+    def forward(packed, *, causal, cores):
+        assert packed.shape == (2, 20, 9, 64)
+        return attend(packed, causal=causal, implementation="xla"), jnp.zeros((6, 64))
 
-    def backward(query, key, value, result, total, cotangent, *, causal, cores):
+    def backward(packed, result, total, cotangent, *, causal, cores):
         assert total.shape == (6, 64)
         plain = functools.partial(attend, causal=causal, implementation="xla")
-        return jax.vjp(plain, query, key, value)[1](cotangent)
+        return jax.vjp(plain, packed)[1](cotangent)
 
     monkeypatch.setattr(mosaic_attention, "forward", forward)
     monkeypatch.setattr(mosaic_attention, "backward", backward)

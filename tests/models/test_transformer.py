@@ -51,18 +51,19 @@ def plain_transformer(params, x, causal):
 
 
 @pytest.mark.parametrize(
-    ("causal", "position", "remat"),
+    ("causal", "position", "remat", "packed"),
     [
-        (False, None, None),
-        (True, None, None),
-        (False, (0, 0), None),
-        (True, (T - 1, 2), None),
-        (True, (T - 1, 2), "full"),
-        (False, (0, 0), "dots"),
+        (False, None, None, False),
+        (True, None, None, True),
+        (False, (0, 0), None, True),
+        (True, (T - 1, 2), None, False),
+        (True, (T - 1, 2), "full", True),
+        (False, (0, 0), "dots", False),
     ],
 )
-def test_blocks_are_two_pre_norm_residual_sums(causal, position, remat):
-    """Values and all gradients, of all tokens or of one of each sequence."""
+def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, remat, packed):
+    """Values and all gradients, of all tokens or of one of each sequence, from one product or three."""
+    monkeypatch.setattr(transformer, "takes_packed", lambda *_: packed)
     model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat))
     x, weight = normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
     position = None if position is None else jnp.asarray(position)

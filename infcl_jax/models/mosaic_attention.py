@@ -116,16 +116,21 @@ def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, ca
     scale, dtype = CHANNELS**-0.5, packed.dtype
     slope = scale * math.log2(math.e)
 
-    def of_query(at: Head, i: Array) -> None:
-        """A tile of queries against all keys; leaves what belongs to queries where all warpgroups find it."""
+    def of_row(at: Head, i: Array) -> None:
+        """Leaves what belongs to a tile of queries where all warpgroups find it."""
         own = at.tile(i)
         total = plgpu.load(at.arrays["total"].at[at.number, own], layout=ROW, optimized=False)
         pl.when(i < loop.team)(functools.partial(at.wait, "result", "cotangent"))
         cotangent, result = (
             plgpu.load(at[n].at[own], layout=PIECE).astype(jnp.float32) for n in ("cotangent", "result")
         )
-        level = (cotangent * result).sum(1)
+        at.vectors[0, own], at.vectors[1, own] = total, (cotangent * result).sum(1)
+
+    def of_query(at: Head, i: Array) -> None:
+        """A tile of queries against all keys."""
+        own = at.tile(i)
         pl.when(i < loop.team)(functools.partial(at.wait, "query", "key", "value"))
+        total, level = (plgpu.load(at.vectors.at[n, own], layout=ROW, optimized=False) for n in (0, 1))
 
         def sums(found: Any) -> Array:
             def block(j: Any, width: int, last: bool) -> None:
@@ -147,7 +152,6 @@ def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, ca
             return found[...]
 
         found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-        at.vectors[0, own], at.vectors[1, own] = total, level
         at.put({"result": (found * scale).astype(dtype)}, own)
         at.store("result", of_packed["query"], own)
 
@@ -185,16 +189,21 @@ def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, ca
         of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
         if early:
             pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, *early[1:]))
+        pl.when(i < loop.team)(functools.partial(at.wait_for_team, "queries"))
         at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
         at.store("key", of_packed["key"], own)
         at.store("value", of_packed["value"], own)
 
     def head(at: Head) -> None:
+        at.each_tile(of_row, first=at.member)
+        plgpu.commit_smem()
+        at.arrive("rows")
         at.each_tile(of_query, first=at.member)
         if early:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             at.release(early[0])
-        at.meet()
+        at.arrive("queries")
+        at.wait_for_team("rows")
         # The warpgroup that had one tile more has one less now.
         at.each_tile(of_key, first=loop.team - 1 - at.member)
 

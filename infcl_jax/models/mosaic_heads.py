@@ -25,6 +25,7 @@ PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 SHARED_MEMORY = 232_448
 RESERVED = 2048  # bytes of it for barriers and alignment
 BARRIERS = 32  # of one array of barriers
+POINTS = ("rows", "queries")  # of a body, where the warpgroups of a team may wait for each other
 DEPTH = 16  # positions of which products over them want a multiple
 ATOM = 8  # positions of which copies into tiles want a multiple
 
@@ -214,7 +215,7 @@ class Heads:
                 plgpu.SMEM(self.shared, jnp.float32),
                 plgpu.Barrier(num_arrivals=len(self.parts), num_barriers=shape[0]),
                 plgpu.Barrier(num_arrivals=self.team, num_barriers=shape[0]),
-                plgpu.Barrier(num_arrivals=self.team, num_barriers=self.teams),
+                plgpu.Barrier(num_arrivals=self.team, num_barriers=len(POINTS) * self.teams),
             ],
             grid=(self.programs,),
             grid_names=("program",),
@@ -324,10 +325,13 @@ class Head:
         for name in names:
             plgpu.barrier_arrive(self.empty.at[self.slot(name)])
 
-    def meet(self) -> None:
-        """Until the team's other warpgroup is here too, and its vectors can be read."""
-        plgpu.barrier_arrive(self.met.at[self.team])
-        plgpu.barrier_wait(self.met.at[self.team])
+    def arrive(self, point: str) -> None:
+        """Tells the team that this warpgroup has come to one of `POINTS`."""
+        plgpu.barrier_arrive(self.met.at[len(POINTS) * self.team + POINTS.index(point)])
+
+    def wait_for_team(self, point: str) -> None:
+        """Until all of the team have."""
+        plgpu.barrier_wait(self.met.at[len(POINTS) * self.team + POINTS.index(point)])
 
     def put(self, found: dict[str, Array], rows: Any) -> None:
         """Writes rows of buffers that the warpgroup alone has still read."""

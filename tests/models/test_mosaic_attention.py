@@ -69,7 +69,7 @@ def assert_close(found, want, dtype):
     bound = 1e-2 if dtype == BF16 else 1.5e-3
     for name, got, exact in zip(NAMES, found, want, strict=True):
         assert got.dtype == dtype, name
-        atol = bound * np.abs(exact).max() + 1e-9
+        atol = bound * np.abs(exact).max() + 1e-5  # of sums in float32 that cancel, as with one position alone
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=atol, err_msg=name)
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax.models.mosaic_heads import CHANNELS, PIECE, TILE, Array, Head, Heads, Place
 
-LONGEST = 5 * TILE  # the scores of a tile against all positions stay in registers
+LONGEST = 5 * TILE  # all five operands of the backward pass are in shared memory
 UNROLLED = 2  # tiles that are gone through without a loop
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 ROW, COLUMN = PIECE.reduce(1), PIECE.reduce(0)
@@ -41,7 +41,8 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
       The result [b, t, heads, 64], and what `backward` needs: float32 [b * heads, t rounded up to tiles] logarithms to
       base 2 of the sums of the exponentials of the scores.
     """
-    loop = Heads.of(packed, cores, vectors=0)
+    tiles = -(-packed.shape[1] // TILE)
+    loop = Heads.of(packed, cores, vectors=0, warpgroups=4 if tiles == 2 else 3)
     # In the order in which buffers are needed; the first is given back first.
     streamed = {name: loop.packed[name] for name in ("key", "query", "value")}
     slope = CHANNELS**-0.5 * math.log2(math.e)
@@ -49,36 +50,35 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
     def tile(at: Head, i: Array) -> None:
         own = at.tile(i)
 
-        def attention(*scores: Any) -> None:
-            for (j, width), s in zip(loop.blocks, scores, strict=True):
-                plgpu.wgmma(s, at["query"].at[own], at["key"].at[pl.ds(j, width)].T)
-            pieces = [s[...][:, j : j + TILE] for s in scores for j in range(0, s.shape[1], TILE)]
-            pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "key"))
-            for j in range(0 if causal else loop.tiles - 1, loop.tiles):
-                pieces[j] = at.where_seen(pieces[j], i * TILE, j * TILE, causal, -math.inf)
-            # Pieces are joined first, then rows within what is left: the other way round one would wait for the other.
-            *whole, last = pieces
-            reference = last.max(1)
-            if whole:
-                reference = jnp.maximum(reference, functools.reduce(jnp.maximum, whole).max(1))
-            reference = reference * slope
+        def sums(result: Any) -> tuple[Array, Array, Array]:
+            def block(j: Any, carry: tuple[Array, Array], width: int = TILE, last: bool = False) -> tuple[Array, Array]:
+                reference, total = carry
 
-            def weighted(result: Any) -> tuple[Array, Array]:
-                pl.when(i < loop.team)(functools.partial(at.wait, "value"))
-                total = None
-                for j, s in enumerate(pieces):
-                    weight = jnp.exp2(s * slope - _spread(reference, 0, s))
-                    plgpu.wgmma(result, _factor(weight, packed.dtype), at["value"].at[pl.ds(j * TILE, TILE)])
-                    if j < len(whole):
-                        total = weight if total is None else total + weight
-                return weight.sum(1) if total is None else total.sum(1) + weight.sum(1), result[...]
+                def products(s: Any) -> Array:
+                    plgpu.wgmma(s, at["query"].at[own], at["key"].at[at.tile(j, width)].T)
+                    return s[...]
 
-            total, result = pl.run_scoped(weighted, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-            at.put({"query": (result / _spread(total, 0, result)).astype(packed.dtype)}, own)
-            at.store("query", Place("result"), own)
-            at.arrays["total"][at.number, own] = reference + jnp.log2(total)
+                s = pl.run_scoped(products, plgpu.ACC((TILE, width), jnp.float32))
+                if last:
+                    pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "key"))
+                if causal or last:
+                    s = at.where_seen(s, i * TILE, j * TILE, causal, -math.inf)
+                larger = jnp.maximum(reference, s.max(1) * slope)
+                change = jnp.exp2(reference - larger)
+                weight = jnp.exp2(s * slope - _spread(larger, 0, s))
+                result[...] = result[...] * _spread(change, 0, result)
+                plgpu.wgmma(result, _factor(weight, packed.dtype), at["value"].at[at.tile(j)])
+                return larger, total * change + weight.sum(1)
 
-        pl.run_scoped(attention, *(plgpu.ACC((TILE, width), jnp.float32) for _, width in loop.blocks))
+            none, least = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, -math.inf))
+            pl.when(i < loop.team)(functools.partial(at.wait, "value"))
+            carry = lax.fori_loop(0, loop.tiles - 1, block, (least, none))
+            return *block(loop.tiles - 1, carry, loop.rest, last=True), result[...]
+
+        reference, total, result = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+        at.put({"query": (result / _spread(total, 0, result)).astype(packed.dtype)}, own)
+        at.store("query", Place("result"), own)
+        at.arrays["total"][at.number, own] = reference + jnp.log2(total)
 
     def head(at: Head) -> None:
         at.wait("key", "query")
@@ -108,7 +108,7 @@ def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, ca
       The cotangent of `packed`. The same inputs give the same bits.
     """
     operands = {"packed": packed, "result": result, "cotangent": cotangent, "total": total}
-    loop = Heads.of(packed, cores, vectors=2)
+    loop = Heads.of(packed, cores, vectors=2, warpgroups=2)
     streamed = {name: Place(name) for name in ("result", "cotangent")} | loop.packed
     of_packed = {name: dataclasses.replace(place, array="of_packed") for name, place in loop.packed.items()}
     # What is of the next head and has no buffers of its own gets those of this one, in the order of `streamed`.

@@ -1,8 +1,8 @@
 """The heads of a batch on their way through shared memory, for kernels in Pallas Mosaic GPU.
 
 A producer warpgroup streams the positions of whole heads in with the tensor memory accelerator, which fills up to whole
-tiles of 64 positions with zeros, and leaves those out when results are stored. Tiles are taken in turn by two compute
-warpgroups; a sequence of one tile is the work of one warpgroup.
+tiles of 64 positions with zeros, and leaves those out when results are stored. Tiles are taken in turn by a team of
+compute warpgroups; a sequence of one tile is the work of one warpgroup.
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHANNELS = 64  # of a head: with 16 bits the 128 bytes of the widest swizzle
 TILE = 64  # positions
-WARPGROUPS = 2
-PRODUCER = WARPGROUPS
-# Per thread: the producer needs few, the compute warpgroups get the rest of a multiprocessor's 64 Ki.
-PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
+# Per thread of the producer and of so many compute warpgroups; together no more than the kernel starts with, which is a
+# multiple of 8 for each thread of a multiprocessor's 64 Ki.
+REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
 SHARED_MEMORY = 232_448
 RESERVED = 2048  # bytes of it for barriers and alignment
 BARRIERS = 32  # of one array of barriers
@@ -60,6 +59,7 @@ class Heads:
       dtype: of what is streamed.
       programs: thread blocks, each with every so many-th head.
       vectors: float32 numbers of each position that warpgroups leave for each other.
+      warpgroups: that compute, of `REGISTERS`.
     """
 
     batch: int
@@ -68,12 +68,13 @@ class Heads:
     dtype: Any
     programs: int
     vectors: int
+    warpgroups: int
 
     @classmethod
-    def of(cls, packed: Array, cores: int, *, vectors: int) -> "Heads":
+    def of(cls, packed: Array, cores: int, *, vectors: int, warpgroups: int) -> "Heads":
         """Those of queries, keys and values [b, t, 3 heads, 64], for so many multiprocessors."""
         b, t, heads, _ = packed.shape
-        return cls(b, t, heads // 3, packed.dtype, min(cores, b * heads // 3), vectors)
+        return cls(b, t, heads // 3, packed.dtype, min(cores, b * heads // 3), vectors, warpgroups)
 
     @property
     def packed(self) -> dict[str, Place]:
@@ -98,12 +99,12 @@ class Heads:
     @property
     def team(self) -> int:
         """Warpgroups that share a head."""
-        return min(self.tiles, WARPGROUPS)
+        return min(self.tiles, self.warpgroups)
 
     @property
     def teams(self) -> int:
         """Heads that are worked on at a time."""
-        return WARPGROUPS // self.team
+        return self.warpgroups // self.team
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -125,12 +126,6 @@ class Heads:
     def rest(self) -> int:
         """Positions that products take of the last tile."""
         return DEPTH * -(-(self.positions - self.rows + TILE) // DEPTH)
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """As `parts`, but of the last tile only what products take."""
-        *others, (first, _) = self.parts
-        return [*others, (first, self.rest)]
 
     def run(
         self,
@@ -171,7 +166,7 @@ class Heads:
                 return Head(self, turn, team, member, number, streamed, named, tiled, plain, vectors, *barriers)
 
             def produce() -> None:
-                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+                plgpu.set_max_registers(REGISTERS[self.warpgroups][0], action="decrease")
 
                 @pl.loop(0, count)
                 def _(turn: Array) -> None:
@@ -185,7 +180,7 @@ class Heads:
                         plgpu.barrier_wait(empty.at[team * self.buffers + lax.rem(step, self.buffers)])
 
             def compute() -> None:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+                plgpu.set_max_registers(REGISTERS[self.warpgroups][1], action="increase")
                 team, member = lax.div(warpgroup, self.team), lax.rem(warpgroup, self.team)
 
                 def mine(number: Array) -> Head:
@@ -200,7 +195,7 @@ class Heads:
 
                 plgpu.wait_smem_to_gmem(0)
 
-            lax.cond(warpgroup == PRODUCER, produce, compute)
+            lax.cond(warpgroup == self.warpgroups, produce, compute)
 
         shape = (self.teams * self.buffers, self.rows, CHANNELS)
         tiles = plgpu.SMEM(shape, self.dtype, transforms=_TILES)
@@ -219,7 +214,7 @@ class Heads:
             ],
             grid=(self.programs,),
             grid_names=("program",),
-            num_threads=WARPGROUPS + 1,
+            num_threads=self.warpgroups + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -327,11 +322,16 @@ class Head:
 
     def arrive(self, point: str) -> None:
         """Tells the team that this warpgroup has come to one of `POINTS`."""
-        plgpu.barrier_arrive(self.met.at[len(POINTS) * self.team + POINTS.index(point)])
+        if self.loop.team > 1:
+            plgpu.barrier_arrive(self._point(point))
 
     def wait_for_team(self, point: str) -> None:
         """Until all of the team have."""
-        plgpu.barrier_wait(self.met.at[len(POINTS) * self.team + POINTS.index(point)])
+        if self.loop.team > 1:
+            plgpu.barrier_wait(self._point(point))
+
+    def _point(self, name: str) -> Any:
+        return self.met.at[len(POINTS) * self.team + POINTS.index(name)]
 
     def put(self, found: dict[str, Array], rows: Any) -> None:
         """Writes rows of buffers that the warpgroup alone has still read."""

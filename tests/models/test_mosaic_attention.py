@@ -1,6 +1,7 @@
 """Attention's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import oracle
 import pytest
 import runs
 from gpus import ALONE, calls, described, interpreted, lowered, under
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,8 +24,45 @@ BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 NAMES = ("result", "query", "key", "value")
 
 
+class _AnyOf:
+    """Equal to each of several primitives, for `match` statements."""
+
+    def __init__(self, *primitives):
+        self.primitives = primitives
+
+    def __eq__(self, other):
+        return any(other is p for p in self.primitives)
+
+
 @pytest.fixture
-def factors_in_registers(monkeypatch):
+def stored_accumulators(monkeypatch):
+    """JAX's interpreter by itself does not store to accumulators."""
+    primitives = jaxpr_interpret.gpu_primitives
+    store = primitives.wgmma_accumulator_store_p
+
+    def access(value=None, *, token, key, thread, place):
+        memory, key = gpu_callbacks._get_shared_memory(), gpu_callbacks.HostAllocationKey.from_array(key)
+        where = memory.access(key, ())
+        info = gpu_callbacks.memory.GPULoggingInfo(place, thread, None)
+        if value is not None:
+            memory.store_buffer_content(key, where, np.asarray(value), thread, logging_info=info)
+        return token, memory.get_buffer_content(key, where, thread, logging_info=info)[0]
+
+    def interpret(self, eqn, token, operands):
+        key, *value = operands()
+        shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE, eqn.outvars[0].aval
+        return jaxpr_interpret.callback.io_callback(
+            access, shapes, *value, token=token, key=key, thread=self.thread, place=self.mesh_location
+        )
+
+    both = {"wgmma_accumulator_deref_p": _AnyOf(primitives.wgmma_accumulator_deref_p, store)}
+    monkeypatch.setattr(jaxpr_interpret, "gpu_primitives", types.SimpleNamespace(**vars(primitives) | both))
+    interpreter = next(c for c in vars(jaxpr_interpret).values() if hasattr(c, "_interpret_wgmma_accumulator_deref_p"))
+    monkeypatch.setattr(interpreter, "_interpret_wgmma_accumulator_deref_p", interpret)
+
+
+@pytest.fixture
+def factors_in_registers(monkeypatch, stored_accumulators):
     """JAX's interpreter by itself takes left factors from shared memory alone."""
     original = gpu_callbacks.wgmma
 

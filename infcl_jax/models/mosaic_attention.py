@@ -30,7 +30,7 @@ def accepts(positions: int, channels: int, dtype: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("causal", "cores"))
 def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
-    """Scaled dot-product attention with a float32 softmax.
+    """Scaled dot-product attention with a float32 softmax over running maxima (Milakov and Gimelshein 2018, section 3).
 
     Args:
       packed: [b, t, 3 heads, 64], see `accepts`: first the heads of the queries, then of the keys, then of the values.
@@ -42,6 +42,7 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
       base 2 of the sums of the exponentials of the scores.
     """
     tiles = -(-packed.shape[1] // TILE)
+    # Measured; two heads of two tiles at a time.
     loop = Heads.of(packed, cores, vectors=0, warpgroups=4 if tiles == 2 else 3)
     # In the order in which buffers are needed; the first is given back first.
     streamed = {name: loop.packed[name] for name in ("key", "query", "value")}

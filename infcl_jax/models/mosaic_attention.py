@@ -190,6 +190,7 @@ def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, ca
         of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
         if early:
             pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, *early[1:]))
+        # These rows of the keys have been read for all queries then, and may be written over.
         pl.when(i < loop.team)(functools.partial(at.wait_for_team, "queries"))
         at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
         at.store("key", of_packed["key"], own)

@@ -22,8 +22,8 @@ digits: $(STAMP)  ## Real handwritten digits
 test: $(TRITON)  ## The whole suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/experiments tests/pairwise tests
 
-test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 10 minutes
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile
+test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 9 minutes
+	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
 
 test-gpu: $(STAMP)  ## What needs a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu

@@ -168,13 +168,14 @@ def attend(
     b, t, heads, channels = parts[0].shape
     shape = (b, t, heads // 3 if len(parts) == 1 else heads, channels)
     implementation = implementation or best_attention(shape, parts[0].dtype)
+    if padding and implementation != "cudnn":
+        raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
     if implementation == "mosaic_gpu":
-        _check_kernel(shape, parts[0].dtype, padding)
+        _check_kernel(shape, parts[0].dtype)
         return _kernel_attention(jnp.concatenate(parts, axis=2), causal)
     query, key, value = jnp.split(parts[0], 3, axis=2) if len(parts) == 1 else parts
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
-    _check_no_padding(implementation, padding)
     seen = jnp.tri(t, dtype=bool)[None, None] if causal else None
     return _xla_attention(query, key, value, seen, channels**-0.5)
 
@@ -215,15 +216,9 @@ def attend_from(
     return contract("bhw,whd->bhd", _xla_attention(rows[:, :, None], tokens, tokens, seen, d**-0.5)[:, :, 0], of_value)
 
 
-def _check_no_padding(implementation: AttentionImplementation, padding: int) -> None:
-    if padding:
-        raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}")
-
-
-def _check_kernel(shape: tuple[int, ...], dtype: Any, padding: int) -> None:
+def _check_kernel(shape: tuple[int, ...], dtype: Any) -> None:
     from infcl_jax.models import mosaic_attention
 
-    _check_no_padding("mosaic_gpu", padding)
     _, positions, _, channels = shape
     if devices.compute_capability() != devices.HOPPER:
         raise ValueError(f"attention 'mosaic_gpu' expects a Hopper GPU, got {jax.devices()[0].device_kind}")

@@ -41,9 +41,9 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
       The result [b, t, heads, 64], and what `backward` needs: float32 [b * heads, t rounded up to tiles] logarithms to
       base 2 of the sums of the exponentials of the scores.
     """
-    tiles = -(-packed.shape[1] // TILE)
-    # Measured; two heads of two tiles at a time.
-    loop = Heads.of(packed, cores, vectors=0, warpgroups=4 if tiles == 2 else 3)
+    loop = Heads.of(packed, cores, vectors=0, warpgroups=3)
+    if loop.tiles == 2:  # two heads at a time
+        loop = dataclasses.replace(loop, warpgroups=4)
     # In the order in which buffers are needed; the first is given back first.
     streamed = {name: loop.packed[name] for name in ("key", "query", "value")}
     slope = CHANNELS**-0.5 * math.log2(math.e)

@@ -34,6 +34,7 @@ _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_name
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Changes to it, such as dtype=bfloat16,vision.remat=dots.")
 _CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; without: no caching.", lower_bound=1)
 _KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
+_KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Whether the others keep their residual streams.")
 _RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch lives.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "To train with.")
@@ -51,7 +52,12 @@ def benchmark_from_flags() -> None:
         model=_MODEL.value,
         batch=benchmark.batch_sizes(),
         model_overrides=_OVERRIDES.value,
-        cache=GradCacheConfig(chunk_size=_CHUNK_SIZE.value, keep=_KEEP.value, residency=_RESIDENCY.value),
+        cache=GradCacheConfig(
+            chunk_size=_CHUNK_SIZE.value,
+            keep=_KEEP.value,
+            keep_residual=_KEEP_RESIDUAL.value,
+            residency=_RESIDENCY.value,
+        ),
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
@@ -100,7 +106,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 def _title(settings: Settings) -> str:
     cache = settings.cache
-    caching = f"chunks of {cache.chunk_size}, {cache.keep} kept, residency {cache.residency}"
+    kept = f"{cache.keep} kept{', residual streams of the others' if cache.keep_residual else ''}"
+    caching = f"chunks of {cache.chunk_size}, {kept}, residency {cache.residency}"
     parts = (
         settings.model,
         settings.model_overrides,

@@ -250,6 +250,7 @@ class Case:
             total,
             chunk_size=cache.chunk_size or self.b,
             keep=cache.keep if cache.chunk_size else 1,  # without caching: one chunk, encoded once
+            keep_names=cache.keep_names,
             frozen=() if backward else names,
             has_aux=True,
             residency="device" if cache.residency == "device" else "host",

@@ -151,8 +151,13 @@ def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
 
 @pytest.mark.parametrize(
     ("devices", "settings"),
-    [(1, {}), (1, {"chunk_size": 64}), (4, {"chunk_size": 64, "keep": 1})],
-    ids=["whole", "chunks", "devices"],
+    [
+        (1, {}),
+        (1, {"chunk_size": 64}),
+        (1, {"chunk_size": 64, "keep_residual": True}),
+        (4, {"chunk_size": 64, "keep": 1}),
+    ],
+    ids=["whole", "chunks", "residual", "devices"],
 )
 def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, settings):
     mesh, model = oracle.mesh_of(devices), create_model("tiny", **{"text.layers": 2})
@@ -307,6 +312,7 @@ MISTAKES = {
     "uneven chunk": ({"chunk_size": 3, "devices": 2}, "chunk_size to be a multiple of the 2 devices, got 3"),
     "no devices": ({"devices": 0}, "devices >= 1"),
     "keep without chunks": ({"keep": 1}, "expected a chunk_size with keep=1"),
+    "residual streams without chunks": ({"keep_residual": True}, "expected a chunk_size with .* keep_residual=True"),
     "residency": ({"residency": "disk"}, "residency to be one of .*replay.*'disk'"),
     "implementation": ({"implementation": "fast"}, "implementation to be one of .*'fast'"),
     "loss": ({"loss": "mse"}, "loss to be one of .*'mse'"),
@@ -329,6 +335,16 @@ ADVICE = {
         r"set grad_cache.chunk_size below 4096 \(\d+ should fit\)",
     ),
     "kept chunks": ({"batch_size": 4096, "chunk_size": 64, "keep": 30}, "set grad_cache.keep below 30"),
+    "kept residual streams": (
+        {
+            "model": create_model("tiny", **{"text.layers": 8}),
+            "batch_size": 1 << 14,
+            "chunk_size": 8,
+            "keep_residual": True,
+            "residency": "host",
+        },
+        "set grad_cache.keep_residual to False",
+    ),
     "batch on the device": (
         {"model": create_model("tiny"), "batch_size": 1 << 16, "chunk_size": 8},
         "set grad_cache.residency to host",

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,7 +14,7 @@ RNG = jax.random.key(7)
 
 
 def mlp(params, chunk, rng):
-    hidden = jnp.tanh(chunk @ params["in"])
+    hidden = checkpoint_name(jnp.tanh(chunk @ params["in"]), "hidden")
     if rng is not None:
         hidden = jnp.where(jax.random.bernoulli(rng, 0.8, hidden.shape), hidden / 0.8, jnp.zeros_like(hidden))
     features = hidden @ params["out"]

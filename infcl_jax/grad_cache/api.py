@@ -23,6 +23,7 @@ def cached_value_and_grad(
     *,
     chunk_size: int | Mapping[str, int],
     keep: int | Mapping[str, int] = 0,
+    keep_names: Collection[str] = (),
     frozen: Collection[str] = (),
     has_aux: bool = False,
     residency: str = "device",
@@ -70,6 +71,10 @@ def cached_value_and_grad(
         second one. As many as there are chunks, or more: nothing is computed twice. With residency "device" every kept
         chunk is compiled for itself, so compile time grows with `keep`. One kept chunk twice as large needs the same
         memory as two and computes faster; but those encoded again are then larger too.
+      keep_names: of values (`checkpoint_name`) that every other chunk keeps too, so that the second pass computes only
+        what else it needs. Worth it for what is small and dear: a transformer's residual stream is an eighth of its
+        activations and saves the products that lead into it, 5 of 12 parts of the forward pass's. An encoder without
+        such names keeps nothing more.
       frozen: names of encoders that are not trained: encoded once, without a gradient, as with `stop_gradient` on their
         parameters. (Features computed beforehand need no encoder: pass them as a batch entry that `loss_fn` reads.)
       has_aux: as in `jax.value_and_grad`.
@@ -91,7 +96,7 @@ def cached_value_and_grad(
         `chunk_size` and rows that the devices cannot share evenly.
     """
     check_choice("residency", residency, RESIDENCIES)
-    towers = _make_towers(encoders, chunk_size, keep, frozen)
+    towers = _make_towers(encoders, chunk_size, keep, keep_names, frozen)
     devices = Devices(sharding)
     loss = _with_aux(loss_fn, has_aux)
     driver = HostDriver(towers, loss, devices) if residency == "host" else None
@@ -111,17 +116,18 @@ def cached_value_and_grad(
 
 
 def _make_towers(
-    encoders: Mapping[str, Encoder], chunk_size: Any, keep: Any, frozen: Collection[str]
+    encoders: Mapping[str, Encoder], chunk_size: Any, keep: Any, keep_names: Collection[str], frozen: Collection[str]
 ) -> tuple[Tower, ...]:
     if not encoders:
         raise ValueError("expected at least one encoder, got none")
-    if isinstance(frozen, str):
-        raise ValueError(f"expected frozen to be a collection of names, got {frozen!r}; use {(frozen,)!r}")
+    for option, names in (("frozen", frozen), ("keep_names", keep_names)):
+        if isinstance(names, str):
+            raise ValueError(f"expected {option} to be a collection of names, got {names!r}; use {(names,)!r}")
     _check_names("frozen", frozen, encoders)
     sizes = _per_encoder("chunk_size", chunk_size, encoders, least=1)
     kept = _per_encoder("keep", keep, encoders, least=0)
     return tuple(
-        Tower(name, number, encode, sizes[name], kept[name], name in frozen)
+        Tower(name, number, encode, sizes[name], kept[name], tuple(keep_names), name in frozen)
         for number, (name, encode) in enumerate(encoders.items())
     )
 

@@ -124,6 +124,7 @@ class Tower:
       encode: `(params, chunk, rng) -> features`.
       chunk_size: rows encoded at once, over all devices.
       keep: number of chunks whose activations are kept.
+      keep_names: of values that are kept of the other chunks.
       frozen: whether it is encoded once and has no gradient.
     """
 
@@ -132,6 +133,7 @@ class Tower:
     encode: Encoder
     chunk_size: int
     keep: int
+    keep_names: tuple[str, ...]
     frozen: bool
 
     def features(self, params: Any, chunk: Any, rng: Array | None, number: Array | int) -> Any:

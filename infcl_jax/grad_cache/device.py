@@ -54,7 +54,8 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
             continue
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
         if not kept:  # a loop keeps XLA from merging the two passes by itself
-            policy = jax.checkpoint_policies.save_only_these_names(DERIVED)  # what no chunk changes leaves the loops
+            # What no chunk changes leaves the loops.
+            policy = jax.checkpoint_policies.save_only_these_names(DERIVED, *tower.keep_names)
             encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1, policy=policy)
         if len(numbers) == 1 or kept:  # a loop would copy what is kept into one array of all chunks
             parts.extend(encode_one(jnp.int32(number)) for number in numbers)

@@ -100,16 +100,26 @@ class _Stages:
             return devices.run(share, copies, chunk, place)
 
         def encode_keeping(copies: Any, chunk: Any, place: Any) -> tuple[Any, Any]:
-            return jax.vjp(lambda copies: encode(copies, chunk, place), copies)
+            features, pull = jax.vjp(lambda copies: encode(copies, chunk, place), copies)
+            return features, _without(pull, copies)
 
-        def pull_kept(sums: Any, pull: Any, cotangents: Any) -> Any:
+        def encode_keeping_names(copies: Any, chunk: Any, place: Any) -> tuple[Any, Any]:
+            policy = jax.checkpoint_policies.save_only_these_names(*tower.keep_names)
+            features, pull = jax.vjp(lambda copies: jax.checkpoint(encode, policy=policy)(copies, chunk, place), copies)
+            return features, _without(pull, (copies, chunk))
+
+        def add(sums: Any, pull: Any, cotangents: Any) -> Any:
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, pull(cotangents)[0])
 
-        def pull_back(sums: Any, copies: Any, chunk: Any, place: Any, cotangents: Any) -> tuple[Any, Array]:
-            _, pull = encode_keeping(copies, chunk, place)
+        def pull_kept(sums: Any, pull: Any, copies: Any, cotangents: Any) -> Any:
+            return add(sums, _with(pull, copies), cotangents)
+
+        def pull_back(sums: Any, pull: Any, copies: Any, chunk: Any, place: Any, cotangents: Any) -> tuple[Any, Array]:
+            if pull is None:
+                _, pull = jax.vjp(lambda copies: encode(copies, chunk, place), copies)
             # The second result is there to be waited for; the sums are given away to the next chunk. A result that
             # is an argument would be ready at once.
-            return pull_kept(sums, pull, cotangents), place[1] + 1
+            return add(sums, _with(pull, (copies, chunk)), cotangents), place[1] + 1
 
         def join(chunks: list[Any]) -> Any:
             return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
@@ -122,10 +132,33 @@ class _Stages:
 
         self.encode = jax.jit(encode)
         self.encode_keeping = jax.jit(encode_keeping)
+        self.encode_keeping_names = jax.jit(encode_keeping_names)
         self.pull_kept = jax.jit(pull_kept, donate_argnums=0)
         self.pull_back = jax.jit(pull_back, donate_argnums=0)
         self.join = jax.jit(join)
         self.cut = jax.jit(cut, static_argnums=2)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Stands for one of the arrays that will be there anyway; results of a compiled function would be copies."""
+
+    number: int
+
+
+def _without(pull: Any, arrays: Any) -> Any:
+    """A function with arrays in it, but for these."""
+    numbers = {id(array): number for number, array in enumerate(jax.tree.leaves(arrays))}
+    return jax.tree.map(lambda a: _Given(numbers[id(a)]) if id(a) in numbers else a, pull)
+
+
+def _with(pull: Any, arrays: Any) -> Any:
+    """The function again."""
+    given = jax.tree.leaves(arrays)
+    return jax.tree.map(
+        lambda a: given[a.number] if isinstance(a, _Given) else a, pull, is_leaf=lambda a: isinstance(a, _Given)
+    )
 
 
 def _concatenate(chunks: list[Any]) -> Any:
@@ -149,12 +182,9 @@ class _Passes:
         chunks: list[Any] = []
 
         def one(number: int, chunk: Any) -> Any:
-            if number < self._keep:
-                features, pull = self._stages.encode_keeping(self._copies, chunk, self._place(number))
-                self._pulls.append(pull)
-            else:
-                features = self._stages.encode(self._copies, chunk, self._place(number))
+            features, pull = self._encode(number, chunk)
             chunks.append(features)
+            self._pulls.append(pull)
             return features
 
         self._stream(range(self._layout.count), one)
@@ -163,16 +193,25 @@ class _Passes:
     def pull_back(self, sums: Any, cotangents: Any) -> Any:
         """Adds this tower's gradients to `sums`, which are given away."""
         for number in range(self._keep):
-            sums = self._stages.pull_kept(sums, self._pulls.pop(0), self._cut(cotangents, number))
+            sums = self._stages.pull_kept(sums, self._pulls.pop(0), self._copies, self._cut(cotangents, number))
 
         def one(number: int, chunk: Any) -> Any:
             nonlocal sums
-            cotangent = self._cut(cotangents, number)
-            sums, done = self._stages.pull_back(sums, self._copies, chunk, self._place(number), cotangent)
+            arguments = self._copies, chunk, self._place(number), self._cut(cotangents, number)
+            sums, done = self._stages.pull_back(sums, self._pulls.pop(0), *arguments)
             return done
 
         self._stream(range(self._keep, self._layout.count), one)
         return sums
+
+    def _encode(self, number: int, chunk: Any) -> tuple[Any, Any]:
+        """The features of a chunk, and the pull back to the parameters from what is kept of it, None for nothing."""
+        arguments = self._copies, chunk, self._place(number)
+        if number < self._keep:
+            return self._stages.encode_keeping(*arguments)
+        if self._stages.tower.keep_names and not self._stages.tower.frozen:
+            return self._stages.encode_keeping_names(*arguments)
+        return self._stages.encode(*arguments), None
 
     def _stream(self, numbers: range, compute: Callable[[int, Any], Any]) -> None:
         """`compute(number, chunk)` for every chunk, with the next one on its way to the device.

@@ -22,6 +22,7 @@ from infcl_jax.models.registry import (
 )
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
+from infcl_jax.models.transformer import RESIDUAL
 from infcl_jax.models.vit import VisionTransformer
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_LOGIT_SCALE",
     "OPENAI_IMAGE_MEAN",
     "OPENAI_IMAGE_STD",
+    "RESIDUAL",
     "TOWERS",
     "CLIPConfig",
     "CLIPOutput",

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from infcl_jax.models.activation import Activation
 from infcl_jax.models.attention import (
@@ -29,6 +30,9 @@ from infcl_jax.models.attention import (
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions, with_gradient_of
 
 Remat = Literal["full", "dots"]
+
+# Name of the residual stream after each part of each block, for the policies of `jax.checkpoint`.
+RESIDUAL = "residual"
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -290,7 +294,7 @@ class Block(nn.Module):
         found, added = dropped(attention(y, position), "drop_1")
         if position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
-        x = x + found
+        x = checkpoint_name(x + found, RESIDUAL)
         y, x = layer_norm(c, "ln_2").beside(x, added)
         found, added = dropped(Mlp(c, name="mlp")(y), "drop_2")
         return x + found, added
@@ -331,5 +335,6 @@ class Transformer(nn.Module):
         for i in range(c.layers):
             asked = position if i == c.layers - 1 else None
             x, added = block(c, positions, padding, name=f"block_{i:02d}")(x, added, asked, train)
+            x = checkpoint_name(x, RESIDUAL)  # out here, where the policy of the block's own remat does not hide it
         x = x if added is None else with_gradient_of(x, added)
         return x if position is not None else x.reshape(b, positions, c.width)[:, :t]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from infcl_jax.models import CLIP, TOWERS
+from infcl_jax.models import CLIP, RESIDUAL, TOWERS
 from infcl_jax.pairwise.devices import compute_capability
 
 # Rows of the two traces between which memory is taken to be linear.
@@ -40,12 +40,14 @@ class Tower(NamedTuple):
       kept: what the backward pass needs of the forward pass, without parameters and input.
       peak: the most at one time during both passes; more than `kept` by what lives for a moment.
       forward: the most at one time without a backward pass.
+      residual: of what is kept, the residual stream.
       row: bytes of one row of its input.
     """
 
     kept: Linear
     peak: Linear
     forward: Linear
+    residual: Linear
     row: int
 
     def momentary(self, rows: int) -> int:
@@ -95,7 +97,7 @@ def _tower(model: CLIP, name: str) -> Tower:
         _, pull = jax.vjp(lambda params: encode(params, rows, key), params)
         return pull(cotangent), pull
 
-    def measure(count: int) -> tuple[int, int, int]:
+    def measure(count: int) -> tuple[int, int, int, int]:
         rows = row_shapes(model, count)[name]
         forward, features = jax.make_jaxpr(encode, return_shape=True)(params, rows, key)
         jaxpr = jax.make_jaxpr(both)(params, rows, key, features).jaxpr
@@ -104,10 +106,10 @@ def _tower(model: CLIP, name: str) -> Tower:
         given = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}
         kept = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - given
         peak = _peak(jaxpr, gradients)
-        return sum(buffer.size for buffer in kept), peak, _peak(forward.jaxpr)
+        return sum(buffer.size for buffer in kept), peak, _peak(forward.jaxpr), _named(forward.jaxpr, RESIDUAL)
 
-    kept, peak, forward = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
-    return Tower(kept, peak, forward, tree_bytes(row_shapes(model, 1)[name]))
+    kept, peak, forward, residual = (_line(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
+    return Tower(kept, peak, forward, residual, tree_bytes(row_shapes(model, 1)[name]))
 
 
 def _line(few: int, many: int) -> Linear:
@@ -207,6 +209,13 @@ _FUSED = frozenset(
         *("reduce_sum", "rem", "rsqrt", "select_n", "sign", "sin", "split", "sqrt", "square", "sub", "tanh", "xor"),
     )
 )
+
+
+def _named(jaxpr: Any, name: str) -> int:
+    """Bytes of what has the name in a jaxpr or in what it calls, but for remat, which hides its names."""
+    inner = (part for eqn in jaxpr.eqns if eqn.primitive.name != "remat2" for part in _parts(eqn.params.values()))
+    own = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] == name)
+    return sum(_bytes(eqn.outvars[0].aval) for eqn in own) + sum(_named(part, name) for part in inner)
 
 
 def _variables(atoms: Iterable[Any]) -> Iterator[Any]:

@@ -31,6 +31,7 @@ class Workload:
       devices: n, over which the batch is sharded; everything else is on every one of them, but for "fsdp".
       chunk_size: rows encoded at once, over all devices; None: the whole batch, no gradient caching.
       keep: chunks whose activations are kept from the first pass.
+      keep_residual: whether the other chunks keep their residual streams.
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
       implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
@@ -49,6 +50,7 @@ class Workload:
     devices: int = 1
     chunk_size: int | None = None
     keep: int = 0
+    keep_residual: bool = False
     residency: str = "device"
     implementation: str = "xla"
     loss: str = "clip"
@@ -71,8 +73,11 @@ class Workload:
             rows = getattr(self, name)
             if rows is not None and (rows < 1 or rows % self.devices):
                 raise ValueError(f"expected {name} to be a multiple of the {self.devices} devices, got {rows}")
-        if self.chunk_size is None and (self.keep or self.residency != "device"):
-            raise ValueError(f"expected a chunk_size with keep={self.keep} and residency={self.residency!r}, got None")
+        if self.chunk_size is None and (self.keep or self.keep_residual or self.residency != "device"):
+            raise ValueError(
+                f"expected a chunk_size with keep={self.keep}, keep_residual={self.keep_residual} and "
+                f"residency={self.residency!r}, got None"
+            )
         if isinstance(self.model, CLIPConfig):
             object.__setattr__(self, "model", build_model(self.model))
 
@@ -117,7 +122,7 @@ class MemoryPlan:
       batch: images and texts of the batch in use; of two chunks where it is not on the devices.
       next_batch: of the batch, or the chunk, that is on its way meanwhile.
       features: of the batch, in the model's feature dtype, and their gradients.
-      kept: activations of the rows that are encoded once.
+      kept: activations of the rows that are encoded once, and residual streams of the others.
       activations: of the chunk whose gradient is computed; without one, what backward needs for a moment.
       loss: workspace of the loss.
       loss_method: "formula" or "compiled".
@@ -215,6 +220,7 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     row = sum(tower.row for tower in encoders.values())
     on_device = workload.residency == "device"
     again = kept_rows < rows
+    partly_kept_rows = rows - kept_rows if workload.keep_residual else 0
     return MemoryPlan(
         workload=workload,
         parameters=state.part,
@@ -225,9 +231,9 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
         batch=row * (rows if on_device else min(rows, 2 * chunk)),
         next_batch=row * (rows if on_device else chunk),
         features=2 * len(encoders) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
-        kept=sum(tower.kept(kept_rows) for tower in trained),
+        kept=sum(tower.kept(kept_rows) + tower.residual(partly_kept_rows) for tower in trained),
         activations=max(
-            *(_at_a_time(tower, chunk, again) for tower in trained),
+            *(_at_a_time(tower, chunk, again, workload.keep_residual) for tower in trained),
             *(encoders[name].forward(chunk) for name in workload.frozen),
         ),
         loss=_workspace(workload, mesh),
@@ -258,9 +264,11 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     return given + made + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def _at_a_time(tower: Tower, chunk: int, again: bool) -> int:
+def _at_a_time(tower: Tower, chunk: int, again: bool, partly_kept: bool) -> int:
     """A chunk that is encoded again has its activations beside those kept; kept ones are already counted."""
-    return tower.peak(chunk) if again else tower.momentary(chunk)
+    if not again:
+        return tower.momentary(chunk)
+    return tower.peak(chunk) - (tower.residual(chunk) if partly_kept else 0)
 
 
 def _workspace(workload: Workload, mesh: Mesh | None) -> int:

@@ -58,7 +58,8 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
 
 def _heading(plan: MemoryPlan) -> str:
     w = plan.workload
-    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, keep {w.keep}, residency {w.residency}"
+    kept = f"keep {w.keep}{' and the residual streams' if w.keep_residual else ''}"
+    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, {kept}, residency {w.residency}"
     return f"memory of each of {w.devices} device(s), batch_size {w.batch_size}{chunks}, loss {w.implementation}"
 
 
@@ -80,7 +81,7 @@ def _advice(plan: MemoryPlan) -> str:
     if largest in ("activations", "kept") and w.chunk_size is None:
         return f"set grad_cache.chunk_size{_suggestion(plan)}: the activations are of the whole batch"
     if largest == "kept":
-        return f"set grad_cache.keep below {w.keep}"
+        return f"set grad_cache.keep below {w.keep}" if w.keep else "set grad_cache.keep_residual to False"
     if largest == "activations" and w.chunk_size > w.devices:
         return f"set grad_cache.chunk_size below {w.chunk_size}{_suggestion(plan)}"
     if largest == "batch" and w.residency == "device" and w.chunk_size is not None:

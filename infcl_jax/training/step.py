@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
 from infcl_jax.losses import SampleState, clip_loss, siglip_loss
-from infcl_jax.models import TOWERS, CLIPOutput
+from infcl_jax.models import RESIDUAL, TOWERS, CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
 from infcl_jax.training.global_contrastive import GlobalContrastive
@@ -56,6 +56,8 @@ class GradCacheConfig:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
       keep: chunks whose activations are kept from the first pass, so that they need no second one; what that costs:
         `infcl_jax.cached_value_and_grad`.
+      keep_residual: whether the other chunks keep their transformers' residual streams, from which the second pass
+        computes the rest.
       residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
         "replay": nowhere; it is read again, chunk by chunk, in the second pass (see `replayed`).
 
@@ -65,6 +67,7 @@ class GradCacheConfig:
 
     chunk_size: int | None = None
     keep: int = 0
+    keep_residual: bool = False
     residency: str = "device"
 
     def __post_init__(self) -> None:
@@ -73,11 +76,16 @@ class GradCacheConfig:
             raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"expected grad_cache.chunk_size >= 1 or None, got {self.chunk_size}")
-        if self.chunk_size is None and (self.keep or self.residency != "device"):
+        if self.chunk_size is None and (self.keep or self.keep_residual or self.residency != "device"):
             raise ValueError(
-                f"expected grad_cache.chunk_size with keep={self.keep} and residency={self.residency!r}, got None, "
-                "which is training without gradient caching"
+                f"expected grad_cache.chunk_size with keep={self.keep}, keep_residual={self.keep_residual} and "
+                f"residency={self.residency!r}, got None, which is training without gradient caching"
             )
+
+    @property
+    def keep_names(self) -> tuple[str, ...]:
+        """As of `infcl_jax.cached_value_and_grad`."""
+        return (RESIDUAL,) if self.keep_residual else ()
 
 
 NO_CACHE = GradCacheConfig()
@@ -264,6 +272,7 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
             loss,
             chunk_size=cache.chunk_size,
             keep=cache.keep,
+            keep_names=cache.keep_names,
             frozen=frozen,
             has_aux=True,
             residency="device" if cache.residency == "device" else "host",

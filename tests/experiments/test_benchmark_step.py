@@ -294,7 +294,14 @@ def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monke
 
 def test_the_command_over_two_processes(tmp_path):
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
-    arguments = [f"--batch={B}", "--chunk_size=8", "--keep=1", "--repeats=1", "--noparts", f"--output={tmp_path}"]
+    arguments = [
+        f"--batch={B}",
+        "--chunk_size=8",
+        "--keep_residual",
+        "--repeats=1",
+        "--noparts",
+        f"--output={tmp_path}",
+    ]
     arguments += ["--model=tiny", f"--model_overrides={runs.OVERRIDES}"]
     processes = [runs.start(MODULE, *arguments, **cluster, PROCESS_ID=str(rank)) for rank in range(2)]
     try:

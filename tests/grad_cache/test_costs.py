@@ -1,5 +1,6 @@
 """What gradient caching promises about memory, communication and work."""
 
+import collections
 import functools
 import re
 import time
@@ -32,6 +33,28 @@ def test_keeping_everything_encodes_once(residency):
         jax.effects_barrier()
         counts.append(len(calls))
     assert counts == [8, 6, 4]
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_what_is_kept_by_name_is_computed_once(residency):
+    """Of four chunks, one of which is kept whole."""
+    calls = []
+
+    def counted(chunk):
+        calls.append(None)
+        return chunk
+
+    def encode(params, chunk, rng):
+        seen = jax.pure_callback(counted, jax.typeof(chunk), jax.lax.stop_gradient(chunk))
+        return checkpoint_name(seen, "seen") * params
+
+    counts = []
+    for names in ((), ("seen",)):
+        calls.clear()
+        f = cached({"e": encode}, lambda p, f: (f["e"] ** 2).sum(), residency, chunk_size=8, keep=1, keep_names=names)
+        jax.block_until_ready(f(jnp.float32(2), {"e": np.ones((32, 4), np.float32)}))
+        counts.append(len(calls))
+    assert counts == [7, 4]
 
 
 def test_rows_stay_on_their_devices():
@@ -109,6 +132,25 @@ def test_host_form_waits_for_room():
     first, second = np.diff(times[:12]).sum(), np.diff(times[12:24]).sum()
     assert len(times) == 25 and max(alive) <= 2
     assert first > 0.5 * (times[12] - times[0]) and second > 0.5 * (times[24] - times[12])
+
+
+def test_host_form_holds_of_a_chunk_what_is_kept_by_name_alone():
+    """Neither its input nor copies of the parameters."""
+    alive = []
+
+    def encode(params, chunk, rng):
+        return checkpoint_name(jnp.tanh(chunk @ params["in"]), "hidden") @ params["out"]
+
+    def load(number):
+        alive.append(collections.Counter(array.shape for array in jax.live_arrays()))
+        return np.ones((5, 3), np.float32)
+
+    f = cached({"e": encode}, lambda p, f: (f["e"] ** 2).sum(), "host", chunk_size=5, keep_names=("hidden",))
+    jax.block_until_ready(f({"in": jnp.ones((3, 7)), "out": jnp.ones((7, 2))}, {"e": Replay(20, load)}))
+    first, second = alive[0], alive[4]
+    assert len(alive) == 8 and second[5, 7] == 4 and second[5, 3] <= 1
+    # Of the parameters' shapes there are also the gradients of the loss itself, and the sums.
+    assert all(second[shape] == first[shape] + 2 for shape in ((3, 7), (7, 2)))
 
 
 def test_host_form_compiles_the_encoder_for_a_chunk_not_for_a_batch():

@@ -93,13 +93,23 @@ def test_clip_with_dropout_and_patch_dropout(residency):
     assert_equal(f(*place(params, batch, residency, sharding), RNG), clip_direct())
 
 
-@pytest.mark.parametrize(("residency", "devices"), [("device", 4), ("host", 1)])
-def test_kept_activations_change_nothing(residency, devices):
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"keep": {"image": 2, "text": 100}},
+        {"keep_names": ["hidden"]},
+        {"keep": {"image": 1, "text": 0}, "keep_names": ["hidden"]},
+    ],
+    ids=["chunks", "names", "both"],
+)
+@pytest.mark.parametrize(("residency", "devices"), [("device", 4), ("host", 1), ("host", 4)])
+def test_kept_activations_change_nothing(residency, devices, kept):
+    """Of full chunks and of a smaller last one."""
     sharding = batch_sharding(devices)
-    args = (*place(mlp_params(), mlp_batch(32), residency, sharding), RNG)
+    args = (*place(mlp_params(), mlp_batch(28), residency, sharding), RNG)
     results = [
-        cached(SEPARATE, contrastive, residency, chunk_size=8, keep=keep, sharding=sharding)(*args)
-        for keep in (0, {"image": 2, "text": 100})
+        cached(SEPARATE, contrastive, residency, chunk_size=8, sharding=sharding, **options)(*args)
+        for options in ({}, kept)
     ]
     assert_equal(*results, 1e-6)
 

@@ -28,6 +28,7 @@ MLP = {"encoders": SEPARATE, "loss_fn": contrastive, "chunk_size": 8}
         ({"keep": {"audio": 1}}, r"keep to name encoders .* got \['audio'\]"),
         ({"frozen": ("audio",)}, r"frozen to name encoders .* got \['audio'\]"),
         ({"frozen": "image"}, "frozen to be a collection of names, got 'image'"),
+        ({"keep_names": "hidden"}, "keep_names to be a collection of names, got 'hidden'"),
         ({"residency": "disk"}, r"residency to be one of \('device', 'host'\), got 'disk'"),
         ({"sharding": P("data")}, "sharding to be a NamedSharding of the leading axis alone"),
         (

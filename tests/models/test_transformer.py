@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models import transformer
+from infcl_jax.models import RESIDUAL, transformer
 from infcl_jax.models.transformer import Block, SelfAttention, Transformer, TransformerConfig
 
 B, T, HEADS, DIM = 2, 6, 2, 8
@@ -113,10 +113,14 @@ def test_layer_norm_of_bfloat16_keeps_float32_statistics():
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2)
 
 
-def _gradient(remat, dropout=0.0):
+def _gradient(remat, dropout=0.0, kept=None):
+    """With `kept`, the model is recomputed from the values of those names."""
     model, x = Transformer(config(remat=remat, dropout=dropout)), normal(0, B, T, WIDTH)
     variables = random_variables(model, x)
+    policy = jax.checkpoint_policies.save_only_these_names(*kept or ())
+    remade = jax.checkpoint if kept is not None else lambda loss, policy: loss
 
+    @functools.partial(remade, policy=policy)
     def loss(variables):
         y = model.apply(variables, x, train=True, rngs={"dropout": jax.random.key(2)})
         return jnp.sum(y**2)
@@ -137,13 +141,20 @@ def test_remat_keeps_the_gradient(remat):
     )
 
 
-def test_remat_recomputes_what_its_policy_says():
-    def products(remat):
-        gradient, variables = _gradient(remat)
-        return str(jax.make_jaxpr(gradient)(variables)).count("dot_general")
+def _products(remat, kept=None):
+    gradient, variables = _gradient(remat, kept=kept)
+    return str(jax.make_jaxpr(gradient)(variables)).count("dot_general")
 
-    none, dots, full = map(products, (None, "dots", "full"))
+
+def test_remat_recomputes_what_its_policy_says():
+    none, dots, full = map(_products, (None, "dots", "full"))
     assert none < dots < full
+
+
+def test_from_its_residual_stream_a_model_is_recomputed_with_fewer_products():
+    """The two of each layer that lead into it are missing; where each layer has a remat, nothing is computed thrice."""
+    assert _products(None, ()) - _products(None, (RESIDUAL,)) == 2 * config().layers
+    assert _products("full", (RESIDUAL,)) <= _products("full") < _products("full", ())
 
 
 def test_dropout_is_seeded_and_only_in_training():

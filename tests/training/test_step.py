@@ -129,8 +129,8 @@ def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
 @pytest.mark.parametrize(
     ("devices", "cache"),
     [
-        (1, {"chunk_size": 12, "residency": "host"}),
-        (8, {"chunk_size": 24, "keep": 1}),
+        (1, {"chunk_size": 12, "keep_residual": True, "residency": "host"}),
+        (8, {"chunk_size": 16, "keep": 1, "keep_residual": True}),
     ],
     ids=str,
 )
@@ -151,7 +151,9 @@ def test_driven_from_the_host_features_go_before_activations_come(clip):
     assert alive == 5 * [1] + 5 * [2]  # in the first pass those of the images
 
 
-@pytest.mark.parametrize("cache", [{"keep": 1}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}])
+@pytest.mark.parametrize(
+    "cache", [{"keep": 1}, {"keep_residual": True}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}]
+)
 def test_gradient_caching_that_makes_no_sense_is_an_error(cache):
     with pytest.raises(ValueError, match="expected grad_cache"):
         GradCacheConfig(**cache)

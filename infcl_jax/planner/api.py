@@ -193,9 +193,10 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     last used. On H200s, without the next batch, the total was 0.95 to 1.03 of what training steps of ViT-B/32, B/16 and
     L/14 took in bf16, with caching and kept chunks and without, on one and on eight. What XLA plans for an encoder's
     activations there is met within 2 % with fused attention, also with remat "dots"; with remat "full" the figure is a
-    quarter too large, with attention "xla" in bf16 an eighth too small. On the CPU, which stores more, totals are about
-    0.8 of what is needed. Attention None is planned as it runs on the device at hand; for a Hopper GPU from elsewhere,
-    plan under `use_abstract_mesh(device_named("H100").mesh)`.
+    quarter too large, with the residual stream kept of a single chunk an eighth, with attention "xla" in bf16 an eighth
+    too small. On the CPU, which stores more, totals are about 0.8 of what is needed. Attention None is planned as it
+    runs on the device at hand; for a Hopper GPU from elsewhere, plan under
+    `use_abstract_mesh(device_named("H100").mesh)`.
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,

@@ -46,8 +46,8 @@ def get_config() -> ConfigDict:
     # Gradient caching, see infcl_jax.training.GradCacheConfig
     config.grad_cache = ConfigDict()
     config.grad_cache.chunk_size = placeholder(int)  # pairs encoded at a time, over all devices; None: all, no caching
-    config.grad_cache.keep = 0  # chunks whose activations are kept instead of computed twice; -1: as many as fit
-    config.grad_cache.keep_residual = False  # whether the others keep their transformers' residual streams
+    config.grad_cache.keep = 0  # chunks whose activations are kept instead of computed twice; -1: as much as fits
+    config.grad_cache.keep_residual = False  # whether the others keep their residual streams; -1 above does so first
     config.grad_cache.residency = "device"  # where the batch lives: "device", "host", or "replay": read twice
 
     # Training

@@ -15,7 +15,7 @@ from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.pairwise.devices import best_implementation
-from infcl_jax.planner import Workload, most_kept, tree_bytes
+from infcl_jax.planner import Workload, keep_most, tree_bytes
 from infcl_jax.training import (
     GlobalContrastive,
     GlobalContrastiveConfig,
@@ -29,7 +29,7 @@ from infcl_jax.training import (
 )
 from infcl_jax.training.step import LOSSES, LossFn
 
-_AS_MANY_AS_FIT = -1  # of chunks that are kept
+_AS_MUCH_AS_FITS = -1  # instead of a number of chunks that are kept
 _PLANNED_SHARE = 0.95  # of the memory, since plans are within 5 %
 
 
@@ -134,7 +134,7 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
 def with_most_kept(
     config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
 ) -> ConfigDict:
-    """The configuration with as many chunks kept as fit where it asks for that, otherwise itself.
+    """The configuration with as much kept as fits where it asks for that, otherwise itself.
 
     Args:
       config: of the run.
@@ -145,13 +145,15 @@ def with_most_kept(
     Raises:
       ValueError: there are no chunks, or the memory is not known.
     """
-    if (config.get("grad_cache") or {}).get("keep") != _AS_MANY_AS_FIT:
+    if (config.get("grad_cache") or {}).get("keep") != _AS_MUCH_AS_FITS:
         return config
     if memory is None:
         raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
     config = config.copy_and_resolve_references()
     config.grad_cache.keep = 0
-    config.grad_cache.keep = most_kept(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    kept = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    with config.unlocked():  # runs saved before there were residual streams to keep do not have the setting
+        config.grad_cache.update(keep=kept.keep, keep_residual=kept.keep_residual)
     return config
 
 

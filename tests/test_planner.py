@@ -28,6 +28,7 @@ from infcl_jax.planner import (
     devices,
     explain_out_of_memory,
     format_plan,
+    keep_most,
     largest_batch,
     loss_workspace,
     most_kept,
@@ -248,6 +249,19 @@ def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expecte
         assert plan_memory(dataclasses.replace(run, keep=found), memory).fits
     if expected == "some":
         assert not plan_memory(dataclasses.replace(run, keep=found + 1), memory).fits
+
+
+@pytest.mark.parametrize(("beside", "expected"), [(0, "none"), (0.5, "chunks"), (1.5, "streams"), (1e6, "all")])
+def test_residual_streams_are_kept_before_chunks_unless_all_fits(beside, expected):
+    """With memory beside that of a plan for so many times the residual streams."""
+    model = create_model("tiny", **{"vision.layers": 4, "text.layers": 4})
+    run = workload(model=model, batch_size=4096, chunk_size=64)
+    least, streams = (plan_memory(dataclasses.replace(run, keep_residual=kept)).total for kept in (False, True))
+    memory = int(least + beside * (streams - least))
+    kept = keep_most(run, memory)
+    assert plan_memory(kept, memory).fits and kept.keep_residual == (expected == "streams")
+    assert {"none": kept.keep == 0, "all": kept.keep == 64}.get(expected, 0 < kept.keep < 64)
+    assert kept.keep == most_kept(kept, memory)
 
 
 def test_chunks_are_kept_of_chunks():

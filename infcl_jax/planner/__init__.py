@@ -11,7 +11,7 @@ from infcl_jax.planner.api import (
 from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
 from infcl_jax.planner.report import OutOfMemory, explain_out_of_memory, format_plan
-from infcl_jax.planner.search import best_chunk_size, largest_batch, most_kept
+from infcl_jax.planner.search import best_chunk_size, keep_most, largest_batch, most_kept
 
 __all__ = [
     "DEVICES",
@@ -26,6 +26,7 @@ __all__ = [
     "device_named",
     "explain_out_of_memory",
     "format_plan",
+    "keep_most",
     "largest_batch",
     "loss_workspace",
     "memory_at_hand",

@@ -126,8 +126,10 @@ def _make_towers(
     _check_names("frozen", frozen, encoders)
     sizes = _per_encoder("chunk_size", chunk_size, encoders, least=1)
     kept = _per_encoder("keep", keep, encoders, least=0)
+    kept |= dict.fromkeys(frozen, 0)  # what has no gradient is encoded once anyway
+    named = {name: () if name in frozen else tuple(keep_names) for name in encoders}
     return tuple(
-        Tower(name, number, encode, sizes[name], kept[name], tuple(keep_names), name in frozen)
+        Tower(name, number, encode, sizes[name], kept[name], named[name], name in frozen)
         for number, (name, encode) in enumerate(encoders.items())
     )
 

@@ -174,7 +174,7 @@ class _Passes:
         rows = entry.rows if isinstance(entry, Replay) else leading_rows(tower.name, entry)
         whole = rows * devices.count // devices.local_count
         self._layout = make_layout(tower.name, whole, tower.chunk_size, devices.count)
-        self._keep = 0 if tower.frozen else min(tower.keep, self._layout.count)
+        self._keep = min(tower.keep, self._layout.count)
         self._pulls: list[Any] = []
 
     def encode(self) -> Any:
@@ -209,7 +209,7 @@ class _Passes:
         arguments = self._copies, chunk, self._place(number)
         if number < self._keep:
             return self._stages.encode_keeping(*arguments)
-        if self._stages.tower.keep_names and not self._stages.tower.frozen:
+        if self._stages.tower.keep_names:
             return self._stages.encode_keeping_names(*arguments)
         return self._stages.encode(*arguments), None
 

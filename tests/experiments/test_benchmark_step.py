@@ -297,6 +297,7 @@ def test_the_command_over_two_processes(tmp_path):
     arguments = [
         f"--batch={B}",
         "--chunk_size=8",
+        "--keep=1",
         "--keep_residual",
         "--repeats=1",
         "--noparts",

@@ -130,7 +130,7 @@ def test_a_step_of_a_real_model_does_not_depend_on_the_devices(clip, clip_step):
     ("devices", "cache"),
     [
         (1, {"chunk_size": 12, "keep_residual": True, "residency": "host"}),
-        (8, {"chunk_size": 16, "keep": 1, "keep_residual": True}),
+        (8, {"chunk_size": 24, "keep": 1, "keep_residual": True}),
     ],
     ids=str,
 )

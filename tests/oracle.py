@@ -41,6 +41,31 @@ def log_sum_exp(z: np.ndarray, axis: int) -> np.ndarray:
     return np.squeeze(top, axis) + np.log(np.exp(z - top).sum(axis))
 
 
+def masked_retrieval(bx=50, by=80, dim=20, scale=20.0, dtype=np.float32):
+    """A retrieval loss whose masked queries and passages, some of them positives, hold NaN and infinity.
+
+    Returns:
+      Positional and keyword arguments of `retrieval_loss`, and a function that checks its value and gradients.
+    """
+    rng = np.random.default_rng(0)
+    query, passage = features("random", bx, by, dim, dtype)
+    labels, mask, passage_mask = rng.integers(0, by, bx), rng.random(bx) < 0.8, rng.random(by) < 0.7
+    kept = mask & passage_mask[labels]
+    moved = np.cumsum(passage_mask) - 1  # rows of the passages that are left
+    loss, gradients = retrieval(query[kept], passage[passage_mask], scale, moved[labels[kept]])
+    query[~mask], passage[~passage_mask] = np.nan, np.inf
+
+    def check(got_loss, got, tolerance):
+        np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+        for g, rows, want in zip(got, (kept, passage_mask), gradients, strict=False):
+            assert relative_error(np.asarray(g)[rows], want) <= tolerance
+            assert not np.any(np.asarray(g)[~rows])
+        np.testing.assert_allclose(got[2], gradients[2], rtol=tolerance)
+
+    options = {"labels": labels.astype(np.int32), "mask": mask, "passage_mask": passage_mask}
+    return (query, passage, np.float32(scale)), options, check
+
+
 def clip(image: np.ndarray, text: np.ndarray, scale: float) -> tuple[float, tuple]:
     """Loss, and its gradients over image features, text features and scale, in fp64."""
     x, y, scale = np.asarray(image, np.float64), np.asarray(text, np.float64), float(scale)
@@ -50,6 +75,17 @@ def clip(image: np.ndarray, text: np.ndarray, scale: float) -> tuple[float, tupl
     d_logits = (np.exp(scale * s - row[:, None]) + np.exp(scale * s - col[None, :])) / (2 * b) - np.eye(b) / b
     d_s = scale * d_logits
     return loss, (d_s @ y, d_s.T @ x, (d_logits * s).sum())
+
+
+def retrieval(query, passage, scale, labels):
+    """One-directional loss, and its gradients over query features, passage features and scale, in fp64."""
+    x, y = np.asarray(query, np.float64), np.asarray(passage, np.float64)
+    s, rows = x @ y.T, np.arange(len(x))
+    row = log_sum_exp(scale * s, 1)
+    d_logits = np.exp(scale * s - row[:, None]) / len(x)
+    d_logits[rows, labels] -= 1 / len(x)
+    loss = (row - scale * s[rows, labels]).mean()
+    return loss, (scale * d_logits @ y, scale * d_logits.T @ x, (d_logits * s).sum())
 
 
 def relative_error(got, expected) -> float:

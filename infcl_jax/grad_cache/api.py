@@ -1,11 +1,12 @@
 """`cached_value_and_grad`: validation, and the choice between the device and the host form."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from infcl_jax.grad_cache import device
 from infcl_jax.grad_cache.chunks import Array, Devices, Encoder, LossFn, Tower
@@ -54,9 +55,11 @@ def cached_value_and_grad(
       ...     "image": lambda params, chunk, rng: model.apply(params, chunk, method="encode_image"),
       ...     "text": lambda params, chunk, rng: model.apply(params, chunk, method="encode_text"),
       ... }
-      >>> loss = lambda params, f: clip_loss(f["image"], f["text"], jnp.exp(params["params"]["logit_scale"]))
-      >>> step = jax.jit(cached_value_and_grad(encoders, loss, chunk_size=256))
-      >>> value, gradients = step(params, {"image": images, "text": tokens})
+      >>> def loss(params, f):
+      ...     return clip_loss(f["image"], f["text"], jnp.exp(params["params"]["logit_scale"]), mesh=mesh)
+      >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+      >>> step = jax.jit(cached_value_and_grad(encoders, loss, chunk_size=256, sharding=sharding))
+      >>> value, gradients = step(params, {"image": images, "text": tokens})  # sharded over the devices of the mesh
 
     Args:
       encoders: `{name: encode(params, chunk, rng) -> features}`; `chunk` is a part of the batch entry of that name and
@@ -85,6 +88,8 @@ def cached_value_and_grad(
         holds its own copy of what the encoder derives from the parameters, such as casts.
       sharding: `NamedSharding(mesh, P(axes))` of the batch's leading axis; None for one device. No row changes its
         device, and the gradients are summed over devices once per step. The parameters are replicated over `axes`.
+        Without it, XLA gathers every chunk of a sharded batch and every device encodes all of it. A batch on several
+        devices without `sharding` therefore gives a warning.
 
     Returns:
       `f(params, batch, rng=None) -> (loss, gradients)`, or `((loss, aux), gradients)`. `batch` is `{name: pytree of
@@ -108,6 +113,8 @@ def cached_value_and_grad(
             (value, aux), grads = driver(params, batch, rng)
         else:
             _check_no_replay(batch, "with residency 'device'", batch)
+            if sharding is None:
+                _warn_of_missing_sharding([batch[tower.name] for tower in towers])
             (value, aux), grads = device.value_and_grad(towers, loss, devices, params, batch, rng)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return ((value, aux) if has_aux else value), grads
@@ -168,6 +175,20 @@ def _check_call(towers: tuple[Tower, ...], params: Any, batch: Mapping[str, Any]
 def _check_no_replay(names: Collection[str], where: str, batch: Mapping[str, Any]) -> None:
     if replayed := [name for name in names if isinstance(batch[name], Replay)]:
         raise ValueError(f"expected arrays in batch entries {where}, got Replay for {replayed}")
+
+
+def _warn_of_missing_sharding(entries: list[Any]) -> None:
+    """Warns of entries whose arrays are on a mesh of several devices."""
+    for leaf in jax.tree.leaves(entries):
+        mesh = jax.typeof(leaf).sharding.mesh
+        axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+        if any(mesh.shape[axis] > 1 for axis in axes):
+            warnings.warn(
+                f"expected sharding for a batch on a mesh of {dict(mesh.shape)}, got None: every device encodes every "
+                f"row; pass sharding=NamedSharding(mesh, PartitionSpec({axes[0]!r})) to cached_value_and_grad",
+                stacklevel=3,
+            )
+            return
 
 
 def _is_key(rng: Array) -> bool:

@@ -1,7 +1,8 @@
 """What every loss shares: running where the batch is sharded, and means over the global batch."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from infcl_jax.pairwise.tiles import Array, AxisName, accumulation_dtype
 
 def over_mesh(
     loss: Callable[..., Any],
+    settings: Hashable,
     sharded: Any,
     shared: Any,
     *,
@@ -21,15 +23,16 @@ def over_mesh(
     mesh: Mesh | None,
     sharded_result: Any = False,
 ) -> Any:
-    """Calls `loss(axis_name, sharded, shared)` on each device's part of the batch.
+    """Calls `loss(settings, axis_name, sharded, shared)` on each device's rows of the batch.
 
     Args:
-      loss: the loss as seen from inside `shard_map`; its scalar must be the same on every device.
+      loss: module-level function that computes the loss inside `shard_map`, with the same scalar on every device.
+      settings: static, hashable settings. Eager calls with equal settings share one compiled program.
       sharded: pytree of arrays `[b, ...]`; None for what is absent.
       shared: pytree of arrays that all devices share.
       axis_name: with a mesh, its axis (or axes) over which the batch is sharded, the first by default; without one, the
         axis of the enclosing `shard_map`, or None for one device.
-      mesh: given outside `shard_map`, under `jit`; None otherwise.
+      mesh: given outside `shard_map`; None otherwise.
       sharded_result: whether the result has rows of each device instead of being the same everywhere, or a tuple of
         such for a tuple of results.
 
@@ -37,7 +40,7 @@ def over_mesh(
       ValueError: the mesh has no such axis, or its devices cannot share the batch evenly.
     """
     if mesh is None:
-        return loss(axis_name, sharded, shared)
+        return loss(settings, axis_name, sharded, shared)
     axis_name, devices = axis_and_devices(mesh, axis_name)
     for array in jax.tree.leaves(sharded):
         if array.shape[0] % devices:
@@ -45,16 +48,23 @@ def over_mesh(
                 f"expected a batch that {devices} devices can share evenly, got {array.shape[0]} rows; pad it and pass "
                 "a mask that is False for the padding"
             )
-    spec = PartitionSpec(axis_name)
     if AxisType.Explicit in mesh.axis_types:  # there a sharding is part of the type, and must be the one asked for
-        sharded = jax.tree.map(lambda a: jax.sharding.reshard(a, NamedSharding(mesh, spec)), sharded)
-    body = jax.shard_map(
-        lambda sharded, shared: loss(axis_name, sharded, shared),
+        rows = NamedSharding(mesh, PartitionSpec(axis_name))
+        sharded = jax.tree.map(lambda a: jax.sharding.reshard(a, rows), sharded)
+    return _mapped(loss, settings, axis_name, mesh, sharded_result)(sharded, shared)
+
+
+@functools.cache
+def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, mesh: Mesh, sharded_result: Any) -> Any:
+    """`loss` over the mesh. Compiled even when called eagerly: `shard_map` alone cannot run a `custom_vjp` there."""
+    rows = PartitionSpec(axis_name)
+    mapped = jax.shard_map(
+        functools.partial(loss, settings, axis_name),
         mesh=mesh,
-        in_specs=(spec, PartitionSpec()),
-        out_specs=jax.tree.map(lambda rows: spec if rows else PartitionSpec(), sharded_result),
+        in_specs=(rows, PartitionSpec()),
+        out_specs=jax.tree.map(lambda is_rows: rows if is_rows else PartitionSpec(), sharded_result),
     )
-    return body(sharded, shared)
+    return jax.jit(mapped, inline=True)
 
 
 def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
@@ -83,7 +93,7 @@ def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -
 
 def global_sum(value: Array, axis_name: AxisName | None) -> Array:
     """Sum over all devices."""
-    return value if axis_name is None else lax.psum(value, axis_name)
+    return lax.psum(value, axis_name) if axis_name else value
 
 
 def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
@@ -96,6 +106,15 @@ def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
     if value.shape != ():
         raise ValueError(f"expected {name} to be a scalar, got shape {value.shape}")
     return value.astype(accumulation_dtype(like.dtype))
+
+
+def cross_entropy(negative_lse: Array, positive: Array) -> Array:
+    """`log(exp(negative_lse) + exp(positive)) - positive` in nats, elementwise.
+
+    Keeps full relative precision for a confident row: the difference of two logits near 100 would be rounded to 8e-6 in
+    fp32, and its gradient to 1e-7, however small they are.
+    """
+    return jax.nn.softplus(negative_lse - positive)
 
 
 def check_pairs(image: Array, text: Array) -> None:

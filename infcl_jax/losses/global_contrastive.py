@@ -176,13 +176,8 @@ def global_contrastive_loss(
         None if value is None else checked_scalar(name, value, image)
         for name, value in (("gamma", _checked_gamma(gamma)), ("logit_scale", logit_scale), ("epoch", epoch))
     )
-
-    def loss(axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
-        check_axis(axis_name)
-        return _loss(plan, axis_name, sharded, scalars)
-
     sharded = (image, text, index, lax.stop_gradient(state), mask)
-    found, rows = over_mesh(loss, sharded, scalars, axis_name=axis_name, mesh=mesh, sharded_result=(False, True))
+    found, rows = over_mesh(_loss, plan, sharded, scalars, axis_name=axis_name, mesh=mesh, sharded_result=(False, True))
     if rows_only:
         return found, rows
     index = index if mask is None else jnp.where(mask, index, jnp.full_like(index, -1))
@@ -192,6 +187,7 @@ def global_contrastive_loss(
 def _loss(plan: _Plan, axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
     """One device's part of the batch: the loss of all devices, and the new rows of its own samples."""
     image, text, index, state, mask = sharded
+    check_axis(axis_name, image, text)
     gamma, scale, epoch = scalars
     kind = plan.variant.temperature
     primals = varying_over((image, text, scale), axis_name)

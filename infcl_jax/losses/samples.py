@@ -78,14 +78,14 @@ def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -
     """
     everyone = _gathered(index, axis_name)
     local, mine = _local(state, everyone, axis_name)
-    length = state.log_u.shape[0] * (1 if axis_name is None else lax.axis_size(axis_name))
+    length = state.log_u.shape[0] * (lax.axis_size(axis_name) if axis_name else 1)
     exists = ((everyone >= 0) & (everyone < length))[:, None]
 
     def read(array: Array) -> Array:
         rows = array.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
         rows = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))  # of all devices one has it
         rows = jnp.where(exists, rows, jnp.full_like(rows, jnp.nan))
-        return rows if axis_name is None else lax.psum_scatter(rows, axis_name, tiled=True)
+        return lax.psum_scatter(rows, axis_name, tiled=True) if axis_name else rows
 
     return jax.tree.map(read, state)
 
@@ -109,33 +109,33 @@ def write_samples(
       axis_name: as in `clip_loss`.
       mesh: as in `clip_loss`.
     """
+    return over_mesh(_write, None, (state, index, rows), None, axis_name=axis_name, mesh=mesh, sharded_result=True)
 
-    def write(axis_name: AxisName | None, sharded: Any, shared: None) -> SampleState:
-        state, index, rows = sharded
-        everyone = _gathered(index, axis_name)
-        local, mine = _local(state, everyone, axis_name)
-        size = state.log_u.shape[0]
-        beyond = size + jnp.arange(len(everyone), dtype=jnp.int32)  # dropped, and no two alike
-        place = jnp.where(mine & _is_last(everyone), local, beyond)
-        return jax.tree.map(
-            lambda array, new: array.at[place].set(
-                _gathered(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
-            ),
-            state,
-            rows,
-        )
 
-    return over_mesh(write, (state, index, rows), None, axis_name=axis_name, mesh=mesh, sharded_result=True)
+def _write(settings: None, axis_name: AxisName | None, sharded: Any, shared: None) -> SampleState:
+    state, index, rows = sharded
+    everyone = _gathered(index, axis_name)
+    local, mine = _local(state, everyone, axis_name)
+    size = state.log_u.shape[0]
+    beyond = size + jnp.arange(len(everyone), dtype=jnp.int32)  # dropped, and no two alike
+    place = jnp.where(mine & _is_last(everyone), local, beyond)
+    return jax.tree.map(
+        lambda array, new: array.at[place].set(
+            _gathered(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
+        ),
+        state,
+        rows,
+    )
 
 
 def _gathered(rows: Array, axis_name: AxisName | None) -> Array:
-    return rows if axis_name is None else lax.all_gather(rows, axis_name, tiled=True)
+    return lax.all_gather(rows, axis_name, tiled=True) if axis_name else rows
 
 
 def _local(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
     """Rows of this device's part, and which of them there are."""
     size = state.log_u.shape[0]
-    local = index if axis_name is None else index - lax.axis_index(axis_name) * size
+    local = index - lax.axis_index(axis_name) * size if axis_name else index
     return local, (local >= 0) & (local < size)
 
 

@@ -12,7 +12,15 @@ from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar,
 from infcl_jax.pairwise import ring
 from infcl_jax.pairwise.checks import check_axis, check_features, check_implementation, checked_mask
 from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
-from infcl_jax.pairwise.tiles import accumulation_dtype, add_trees, constant, matmul, similarities, varying_over
+from infcl_jax.pairwise.tiles import (
+    accumulation_dtype,
+    add_trees,
+    constant,
+    matmul,
+    similarities,
+    varying_over,
+    zero_masked,
+)
 
 # implementation -> rows of one strip (None: the whole block of a ring step at once)
 _STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
@@ -40,7 +48,8 @@ def siglip_loss(
       logit_bias: scalar bias.
       axis_name: as in `clip_loss`.
       mesh: as in `clip_loss`.
-      mask: bool `[b]`, False for pairs that do not exist; b is then the number of those that do.
+      mask: bool `[b]`, False for masked pairs (padding), whose features may hold anything; b is then the number of the
+        others.
       implementation: None (the best for the platform), "xla" (ring, strips inside the device), "ring" (whole blocks).
 
     Returns:
@@ -56,16 +65,17 @@ def siglip_loss(
     mask = checked_mask("mask", mask, image.shape[0])
     if image.dtype == jnp.float16:
         image, text = image.astype(jnp.float32), text.astype(jnp.float32)
-
-    def loss(axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
-        check_axis(axis_name)
-        image, text, mask = sharded
-        plan = _Plan(axis_name, _STRIP_ROWS[implementation])
-        operands = varying_over((image, text, *shared, mask), axis_name)
-        return global_mean(_row_sums(plan, *operands), mask, axis_name)
-
     shared = (checked_scalar("logit_scale", logit_scale, image), checked_scalar("logit_bias", logit_bias, image))
-    return over_mesh(loss, (image, text, mask), shared, axis_name=axis_name, mesh=mesh)
+    return over_mesh(_loss, implementation, (image, text, mask), shared, axis_name=axis_name, mesh=mesh)
+
+
+def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
+    image, text, mask = sharded
+    check_axis(axis_name, image, text)
+    plan = _Plan(axis_name, _STRIP_ROWS[implementation])
+    image, text = zero_masked(image, mask), zero_masked(text, mask)
+    operands = varying_over((image, text, *shared, mask), axis_name)
+    return global_mean(_row_sums(plan, *operands), mask, axis_name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,10 @@ from infcl_jax.pairwise.checks import (
     checked_labels,
     checked_mask,
     checked_scales,
+    is_known,
 )
 from infcl_jax.pairwise.devices import best_implementation, check_device
-from infcl_jax.pairwise.tiles import Array, AxisName, Block, varying_over
+from infcl_jax.pairwise.tiles import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
 
 
 class PairwiseLSE(NamedTuple):
@@ -25,7 +26,7 @@ class PairwiseLSE(NamedTuple):
     Attributes:
       row: `[bx]` log-sum-exp of each row over all columns of all devices.
       col: `[by]` log-sum-exp of each column over all rows, or None if not asked for.
-      positive: `[bx]` similarity of each row with its positive, not scaled.
+      positive: `[bx]` similarity of each row with its positive, not scaled, even where `y_mask` masks that positive.
     """
 
     row: Array
@@ -70,12 +71,15 @@ def pairwise_lse(
       y: `[by, D]` column features of this device, same dtype.
       x_scale: inverse temperature of the rows, scalar or `[bx]`.
       y_scale: inverse temperature of the columns, scalar or `[by]`; `x_scale` if None.
-      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`; None for one device.
+      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`; None for one device;
+        `()` inside `shard_map` compares the rows of each device among themselves only.
       positives: "include" them in the sums or "exclude" them.
       labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A label out of range
-        is an error where its value is known, and gives a NaN `positive` where it is traced.
-      x_mask: bool `[bx]`, False for rows that do not exist (padding): they are in no sum, and their results are 0.
-      y_mask: bool `[by]`, likewise for columns.
+        is an error where its value is known. Where it is traced, it makes that row's `row` and `positive` NaN, and the
+        gradients through `row`.
+      x_mask: bool `[bx]`, False for masked rows (padding): they are in no sum, and their results and gradients are 0.
+        Their features, labels and scales may hold anything, NaN included.
+      y_mask: bool `[by]`, the same for columns. A row whose positive is masked keeps the rest of its sum.
       columns: False if only rows are needed (one-directional retrieval); `col` is None then.
       implementation: None (the best for the platform) or one of `IMPLEMENTATIONS`.
 
@@ -83,7 +87,8 @@ def pairwise_lse(
       `PairwiseLSE`. A log-sum-exp over no pair at all is -inf, with zero gradient.
 
     Raises:
-      ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described.
+      ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described, or `axis_name` is
+        missing inside `shard_map`.
     """
     check_features(x, y)
     check_choice("positives", positives, ("include", "exclude"))
@@ -91,25 +96,54 @@ def pairwise_lse(
     if implementation is None:
         implementation = best_implementation() if x.dtype != jnp.float64 else "xla"
     check_device(implementation, x.dtype)
-    check_axis(axis_name)
-    labels = checked_labels(labels, x.shape[0], y.shape[0])
+    check_axis(axis_name, x, y)
+    axis_name = axis_name or None
+    # Rows masked like their own columns need no similarity with a masked positive.
+    masked_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
+    known_labels = is_known(labels)
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
+    labels = checked_labels(labels, x.shape[0], y.shape[0], x_mask)
     if x.dtype == jnp.float16:  # fp16's range is too narrow for products of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
-    block = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
+    given = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
+    block = _zero_masked_rows(given)
     exclude = positives == "exclude"
     if implementation in _GATHERED:
         row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
     else:
         row, column, positive = blockwise(Plan(implementation, axis_name, exclude, columns), *block)
-    positive = jnp.where((labels >= 0) & (labels < y.shape[0]), positive, jnp.full_like(positive, jnp.nan))
+    if masked_positives:
+        unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
+        positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, given.y, block.labels))
+    if not known_labels:
+        row, positive = _nan_without_positive(block, row, positive)
     return PairwiseLSE(
-        _zero_where_masked(row, x_mask),
-        _zero_where_masked(column, y_mask) if columns else None,
-        _zero_where_masked(positive, x_mask),
+        zero_masked(row, x_mask), zero_masked(column, y_mask) if columns else None, zero_masked(positive, x_mask)
     )
 
 
-def _zero_where_masked(array: Array, mask: Array | None) -> Array:
-    return array if mask is None else jnp.where(mask, array, jnp.zeros_like(array))
+def _zero_masked_rows(block: Block) -> Block:
+    """The block with zeros for whatever masked rows and columns hold: 0 * NaN would be NaN in every gradient."""
+    x_scale, y_scale = block.x_scale, block.y_scale
+    return block._replace(
+        x=zero_masked(block.x, block.x_mask),
+        y=zero_masked(block.y, block.y_mask),
+        x_scale=zero_masked(x_scale, block.x_mask) if x_scale.ndim else x_scale,
+        y_scale=None if y_scale is None else zero_masked(y_scale, block.y_mask),
+        labels=zero_masked(block.labels, block.x_mask),
+    )
+
+
+def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
+    """`<x_i, y_{labels_i}>` `[bx]`; elements of `y` that are not finite count as zero."""
+    y = jnp.take(jnp.where(jnp.isfinite(y), y, jnp.zeros_like(y)), labels, axis=0, mode="clip")
+    dtype = accumulation_dtype(x.dtype)
+    return (x.astype(dtype) * y.astype(dtype)).sum(1)
+
+
+def _nan_without_positive(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
+    """`row` and `positive` with NaN where a label is out of range, and NaN in the gradients through `row`."""
+    in_range = (block.labels >= 0) & (block.labels < block.y.shape[0])
+    nan = jnp.full_like(positive, jnp.nan)
+    return row * jnp.where(in_range, jnp.ones_like(nan), nan), jnp.where(in_range, positive, nan)

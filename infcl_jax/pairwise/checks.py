@@ -32,11 +32,26 @@ def check_implementation(implementation: str | None, known: Sequence[str]) -> No
         raise ValueError(f"expected implementation to be one of {tuple(known)} or None, got {implementation!r}")
 
 
-def check_axis(axis_name: AxisName | None) -> None:
-    """Raises `ValueError` unless `axis_name` is None or an axis of an enclosing `shard_map`."""
+def check_axis(axis_name: AxisName | None, *features: Array) -> None:
+    """Checks the axis over which the batch is sharded.
+
+    Args:
+      axis_name: axis (or axes) of an enclosing `shard_map`, `()` for none of them; None for one device.
+      features: arrays of the batch. They reveal a missing axis name, except under `check_vma=False`.
+
+    Raises:
+      ValueError: no such axis, or None for features that differ between devices.
+    """
+    if axis_name is None:
+        if varying := sorted(set().union(*(jax.typeof(a).manual_axis_type.varying for a in features))):
+            raise ValueError(
+                f"expected axis_name for features that are sharded over the mesh axes {varying}, got None; pass "
+                f"axis_name={varying[0] if len(varying) == 1 else tuple(varying)!r}, or axis_name=() to compare the "
+                "rows of each device among themselves only"
+            )
+        return
     try:
-        if axis_name is not None:
-            lax.axis_size(axis_name)
+        lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
             f"axis_name {axis_name!r} is not an axis of an enclosing shard_map; call this inside shard_map over that "
@@ -44,11 +59,11 @@ def check_axis(axis_name: AxisName | None) -> None:
         ) from None
 
 
-def checked_labels(labels: Array | None, x_rows: int, y_rows: int) -> Array:
+def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array | None = None) -> Array:
     """Labels as int32 `[x_rows]`, row i for row i by default.
 
     Raises:
-      ValueError: not integers of that shape, or known to be out of range.
+      ValueError: not integers of that shape, or known to be out of range in a row that `mask` keeps.
     """
     if labels is None:
         if y_rows < x_rows:
@@ -56,18 +71,25 @@ def checked_labels(labels: Array | None, x_rows: int, y_rows: int) -> Array:
         return jnp.arange(x_rows, dtype=jnp.int32)
     if labels.shape != (x_rows,) or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"expected integer labels of shape ({x_rows},), got {labels.dtype}{list(labels.shape)}")
-    check_label_range(labels, y_rows)
+    check_label_range(labels, y_rows, mask)
     return jnp.asarray(labels).astype(jnp.int32)
 
 
-def check_label_range(labels: Array, y_rows: int) -> None:
-    """Raises `ValueError` if the labels are known (not traced) and one is outside `[0, y_rows)`."""
-    if isinstance(labels, jax.core.Tracer):
+def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
+    """Raises `ValueError` if a known (not traced) label of a row that `mask` keeps is outside `[0, y_rows)`."""
+    if not all(map(is_known, (labels, mask))):
         return
-    known = np.asarray(labels)  # under jit, jax.numpy would trace even this
-    low, high = int(known.min()), int(known.max())
-    if low < 0 or high >= y_rows:
-        raise ValueError(f"expected labels in [0, {y_rows}), the rows of the other side, got values {low} to {high}")
+    kept = np.asarray(labels)  # under jit, jax.numpy would trace even this
+    kept = kept if mask is None else kept[np.asarray(mask)]
+    if kept.size and (kept.min() < 0 or kept.max() >= y_rows):
+        raise ValueError(
+            f"expected labels in [0, {y_rows}), the rows of the other side, got values {kept.min()} to {kept.max()}"
+        )
+
+
+def is_known(array: Array | None) -> bool:
+    """Whether the values are known while the call is traced."""
+    return not isinstance(array, jax.core.Tracer)
 
 
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:

@@ -174,6 +174,13 @@ def no_gradient(block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
     )
 
 
+def zero_masked(array: Array, mask: Array | None) -> Array:
+    """`array` `[n, ...]` with zeros in the rows where `mask` `[n]` is False; all rows are kept if it is None."""
+    if mask is None:
+        return array
+    return jnp.where(jnp.expand_dims(mask, range(1, array.ndim)), array, jnp.zeros_like(array))
+
+
 def add_trees(a: Any, b: Any) -> Any:
     """Leaf by leaf sum of two pytrees, in the dtypes of the first."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)

@@ -175,8 +175,9 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
 
 
 def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
-    """`weight * exp(z - lse)` without rounding the log-sum-exp."""
-    p = jnp.exp(z - finite_reference(sums.reference)) * factor(sums, weight)
+    """`weight * exp(z - lse)` without rounding the log-sum-exp; 0 for a sum over nothing, whatever `z`."""
+    reference = jnp.where(sums.total > 0, sums.reference, jnp.full_like(sums.reference, jnp.inf))
+    p = jnp.exp(z - reference) * factor(sums, weight)
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 

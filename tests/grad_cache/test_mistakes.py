@@ -75,6 +75,14 @@ def test_calls_that_do_not_fit(options, changes, message):
         cached_value_and_grad(**(MLP | options))(changes.get("params", mlp_params()), batch, changes.get("rng"))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_batch_on_several_devices_without_sharding_gives_a_warning(compiled):
+    batch = jax.device_put(mlp_batch(16), batch_sharding(4))
+    f = cached_value_and_grad(**MLP)
+    with pytest.warns(UserWarning, match=r"\{'data': 4\}, got None: every device encodes every row"):
+        (jax.jit(f) if compiled else f)(mlp_params(), batch)
+
+
 def test_host_form_cannot_be_traced():
     f = cached_value_and_grad(**MLP, residency="host")
     with pytest.raises(ValueError, match="outside jit"):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax import clip_loss
+from infcl_jax import clip_loss, retrieval_loss, siglip_loss
 from infcl_jax.pairwise import available_implementations
 
 SCALES = (1.0, 14.3, 100.0)
@@ -160,6 +160,54 @@ def test_gradient_through_an_unchecked_shard_map(implementation):
     got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(image, text, jnp.float32(14.3))
     for a, b in zip(got, oracle.clip(image, text, np.float32(14.3))[1], strict=True):
         assert oracle.relative_error(a, b) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [20.0, 60.0])
+@pytest.mark.parametrize("implementation", available_implementations())
+def test_confident_pairs_keep_relative_precision(implementation, scale):
+    """Losses and gradients of 1e-8 and 1e-25, far below fp32's resolution of the logits."""
+    rows = np.eye(16, 24, dtype=np.float32)
+    text = oracle.unit(rows + 1e-2 * np.random.default_rng(0).normal(size=rows.shape)).astype(np.float32)
+    got, gradients = value_and_grad(implementation, 4)(rows, text, jnp.float32(scale))
+    negative, positive = np.asarray(rows, np.float64) @ text.T, (rows.astype(np.float64) * text).sum(1)
+    negative = scale * np.where(np.eye(16), -np.inf, negative)
+    excess = [oracle.log_sum_exp(negative, axis) - scale * positive for axis in (1, 0)]
+    assert got == pytest.approx(np.logaddexp(0, excess).mean(), rel=2e-5)
+    share = [1 / (1 + np.exp(-e)) / 32 for e in excess]
+    p = share[0][:, None] * np.exp(negative - oracle.log_sum_exp(negative, 1)[:, None])
+    p += share[1] * np.exp(negative - oracle.log_sum_exp(negative, 0))
+    d_z = p - np.diag(share[0] + share[1])
+    for a, b in zip(gradients, (scale * d_z @ text, scale * d_z.T @ rows), strict=False):
+        assert oracle.relative_error(a, b) <= 2e-5
+    assert gradients[2] == pytest.approx((d_z * (np.asarray(rows, np.float64) @ text.T)).sum(), rel=2e-5)
+
+
+@pytest.mark.parametrize("loss", [clip_loss, functools.partial(siglip_loss, logit_bias=-10.0), retrieval_loss])
+def test_eager_calls_over_a_mesh_equal_one_device(loss):
+    image, text = oracle.features("random", 24, 24, 33)
+    results = [
+        jax.value_and_grad(lambda *args, mesh=mesh: loss(*args, mesh=mesh), argnums=(0, 1, 2))(image, text, 14.3)
+        for mesh in (oracle.mesh_of(8), None)
+    ]
+    assert loss(image, text, 14.3, mesh=oracle.mesh_of(8)) == results[0][0]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), *results)
+
+
+@pytest.mark.parametrize("loss", [clip_loss, functools.partial(siglip_loss, logit_bias=-10.0), retrieval_loss])
+def test_sharded_features_need_an_axis_name(loss):
+    image, text = oracle.features("random", 24, 24, 33)
+
+    def mean(axis_name):
+        def inside(image, text):
+            return jax.lax.pmean(loss(image, text, 14.3, axis_name=axis_name), "data")
+
+        return jax.jit(jax.shard_map(inside, mesh=oracle.mesh_of(8), in_specs=P("data"), out_specs=P()))(image, text)
+
+    with pytest.raises(ValueError, match=r"axes \['data'\], got None; pass axis_name='data', or axis_name=\(\)"):
+        mean(None)
+    alone = [loss(image[i : i + 3], text[i : i + 3], 14.3) for i in range(0, 24, 3)]
+    assert mean(()) == pytest.approx(np.mean(alone), rel=1e-6)
+    assert mean("data") == pytest.approx(float(loss(image, text, 14.3)), rel=1e-6)
 
 
 def test_mesh_with_two_batch_axes_and_explicit_axes():

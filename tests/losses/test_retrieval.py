@@ -1,21 +1,13 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 
-from infcl_jax import retrieval_loss
+from infcl_jax import pairwise_lse, retrieval_loss
 from infcl_jax.pairwise import available_implementations
-
-
-def retrieval(query, passage, scale, labels):
-    x, y = np.asarray(query, np.float64), np.asarray(passage, np.float64)
-    s, rows = x @ y.T, np.arange(len(x))
-    row = oracle.log_sum_exp(scale * s, 1)
-    d_logits = np.exp(scale * s - row[:, None]) / len(x)
-    d_logits[rows, labels] -= 1 / len(x)
-    loss = (row - scale * s[rows, labels]).mean()
-    return loss, (scale * d_logits @ y, scale * d_logits.T @ x, (d_logits * s).sum())
 
 
 @pytest.mark.parametrize(
@@ -33,17 +25,47 @@ def test_hard_negatives_match_oracle(implementation, devices, rows, dtype):
         return retrieval_loss(query, passage, scale, labels=labels, mesh=mesh, implementation=implementation)
 
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, passage, jnp.float32(50))
-    expected_value, expected = retrieval(query, passage, 50.0, labels)
+    expected_value, expected = oracle.retrieval(query, passage, 50.0, labels)
     assert value == pytest.approx(expected_value, rel=1e-6)
     for got, want in zip(gradients, expected, strict=True):
         assert oracle.relative_error(got, want) <= (1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("implementation", available_implementations())
+def test_masked_rows_may_hold_anything(implementation):
+    args, options, check = oracle.masked_retrieval()
+    loss = functools.partial(retrieval_loss, implementation=implementation)
+    check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-5)
 
 
 def test_masks_equal_leaving_out():
     query, passage = oracle.features("random", 8, 16, 33)
     passages, queries = np.arange(16) < 13, np.arange(8) < 6
     loss = retrieval_loss(query, passage, 20.0, mask=queries, passage_mask=passages)
-    assert loss == pytest.approx(retrieval(query[:6], passage[:13], 20.0, np.arange(6))[0], rel=1e-6)
+    assert loss == pytest.approx(oracle.retrieval(query[:6], passage[:13], 20.0, np.arange(6))[0], rel=1e-6)
+
+
+def test_a_query_whose_positive_is_masked_leaves_the_mean():
+    query, passage = oracle.features("random", 8, 16, 33)
+    passages = np.arange(16) != 3
+    loss = jax.jit(lambda query, passage, mask: retrieval_loss(query, passage, 20.0, passage_mask=mask))
+    queries, labels = np.arange(8) != 3, np.r_[:3, 3:7]
+    assert loss(query, passage, passages) == pytest.approx(
+        oracle.retrieval(query[queries], passage[passages], 20.0, labels)[0], rel=1e-6
+    )
+    positive = pairwise_lse(query, passage, 20.0, y_mask=passages, columns=False).positive
+    np.testing.assert_allclose(positive, (query * passage[:8]).sum(1), rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="masks the positives of all 8 queries"):
+        retrieval_loss(query, passage, 20.0, passage_mask=np.arange(16) >= 8)
+
+
+@pytest.mark.parametrize("mask", [None, np.arange(8) < 7])
+def test_a_positive_on_another_device_is_an_error(mask):
+    query, passage = oracle.features("random", 8, 16, 33)
+    loss = functools.partial(retrieval_loss, query, passage, 1.0, mask=mask, mesh=oracle.mesh_of(4))
+    assert np.isfinite(loss(labels=2 * np.arange(8)))
+    with pytest.raises(ValueError, match="query 4 on device 2 and passage 3 on device 0"):
+        loss(labels=np.array([0, 2, 4, 6, 3, 10, 12, 0]))
 
 
 def test_unknown_label_is_an_error_and_never_a_silent_number():
@@ -53,7 +75,9 @@ def test_unknown_label_is_an_error_and_never_a_silent_number():
         retrieval_loss(query, passage, 1.0, labels=labels)
     with pytest.raises(ValueError, match=r"labels in \[0, 16\)"):
         retrieval_loss(query, passage, 1.0, labels=labels, mesh=oracle.mesh_of(4))
-    assert np.isnan(jax.jit(lambda labels: retrieval_loss(query, passage, 1.0, labels=labels))(labels))
+    traced = jax.value_and_grad(lambda *args, labels: retrieval_loss(*args, labels=labels), argnums=(0, 1, 2))
+    value, gradients = jax.jit(traced)(query, passage, 1.0, labels=labels)
+    assert np.isnan(value) and all(np.isnan(g).any() for g in gradients)
     with pytest.raises(ValueError, match="expected labels when there are more passages"):
         retrieval_loss(query, passage, 1.0, mesh=oracle.mesh_of(4))
     with pytest.raises(ValueError, match="expected labels, or at least as many rows"):

@@ -17,8 +17,8 @@ from gpus import ALONE, calls, described
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax import clip_loss, pairwise_lse
-from infcl_jax.pairwise import fused, padding, reference
+from infcl_jax import clip_loss, pairwise_lse, retrieval_loss
+from infcl_jax.pairwise import blockwise, fused, padding, reference
 from infcl_jax.pairwise.fused import Fused
 from infcl_jax.pairwise.kernels import Operands, Window
 from infcl_jax.pairwise.mosaic_gpu import MosaicGpu
@@ -188,6 +188,13 @@ def test_options_match_oracle(interpreter, options):
     how = {name: options[name] for name in ("exclude", "columns", "loss") if name in options}
     what = {name: value for name, value in options.items() if name not in ("exclude", "loss")}
     check(Fused(PAIRS), make(bx=150, by=140, **what), **how)
+
+
+def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
+    monkeypatch.setattr(blockwise, "fused_backend", lambda *_: Fused(PAIRS))
+    args, options, check = oracle.masked_retrieval(dtype=jnp.bfloat16)
+    loss = functools.partial(retrieval_loss, implementation="mosaic_gpu")
+    check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-2)
 
 
 @pytest.mark.parametrize(

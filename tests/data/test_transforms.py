@@ -139,6 +139,11 @@ def test_augmentation_follows_the_generator_and_keeps_its_input(augmentation):
     assert first.shape == (32, 32, 3) and first.dtype == np.uint8
 
 
+def test_augmentation_of_the_whole_area_is_the_center_crop():
+    image = golden.noise(48, 40)
+    assert (Augmentation(scale=(1.0, 1.0))(image, 32, rng()) == resize_center_crop(image, 32)).all()
+
+
 @pytest.mark.parametrize(
     "image", [np.zeros((8, 8, 3), np.float32), np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8)]
 )

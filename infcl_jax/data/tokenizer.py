@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 _PAD, _FIRST_BYTE, _START, _END = 0, 1, 257, 258
+
+_logger = logging.getLogger(__name__)
+_count_lock = threading.Lock()  # of the module, because a tokenizer that holds a lock cannot be pickled
 
 
 class Tokenizer(Protocol):
@@ -30,11 +35,12 @@ class ByteTokenizer:
 
     The end token has the largest id and appears once, so that a text tower can pool at the argmax of the ids, as CLIP
     does (Radford et al. 2021, section 2.4). A text that is too long is cut so that the end token stays, in the last
-    place.
+    place. The first truncation of each tokenizer logs a warning.
 
     Attributes:
       vocab_size: 259.
       context_length: the length of every row of ids, start and end included.
+      truncated: number of texts cut so far. Each worker process has its own copy, which counts and warns for itself.
     """
 
     vocab_size: int = 259
@@ -43,6 +49,7 @@ class ByteTokenizer:
         if context_length < 3:
             raise ValueError(f"context_length must be at least 3 (start, one byte, end), got {context_length}")
         self.context_length = context_length
+        self.truncated = 0
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
         """Encodes one text or several.
@@ -56,12 +63,30 @@ class ByteTokenizer:
         rows = [texts] if isinstance(texts, str) else texts
         ids = np.full((len(rows), self.context_length), _PAD, dtype=np.int32)
         ids[:, 0] = _START
-        for row, text in zip(ids, rows, strict=True):
-            data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)[: self.context_length - 2]
+        encoded = [text.encode("utf-8") for text in rows]
+        self._count_truncated([len(text) for text in encoded])
+        for row, text in zip(ids, encoded, strict=True):
+            data = np.frombuffer(text, dtype=np.uint8)[: self.context_length - 2]
             row[1 : 1 + data.size] = data
             row[1 : 1 + data.size] += _FIRST_BYTE
             row[1 + data.size] = _END
         return ids
+
+    def _count_truncated(self, lengths: Sequence[int]) -> None:
+        """Count the lengths, in bytes, above the limit; warn at the first."""
+        limit = self.context_length - 2
+        cut = sum(length > limit for length in lengths)
+        if not cut:
+            return
+        with _count_lock:
+            first = self.truncated == 0
+            self.truncated += cut
+        if first:
+            _logger.warning(
+                "cut %d of %d texts to %d bytes, the longest has %d; text.context_length=%d (now %d) keeps them whole;"
+                " later cuts are counted without a warning",
+                *(cut, len(lengths), limit, max(lengths), max(lengths) + 2, self.context_length),
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes one row, up to its end token; a character that truncation cut apart becomes U+FFFD.

@@ -9,6 +9,8 @@ import numpy as np
 from PIL import Image
 
 _BICUBIC = Image.Resampling.BICUBIC
+_CROP_TRIES = 10  # as in torchvision
+_MAX_ASPECT_RATIO = 100  # of an image that is resized whole: 20 MB at 224 pixels
 
 
 def _check_image(image: np.ndarray) -> None:
@@ -18,15 +20,12 @@ def _check_image(image: np.ndarray) -> None:
         )
 
 
-def _resize(image: np.ndarray, size: int, box: tuple[float, float, float, float]) -> np.ndarray:
-    """The part of an image inside `box` (left, top, right, bottom), resampled to `size` x `size`."""
-    return np.asarray(Image.fromarray(image).resize((size, size), _BICUBIC, box=box))
-
-
 def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """The central square of an image, as large as it fits, resampled (bicubic, anti-aliased): the evaluation transform.
+    """Resize the short side (bicubic, antialiased), then crop the central square.
 
-    Equals resizing the short side to `size` and cropping the centre, without the intermediate image.
+    Equals torchvision's `Resize(size, interpolation=BICUBIC)` and `CenterCrop(size)` on PIL images, pixel for pixel,
+    for aspect ratios up to 100. A longer image first loses its ends, because the resized image would take
+    4 * size^2 * aspect ratio bytes.
 
     Args:
       image: uint8 [H, W, 3].
@@ -39,12 +38,21 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
       ValueError: the image is not uint8 [H, W, 3].
     """
     _check_image(image)
-    height, width, _ = image.shape
-    if height == width == size:
+    if image.shape[:2] == (size, size):
         return image
-    side = min(height, width)
-    left, top = (width - side) / 2, (height - side) / 2
-    return _resize(image, size, (left, top, left + side, top + side))
+    short = min(image.shape[:2])
+    image = _center_crop(image, _MAX_ASPECT_RATIO * short)
+    height, width, _ = image.shape
+    # The long side is rounded down and a margin of half a pixel to the even number, as in torchvision. Pillow's
+    # `resize(box=...)` avoids the large image but differs from it by up to 24 levels.
+    resized = np.asarray(Image.fromarray(image).resize((size * width // short, size * height // short), _BICUBIC))
+    return np.ascontiguousarray(_center_crop(resized, size))
+
+
+def _center_crop(image: np.ndarray, size: int) -> np.ndarray:
+    """View of the central pixels, at most `size` along each axis."""
+    top, left = (max(0, round((side - size) / 2)) for side in image.shape[:2])
+    return image[top : top + size, left : left + size]
 
 
 def random_resized_crop(
@@ -55,17 +63,14 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.9, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> np.ndarray:
-    """A random part of an image, resampled to a square (Szegedy et al. 2015, section 6; scale as in OpenCLIP).
-
-    A part that would not fit (a wide one out of a tall image) is cut to the image's bounds, not drawn again, so that a
-    sample costs a fixed number of random draws.
+    """Crop a random box, then resize it to a square (Szegedy et al. 2015, section 6; scale as in OpenCLIP).
 
     Args:
       image: uint8 [H, W, 3].
       size: side S of the result, in pixels.
       rng: source of randomness.
-      scale: range of the part's area, as a fraction of the image's.
-      ratio: range of the part's width over height, log-uniform.
+      scale: range of the box's area, as a fraction of the image's.
+      ratio: range of the box's width over height, log-uniform.
 
     Returns:
       uint8 [S, S, 3].
@@ -74,13 +79,41 @@ def random_resized_crop(
       ValueError: the image is not uint8 [H, W, 3].
     """
     _check_image(image)
-    height, width, _ = image.shape
-    u_area, u_ratio, u_left, u_top = rng.random(4).tolist()
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * u_area)
-    aspect = math.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u_ratio)
-    part_width, part_height = min(math.sqrt(area * aspect), width), min(math.sqrt(area / aspect), height)
-    left, top = (width - part_width) * u_left, (height - part_height) * u_top
-    return _resize(image, size, (left, top, left + part_width, top + part_height))
+    top, left, height, width = random_crop_box(image.shape[0], image.shape[1], rng, scale, ratio)
+    box = image[top : top + height, left : left + width]  # cropped first: bicubic weights reach beyond the box
+    return np.asarray(Image.fromarray(box).resize((size, size), _BICUBIC))
+
+
+def random_crop_box(
+    height: int, width: int, rng: np.random.Generator, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Draw a crop box from the distribution of torchvision's `RandomResizedCrop`.
+
+    The first of ten draws of area and aspect ratio that fits into the image is placed uniformly. If none fits, the box
+    is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
+
+    Args:
+      height: image height, in pixels.
+      width: image width, in pixels.
+      rng: source of randomness.
+      scale: range of the box's area, as a fraction of the image's.
+      ratio: range of the box's width over height, log-uniform.
+
+    Returns:
+      (top, left, height, width) of the box, in pixels.
+    """
+    u_top, u_left, *tries = rng.random(2 + 2 * _CROP_TRIES).tolist()
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for u_area, u_aspect in zip(tries[::2], tries[1::2], strict=True):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * u_area)
+        aspect = math.exp(low + (high - low) * u_aspect)
+        box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top, left = int(u_top * (height - box_height + 1)), int(u_left * (width - box_width + 1))
+            return top, left, box_height, box_width
+    box_width = min(width, max(1, round(height * ratio[1])))
+    box_height = min(height, max(1, round(width / ratio[0])))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 def random_shift(image: np.ndarray, max_shift: int, rng: np.random.Generator) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.distributed import replicate
+from infcl_jax.distributed import is_lead, replicate
 from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
 
 # Cosine similarities closer than this are a tie: float32 rounding of a dot product of unit vectors depends on the
@@ -20,6 +21,8 @@ TIE_TOLERANCE = 1e-6
 
 _QUERY_BLOCK = 2048
 _GALLERY_BLOCK = 4096
+
+_logger = logging.getLogger(__name__)
 
 
 def retrieval_recall(
@@ -40,7 +43,8 @@ def retrieval_recall(
     whose features have collapsed to a point therefore scores 0 and not 100 %. The price: if two images carry the same
     caption, the two captions tie, so neither image finds its own in first place, and only one of the two captions finds
     its image there. A split with repeated captions thus has a ceiling below 1 at k = 1; drop the repeats, or raise k,
-    where that matters. Captions of the same image never count against each other.
+    where that matters. The lead process logs a warning with the ceiling, once per process and gallery. Captions of the
+    same image never count against each other.
 
     No device holds more than a tile of the similarity matrix, its share of the gallery and one block of queries. A k
     that is not smaller than the gallery gives 1 whatever the features are.
@@ -64,12 +68,55 @@ def retrieval_recall(
     best = np.full(len(image), -np.inf, np.float32)
     with np.errstate(invalid="ignore"):  # NaN wins a maximum, and a NaN threshold counts as a miss
         np.maximum.at(best, owner, positive)
+    if is_lead():
+        _warn_of_repeats(text, owner)
     own = np.arange(len(image), dtype=np.int32)
     rivals = {
         "image_to_text": count_rivals(image, own, best, text, owner, mesh),
         "text_to_image": count_rivals(text, owner, positive, image, own, mesh),
     }
     return {f"{name}_r{k}": float(np.mean(count < k)) for name, count in rivals.items() for k in ks}
+
+
+def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float, float]:
+    """Count captions shared between images and bound recall at 1, where ties are misses.
+
+    An image without an unshared caption cannot find its own first. Of the images that share a caption, at most one is
+    found by it.
+
+    Args:
+        text: [M, D] caption features; equal captions have features of equal bits.
+        text_image: int [M], the image of each caption, in [0, N), every image at least once.
+
+    Returns:
+        Number of captions that another image has too, and the upper bounds of image-to-text and text-to-image R@1.
+    """
+    rows = np.ascontiguousarray(text)
+    _, caption = np.unique(rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel(), return_inverse=True)
+    pairs, copies = np.unique(np.stack([caption, text_image]), axis=1, return_counts=True)
+    images = np.bincount(pairs[0])  # per distinct caption
+    shared = images[caption] > 1
+    most = np.zeros_like(images)  # copies of one caption that belong to one image
+    np.maximum.at(most, pairs[0], copies)
+    with_unshared = len(np.unique(text_image[~shared]))
+    return int(shared.sum()), with_unshared / len(np.unique(text_image)), float(most.sum() / len(text))
+
+
+def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
+    """Warn if captions of different images have equal features."""
+    count, to_text, to_image = recall_ceiling(text, text_image)
+    if count:
+        _warn_once(
+            f"{count} of {len(text)} captions have the features of another image's caption and tie with it: R@1 is at"
+            f" most {100 * to_text:.1f} % image to text and {100 * to_image:.1f} % text to image; drop repeated"
+            " captions from the gallery for higher ones"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning unless the process has logged it before."""
+    _logger.warning(message)
 
 
 def paired_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -1,3 +1,7 @@
+import concurrent.futures
+import logging
+import pickle
+
 import numpy as np
 import pytest
 
@@ -33,6 +37,34 @@ def test_end_token_has_the_largest_id_and_survives_truncation(length):
 
 def test_cut_character_is_marked():
     assert ByteTokenizer(context_length=5).decode(ByteTokenizer(context_length=5)("abé")[0]) == "ab\ufffd"
+
+
+def test_truncation_is_counted_and_reported_once(caplog):
+    tokenizer = ByteTokenizer(context_length=8)
+    with caplog.at_level(logging.WARNING):
+        tokenizer(["123456", ""])
+        assert tokenizer.truncated == 0 and not caplog.records
+        tokenizer(["1234567", "short", "ééééé"])
+        assert tokenizer.truncated == 2
+        tokenizer("12345678")
+        assert tokenizer.truncated == 3
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("cut 2 of 3 texts to 6 bytes, the longest has 10; text.context_length=12 (now 8)")
+
+
+def test_truncation_is_counted_over_threads(caplog):
+    tokenizer = ByteTokenizer(context_length=3)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        list(threads.map(tokenizer, [["ab", "a", "abc"]] * 500))
+    assert tokenizer.truncated == 1000 and len(caplog.records) == 1
+
+
+def test_a_pickled_copy_counts_for_itself():
+    tokenizer = ByteTokenizer(context_length=8)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert (copy("a red circle") == tokenizer("a red circle")).all()
+    copy("a red circle")
+    assert (tokenizer.truncated, copy.truncated) == (1, 2)
 
 
 def test_bad_arguments():

@@ -1,8 +1,18 @@
+import collections
+
 import numpy as np
 import pytest
+from golden import torchvision_transforms as golden
+from PIL import Image
 
 from infcl_jax.data import Augmentation
-from infcl_jax.data.transforms import random_resized_crop, random_shift, resize_center_crop
+from infcl_jax.data.transforms import random_crop_box, random_resized_crop, random_shift, resize_center_crop
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    with np.load(golden.PATH) as stored:
+        return dict(stored)
 
 
 def rng(seed=0):
@@ -29,27 +39,82 @@ def test_center_crop_of_the_same_size_is_the_image_itself():
     assert Augmentation(scale=(1.0, 1.0))(image, 32, rng()) is image
 
 
-def test_crop_covers_the_scale():
-    image = ramp(100, 100)
-    areas = []
-    for seed in range(300):
-        crop = random_resized_crop(image, 50, rng(seed), scale=(0.5, 1.0), ratio=(1.0, 1.0))
-        sides = crop[..., :2].reshape(-1, 2).max(axis=0) - crop[..., :2].reshape(-1, 2).min(axis=0) + 1.0
-        areas.append(sides.prod() / 1e4)
-    assert 0.47 < min(areas) < 0.55 and 0.95 < max(areas) <= 1.0
-    assert 0.70 < np.mean(areas) < 0.80
+@pytest.mark.parametrize("size", golden.SIZES)
+@pytest.mark.parametrize("shape", golden.SHAPES)
+def test_center_crop_equals_torchvision(torchvision, shape, size):
+    case = golden.SHAPES.index(shape), golden.SIZES.index(size)
+    output = resize_center_crop(golden.noise(*shape), size)
+    np.testing.assert_array_equal(golden.center(output), torchvision["centers"][case])
+    assert golden.digest(output) == torchvision["digests"][case]
+
+
+@pytest.mark.parametrize("shape", [(1, 20_000), (20_001, 1), (3, 10_000)])
+def test_center_crop_of_a_very_long_image_takes_little_memory(monkeypatch, shape):
+    pixels = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, *args: pixels.append(np.prod(size)) or resize(self, size, *args)
+    )
+    line = np.linspace(0, 255, max(shape)).astype(np.uint8)
+    line = line[:, None, None] if shape[0] > shape[1] else line[None, :, None]
+    output = resize_center_crop(np.broadcast_to(line, (*shape, 3)), 32)
+    assert sum(pixels) <= 100 * 32 * 32
+    assert output.shape == (32, 32, 3)
+    assert 126 <= output.min() <= output.max() <= 128  # the center of the ramp
+
+
+def crop_boxes(case):
+    """The boxes of consecutive draws, (top, left, height, width) [n, 4]."""
+    height, width, scale, ratio = case
+    generator = rng(len(str(case)))
+    return np.array([random_crop_box(height, width, generator, scale, ratio) for _ in range(golden.DRAWS)])
+
+
+@pytest.mark.parametrize("case", golden.BOXES, ids=str)
+def test_crop_boxes_have_the_distribution_of_torchvision(torchvision, case):
+    row = golden.BOXES.index(case)
+    values = golden.box_statistics(crop_boxes(case))
+    distance = np.abs(golden.distribution(values, torchvision["points"][row]) - torchvision["shares"][row]).max()
+    # Two-sample Kolmogorov-Smirnov test at level 1e-4: sqrt(-log(1e-4 / 2) / 2) sqrt(2 / n).
+    assert distance < 2.23 * np.sqrt(2 / golden.DRAWS)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale", "box"),
+    [
+        (200, 300, (0.9, 1.0), (0, 16, 200, 267)),  # too wide: ratio 4 / 3
+        (300, 200, (0.9, 1.0), (16, 0, 267, 200)),  # too tall: ratio 3 / 4
+        (150, 190, (1.0, 1.0), (0, 0, 150, 190)),  # the ratio fits: the whole image
+    ],
+)
+def test_crop_falls_back_to_the_center(height, width, scale, box):
+    generator = rng()
+    boxes = collections.Counter(random_crop_box(height, width, generator, scale, (3 / 4, 4 / 3)) for _ in range(1000))
+    assert boxes[box] >= 950  # some tries fit to the pixel by rounding
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (400, 100)])
+def test_crop_draws_a_fixed_number(shape):
+    used, fresh = rng(), rng()
+    random_crop_box(*shape, used, (0.9, 1.0), (3 / 4, 4 / 3))
+    fresh.random(22)
+    assert used.bit_generator.state == fresh.bit_generator.state
+
+
+@pytest.mark.parametrize("shape", [(61, 97), (10, 200), (200, 10), (3, 3), (1, 7)])
+def test_crop_resizes_its_box_alone(shape):
+    image = rng().integers(0, 256, (*shape, 3), dtype=np.uint8)
+    for seed in range(20):
+        top, left, height, width = random_crop_box(*shape, rng(seed), (0.2, 1.0), (3 / 4, 4 / 3))
+        box = Image.fromarray(image).crop((left, top, left + width, top + height))
+        expected = np.asarray(box.resize((16, 16), Image.Resampling.BICUBIC))
+        assert (random_resized_crop(image, 16, rng(seed), scale=(0.2, 1.0)) == expected).all()
 
 
 def test_whole_image_crop_is_a_resize():
     image = ramp(64, 64)
     crop = random_resized_crop(image, 32, rng(), scale=(1.0, 1.0), ratio=(1.0, 1.0))
     assert (crop == resize_center_crop(image, 32)).all()
-
-
-@pytest.mark.parametrize("shape", [(10, 200), (200, 10), (3, 3)])
-def test_crop_of_extreme_shapes(shape):
-    for seed in range(50):
-        assert random_resized_crop(ramp(*shape), 16, rng(seed)).shape == (16, 16, 3)
 
 
 def test_shift_moves_whole_pixels_and_repeats_the_border():
@@ -72,6 +137,11 @@ def test_augmentation_follows_the_generator_and_keeps_its_input(augmentation):
     assert (first == again).all() and (first != other).any()
     assert (image == copy).all()
     assert first.shape == (32, 32, 3) and first.dtype == np.uint8
+
+
+def test_augmentation_of_the_whole_area_is_the_center_crop():
+    image = golden.noise(48, 40)
+    assert (Augmentation(scale=(1.0, 1.0))(image, 32, rng()) == resize_center_crop(image, 32)).all()
 
 
 @pytest.mark.parametrize(

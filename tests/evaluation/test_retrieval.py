@@ -1,5 +1,7 @@
 """Recall against a brute-force ranking, and what ties, NaN and repeated captions do to it."""
 
+import logging
+
 import jax
 import numpy as np
 import pytest
@@ -98,6 +100,77 @@ def test_repeated_captions_of_two_images_tie_and_of_one_image_do_not():
     assert recall["image_to_text_r2"] == 1.0
     text = np.repeat(image, 2, axis=0)
     assert set(retrieval_recall(image, text, data_mesh(), text_image=np.arange(18) // 2).values()) == {1.0}
+
+
+@pytest.fixture
+def warned(caplog):
+    """The log of a process that has not warned yet."""
+    retrieval._warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, retrieval.__name__)
+    return caplog
+
+
+def test_repeated_captions_are_reported_once(warned):
+    image = np.eye(9, dtype=np.float32)
+    text = image.copy()
+    text[3] = text[2] = image[2] + image[3]
+    for _ in range(2):
+        retrieval_recall(image, text, data_mesh())
+    assert len(warned.messages) == 1
+    assert warned.messages[0].startswith(
+        "2 of 9 captions have the features of another image's caption and tie with it: R@1 is at most 77.8 % image to"
+        " text and 88.9 % text to image"
+    )
+    text[5] = text[4]  # another gallery
+    retrieval_recall(image, text, data_mesh())
+    assert len(warned.messages) == 2 and warned.messages[1].startswith("4 of 9 captions")
+
+
+def test_the_lead_alone_reports_repeated_captions(warned, monkeypatch):
+    monkeypatch.setattr(retrieval, "is_lead", lambda: False)
+    retrieval_recall(np.eye(4), np.ones((4, 4)), data_mesh())
+    assert not warned.messages
+
+
+def test_distinct_captions_and_repeats_of_one_image_are_not_reported(warned):
+    image = np.eye(9, dtype=np.float32)
+    retrieval_recall(image, image, data_mesh())
+    retrieval_recall(image, np.repeat(image, 2, axis=0), data_mesh(), text_image=np.arange(18) // 2)
+    assert not warned.messages
+
+
+@pytest.mark.parametrize(
+    ("caption", "owner"),
+    [
+        ([0, 0, 1, 2], [0, 1, 2, 3]),
+        ([0, 0, 0, 0], [0, 1, 2, 3]),
+        ([0, 1, 0, 2, 2, 3], [0, 0, 1, 1, 2, 2]),
+        ([0, 0, 0, 1, 2, 2], [0, 0, 1, 1, 2, 3]),
+    ],
+)
+def test_recall_ceiling_is_the_best_recall(caption, owner):
+    caption, owner = np.array(caption), np.array(owner)
+    count, *ceiling = retrieval.recall_ceiling(np.eye(4, dtype=np.float32)[caption], owner)
+    assert count == sum(len(set(owner[caption == c])) > 1 for c in caption)
+    rng, best = np.random.default_rng(0), np.zeros(2)
+    for _ in range(1000):  # no model is above the ceiling, and one reaches it
+        text = rng.normal(size=(4, 8))[caption]
+        weight = rng.random(len(text)) * (owner == np.arange(owner.max() + 1)[:, None])
+        recall = recall_at_1(weight @ text + 0.1 * rng.normal(size=(len(weight), 8)), text, owner)
+        assert (recall <= ceiling).all()
+        best = np.maximum(best, recall)
+    np.testing.assert_array_equal(best, ceiling)
+
+
+def recall_at_1(image, text, owner):
+    """R@1 in both directions, ties counted as misses."""
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (image, text)]
+    similarity = unit[0] @ unit[1].T
+    own = owner[None, :] == np.arange(len(image))[:, None]
+    right, wrong = np.where(own, similarity, -np.inf), np.where(own, -np.inf, similarity)
+    to_text = right.max(axis=1) > wrong.max(axis=1) + retrieval.TIE_TOLERANCE
+    to_image = right.max(axis=0) > wrong.max(axis=0) + retrieval.TIE_TOLERANCE
+    return np.array([to_text.mean(), to_image.mean()])
 
 
 def test_no_device_holds_more_than_a_tile_of_the_similarities(monkeypatch):

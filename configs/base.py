@@ -59,6 +59,7 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 1e-3
     config.optimizer.schedule = "cosine"  # after the warm-up; or "constant"
     config.optimizer.warmup_steps = 100
+    config.optimizer.warmup_start = "zero"  # rate of the first step; "one_step": a warm-up step above it, as OpenCLIP
     config.optimizer.final_learning_rate = 0.0
     config.optimizer.learning_rate_rules = ()  # factors by name: (("visual/.*", 0.1), (".*", 1.0))
     config.optimizer.temperature_learning_rate = placeholder(float)  # of the logit scale; None: as the others

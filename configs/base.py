@@ -42,6 +42,10 @@ def get_config() -> ConfigDict:
     config.global_contrastive.rho = 6.5  # weight of learned temperatures
     config.global_contrastive.eps = 1e-14
     config.global_contrastive.temperature_learning_rate = 1e-2  # where every sample has its own
+    # Adam of those temperatures; None: the optimizer's setting in mode "reference", else 0.9, 0.999 and 1e-8
+    config.global_contrastive.temperature_beta1 = placeholder(float)
+    config.global_contrastive.temperature_beta2 = placeholder(float)
+    config.global_contrastive.temperature_eps = placeholder(float)
 
     # Gradient caching, see infcl_jax.training.GradCacheConfig
     config.grad_cache = ConfigDict()
@@ -59,6 +63,7 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 1e-3
     config.optimizer.schedule = "cosine"  # after the warm-up; or "constant"
     config.optimizer.warmup_steps = 100
+    config.optimizer.warmup_start = "zero"  # rate of the first step; "one_step": a warm-up step above it, as OpenCLIP
     config.optimizer.final_learning_rate = 0.0
     config.optimizer.learning_rate_rules = ()  # factors by name: (("visual/.*", 0.1), (".*", 1.0))
     config.optimizer.temperature_learning_rate = placeholder(float)  # of the logit scale; None: as the others

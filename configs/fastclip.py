@@ -1,11 +1,16 @@
 """FastCLIP: global contrastive losses at the paper's three sizes, and at one that two CPU cores can train.
 
     python -m experiments.train --config=configs/fastclip.py:quickstart --workdir=runs/fastclip
-    python -m experiments.train --config=configs/fastclip.py:medium,loss=fastclip_v2,optimizer=lamb --workdir=runs/v2
+    python -m experiments.train --config=configs/fastclip.py:medium,loss=fastclip_v2 --workdir=runs/v2
+    python -m experiments.train --config=configs/fastclip.py:medium,experiment=optimizer,optimizer=lion --workdir=runs/l
 
-The argument is a size and what to change of it: `loss` ("clip", "sogclr", "isogclr", or "fastclip_v0" to "fastclip_v3",
-the default), `optimizer` ("adamw", "lamb", "lion", "sgd") and `mode` ("reference", with which the published settings
-were tuned, or "published").
+The argument is a size, then changes of it:
+
+- `experiment`: which experiment of the paper the settings are from, see below. The same loss has different settings in
+  different experiments.
+- `loss`: "fastclip_v3" by default. "fastclip_v3_const" is FastCLIP-v3 with a constant gamma.
+- `optimizer`: "adamw" by default. "optimizer" is the only experiment with "sgd", "lamb" and "lion".
+- `mode`: "reference" by default, with which the published settings were tuned, or "published".
 
 | size | data, samples | model | batch | epochs |
 | --- | --- | --- | --- | --- |
@@ -14,33 +19,58 @@ were tuned, or "published").
 | large | CC12M, 9.1 M | ViT-B/32 | 2048 | 33 |
 | xlarge | LAION, 315 M | ViT-B/16 | 5120 | 42 |
 
+| experiment | of the paper | losses | sizes |
+| --- | --- | --- | --- |
+| temperature (default) | Table 9: temperature updates | clip, fastclip_v0 to fastclip_v3 | medium, large, xlarge |
+| schedule | Table 8: schedule of gamma | sogclr, isogclr, fastclip_v1 to _v3, fastclip_v3_const | as above |
+| optimizer | Table 10: optimizers | fastclip_v3 | medium, large |
+| shapes (default) | none | all | quickstart |
+
+The experiments at xlarge have no losses besides clip and fastclip_v3. "clip" is the paper's OpenCLIP. The momentum of
+SGD is beta1. The temperature of FastCLIP-v0 learns at the rate of all parameters, as in the authors' scripts.
+
 "quickstart" takes about 3 minutes on two CPU cores. The others expect datasets in TFDS's array_record format in the
 folders `cc3m`, `cc12m` and `laion` of `data_dir`, and take as many steps as the paper's numbers of samples give.
-Wei et al., "FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources" (2024).
+Wei et al., "FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources" (2024),
+Appendix B.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from configs import base
-from infcl_jax.losses.global_contrastive import VARIANTS
 
-# What the sizes differ in; `rho` and `temperature_rate` by loss.
-_SIZES: dict[str, dict[str, Any]] = {
+
+class _Loss(NamedTuple):
+    """Settings of a loss in one experiment.
+
+    Attributes:
+      temperature: at the start.
+      gamma: inner learning rate, constant or at the end of the cosine; None for CLIP's loss, which has none.
+      gamma_epochs: epochs of the cosine; None: constant.
+      rho: weight of the temperatures.
+      temperature_rate: learning rate of the temperature, or of those of samples; None: that of all parameters.
+    """
+
+    temperature: float
+    gamma: float | None = None
+    gamma_epochs: int | None = None
+    rho: float = 0.0
+    temperature_rate: float | None = None
+
+
+_SIZES: dict[str, dict[str, Any]] = {  # Table 7; learning rate and weight decay of AdamW
     "quickstart": {
         "data": ("shapes/quickstart", 8192),
         "model": "tiny-shapes",
         "batch_size": 64,
         "epochs": 24,
         "adam": (0.9, 0.98, 1e-8),
+        "adamw": (1e-3, 0.1),
         "warmup_steps": 100,
-        "optimizers": {"adamw": (1e-3, 0.1)},
         "eps": 3e-3,
-        "gamma": (0.8, 12),
-        "rho": {"fastclip_v2": 6.5, "fastclip_v3": 3.0},
-        "temperature_rate": {"fastclip_v2": 1e-2, "fastclip_v3": 1e-4},
     },
     "medium": {
         "data": ("cc3m", 2_700_000),
@@ -48,12 +78,9 @@ _SIZES: dict[str, dict[str, Any]] = {
         "batch_size": 1024,
         "epochs": 37,
         "adam": (0.9, 0.999, 1e-8),
+        "adamw": (1e-3, 0.1),
         "warmup_steps": 10_000,
-        "optimizers": {"adamw": (1e-3, 0.1), "lamb": (2e-3, 0.1), "lion": (2e-4, 0.3), "sgd": (1.0, 3e-6)},
         "eps": 1e-14,
-        "gamma": (0.2, 18),
-        "rho": {"fastclip_v2": 7.0, "fastclip_v3": 6.5},
-        "temperature_rate": {"fastclip_v2": 1e-2, "fastclip_v3": 2e-4},
     },
     "large": {
         "data": ("cc12m", 9_100_000),
@@ -61,12 +88,9 @@ _SIZES: dict[str, dict[str, Any]] = {
         "batch_size": 2048,
         "epochs": 33,
         "adam": (0.9, 0.98, 1e-6),
+        "adamw": (4e-4, 0.1),
         "warmup_steps": 10_000,
-        "optimizers": {"adamw": (4e-4, 0.1), "lamb": (2e-3, 0.1), "lion": (1e-4, 0.3), "sgd": (2.0, 3e-6)},
         "eps": 1e-14,
-        "gamma": (0.2, 16),
-        "rho": {"fastclip_v2": 8.5, "fastclip_v3": 8.5},
-        "temperature_rate": {"fastclip_v2": 1e-4, "fastclip_v3": 1e-4},
     },
     "xlarge": {
         "data": ("laion", 315_000_000),
@@ -74,21 +98,76 @@ _SIZES: dict[str, dict[str, Any]] = {
         "batch_size": 5120,
         "epochs": 42,
         "adam": (0.9, 0.98, 1e-6),
+        "adamw": (2e-4, 0.2),
         "warmup_steps": 13_000,
-        "optimizers": {"adamw": (2e-4, 0.2)},
         "eps": 1e-6,
-        "gamma": (0.8, 10),
-        "rho": {"fastclip_v3": 16.0},
-        "temperature_rate": {"fastclip_v3": 5e-5},
     },
 }
-# iSogCLR differs from FastCLIP-v2 in the schedule of gamma alone.
-_SAME_SETTINGS = {"isogclr": "fastclip_v2"}
-_LOW_TEMPERATURE, _HIGH_TEMPERATURE = 0.03, 0.07
+_CLIP = {"clip": _Loss(0.07)}
+_MEDIUM_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 18, rho=6.5, temperature_rate=2e-4)}
+_LARGE_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 16, rho=8.5, temperature_rate=1e-4)}
+_XLARGE_V3 = {"fastclip_v3": _Loss(0.07, 0.8, 10, rho=16.0, temperature_rate=5e-5)}
+# By size and experiment. The first experiment of a size is its default.
+_EXPERIMENTS: dict[str, dict[str, dict[str, _Loss]]] = {
+    "quickstart": {
+        "shapes": {
+            **_CLIP,
+            "sogclr": _Loss(0.03, 0.8),
+            "isogclr": _Loss(0.03, 0.8, rho=6.5, temperature_rate=1e-2),
+            "fastclip_v0": _Loss(0.03, 0.8, 12),
+            "fastclip_v1": _Loss(0.03, 0.8, 12),
+            "fastclip_v2": _Loss(0.03, 0.8, 12, rho=6.5, temperature_rate=1e-2),
+            "fastclip_v3": _Loss(0.07, 0.8, 12, rho=3.0, temperature_rate=1e-4),
+            "fastclip_v3_const": _Loss(0.07, 0.8, rho=3.0, temperature_rate=1e-4),
+        },
+    },
+    "medium": {
+        "temperature": {  # Table 9; gamma of the cosine as in the authors' scripts
+            **_CLIP,
+            "fastclip_v0": _Loss(0.03, 0.2, 18),
+            "fastclip_v1": _Loss(0.03, 0.2, 18),
+            "fastclip_v2": _Loss(0.03, 0.2, 18, rho=7.0, temperature_rate=1e-2),
+            **_MEDIUM_V3,
+        },
+        "schedule": {  # Table 8
+            "sogclr": _Loss(0.03, 0.6),
+            "fastclip_v1": _Loss(0.03, 0.2, 18),
+            "isogclr": _Loss(0.03, 0.6, rho=9.0, temperature_rate=1e-2),
+            "fastclip_v2": _Loss(0.03, 0.2, 18, rho=9.0, temperature_rate=1e-2),
+            "fastclip_v3_const": _Loss(0.07, 0.6, rho=6.5, temperature_rate=2e-4),
+            **_MEDIUM_V3,
+        },
+        "optimizer": _MEDIUM_V3,
+    },
+    "large": {
+        "temperature": {
+            **_CLIP,
+            "fastclip_v0": _Loss(0.03, 0.2, 16),
+            "fastclip_v1": _Loss(0.03, 0.2, 16),
+            "fastclip_v2": _Loss(0.03, 0.2, 16, rho=8.5, temperature_rate=1e-4),
+            **_LARGE_V3,
+        },
+        "schedule": {
+            "sogclr": _Loss(0.03, 0.6),
+            "fastclip_v1": _Loss(0.03, 0.2, 16),
+            "isogclr": _Loss(0.03, 0.8, rho=9.0, temperature_rate=1e-2),
+            "fastclip_v2": _Loss(0.03, 0.6, 16, rho=9.0, temperature_rate=1e-2),
+            "fastclip_v3_const": _Loss(0.07, 0.6, rho=8.5, temperature_rate=1e-4),
+            **_LARGE_V3,
+        },
+        "optimizer": _LARGE_V3,
+    },
+    "xlarge": {"temperature": _CLIP | _XLARGE_V3, "schedule": _XLARGE_V3},
+}
+# Table 10: learning rate and weight decay in the experiment "optimizer".
+_OPTIMIZERS = {
+    "medium": {"adamw": (1e-3, 0.1), "lamb": (2e-3, 0.1), "lion": (2e-4, 0.3), "sgd": (1.0, 3e-6)},
+    "large": {"adamw": (4e-4, 0.1), "lamb": (2e-3, 0.1), "lion": (1e-4, 0.3), "sgd": (2.0, 3e-6)},
+}
 
 
 def get_config(argument: str = "quickstart") -> ConfigDict:
-    """See `configs/base.py` for the meaning of each setting.
+    """Configuration of a size and experiment. See `configs/base.py` for the meaning of each setting.
 
     Raises:
       ValueError: an unknown size, or a change of it for which there are no settings.
@@ -96,40 +175,33 @@ def get_config(argument: str = "quickstart") -> ConfigDict:
     name, *changes = argument.split(",")
     if name not in _SIZES:
         raise ValueError(f"expected one of the sizes {tuple(_SIZES)}, got {name!r}")
-    size = _SIZES[name]
-    chosen = {"loss": "fastclip_v3", "optimizer": "adamw", "mode": "reference"}
+    size, experiments = _SIZES[name], _EXPERIMENTS[name]
+    chosen = {"experiment": next(iter(experiments)), "loss": "fastclip_v3", "optimizer": "adamw", "mode": "reference"}
     for change in changes:
         what, _, value = change.partition("=")
+        if what not in chosen:
+            raise ValueError(f"expected changes of {tuple(chosen)}, got {what!r}")
         chosen[what] = value
-    loss, settings = chosen["loss"], _SAME_SETTINGS.get(chosen["loss"], chosen["loss"])
-    _check(chosen, size, settings)
+    _check_choice("experiment", chosen, tuple(experiments), f"size {name!r}")
+    where = f"experiment {chosen['experiment']!r} at size {name!r}"
+    losses = experiments[chosen["experiment"]]
+    optimizers = _OPTIMIZERS[name] if chosen["experiment"] == "optimizer" else {"adamw": size["adamw"]}
+    _check_choice("loss", chosen, tuple(losses), where)
+    _check_choice("optimizer", chosen, tuple(optimizers), where)
+    _check_choice("mode", chosen, ("reference", "published"), where)
 
     config = base.get_config()
     config.dataset, samples = size["data"]
     config.model = size["model"]
     config.batch_size = size["batch_size"]
     config.total_steps = samples // config.batch_size * size["epochs"]
-    config.loss = loss
-    gcl = config.global_contrastive
-    gcl.mode, gcl.eps = chosen["mode"], size["eps"]
-    gcl.gamma_min, gcl.gamma_epochs = size["gamma"]
-    if name == "large" and settings == "fastclip_v2":
-        gcl.gamma_min = 0.6
     optimizer = config.optimizer
     optimizer.name = chosen["optimizer"]
-    optimizer.learning_rate, optimizer.weight_decay = size["optimizers"][chosen["optimizer"]]
+    optimizer.learning_rate, optimizer.weight_decay = optimizers[chosen["optimizer"]]
     optimizer.beta1, optimizer.beta2, optimizer.eps = size["adam"]
     optimizer.warmup_steps = size["warmup_steps"]
-    temperature = _LOW_TEMPERATURE if loss in VARIANTS and loss != "fastclip_v3" else _HIGH_TEMPERATURE
-    if name == "xlarge":
-        temperature = _HIGH_TEMPERATURE
-    config.model_overrides = f"init_logit_scale={math.log(1 / temperature)}"
-    gcl.rho = size["rho"].get(settings, 0.0)
-    if settings == "fastclip_v2":
-        gcl.temperature_learning_rate = size["temperature_rate"][settings]
-    elif settings == "fastclip_v3":
-        optimizer.temperature_learning_rate = size["temperature_rate"][settings]
-        optimizer.temperature_schedule = "threshold"
+    config.global_contrastive.mode, config.global_contrastive.eps = chosen["mode"], size["eps"]
+    _set_loss(config, chosen["loss"], losses[chosen["loss"]])
     if name == "quickstart":
         config.augmentation.scale = (1.0, 1.0)
         config.split = f"train[:{samples}]"
@@ -140,16 +212,24 @@ def get_config(argument: str = "quickstart") -> ConfigDict:
     return config
 
 
-def _check(chosen: dict[str, str], size: dict[str, Any], settings: str) -> None:
-    known = {
-        "loss": ("clip", *VARIANTS),
-        "optimizer": tuple(size["optimizers"]),
-        "mode": ("published", "reference"),
-    }
-    for name, value in chosen.items():
-        if name not in known:
-            raise ValueError(f"expected changes of {tuple(known)}, got {name!r}")
-        if value not in known[name]:
-            raise ValueError(f"expected {name} to be one of {known[name]} at this size, got {value!r}")
-    if settings == "fastclip_v2" and settings not in size["rho"]:
-        raise ValueError(f"expected another loss at this size, got {chosen['loss']}, for which no settings are known")
+def _set_loss(config: ConfigDict, name: str, loss: _Loss) -> None:
+    config.loss = name.removesuffix("_const")
+    config.model_overrides = f"init_logit_scale={math.log(1 / loss.temperature)}"
+    if loss.gamma is None:
+        return
+    gcl = config.global_contrastive
+    gcl.rho, gcl.gamma_min = loss.rho, loss.gamma
+    if loss.gamma_epochs is None:
+        gcl.gamma_schedule = "constant"
+    else:
+        gcl.gamma_epochs = loss.gamma_epochs
+    if config.loss in ("isogclr", "fastclip_v2"):
+        gcl.temperature_learning_rate = loss.temperature_rate
+    elif config.loss == "fastclip_v3":
+        config.optimizer.temperature_learning_rate = loss.temperature_rate
+        config.optimizer.temperature_schedule = "threshold"
+
+
+def _check_choice(what: str, chosen: dict[str, str], known: tuple[str, ...], where: str) -> None:
+    if chosen[what] not in known:
+        raise ValueError(f"expected {what} to be one of {known} in {where}, got {chosen[what]!r}")

@@ -96,6 +96,7 @@ def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
         steps_per_epoch=len(_training_source(config)) // config.batch_size,
         mesh=mesh,
         implementation=config.implementation,
+        optimizer=OptimizerConfig(**config.optimizer),
     )
 
 

@@ -30,7 +30,9 @@ class Memory:
         return cls(zeros.copy(), zeros + tau, zeros.copy(), zeros.copy())
 
 
-def step(memory, image, text, index, *, variant, mode, gamma, epoch, rho, scale=None, rate=None):
+def step(
+    memory, image, text, index, *, variant, mode, gamma, epoch, rho, scale=None, rate=None, adam=(0.9, 0.999, 1e-8)
+):
     """Loss and gradients over image, text and scale of one batch; the memory is changed."""
     kind, factors, regularized = LOSSES[variant]
     published = mode == "published"
@@ -63,11 +65,11 @@ def step(memory, image, text, index, *, variant, mode, gamma, epoch, rho, scale=
         d_scale = d_log_scale / float(scale)
     if kind == "samples":
         slope = np.clip(np.log(EPS + u) + rho - pairs / tau, -5, 5)
-        beta1, beta2 = (0.0, 0.0) if epoch == 0 else (0.9, 0.999)
+        beta1, beta2 = (0.0, 0.0) if epoch == 0 else adam[:2]
         first = beta1 * memory.first[index] + (1 - beta1) * slope
         second = beta2 * memory.second[index] + (1 - beta2) * slope**2
         corrected = first / (1 - beta1 ** (epoch + 1)), second / (1 - beta2 ** (epoch + 1))
-        memory.tau[index] = np.clip(tau - rate * corrected[0] / (np.sqrt(corrected[1]) + 1e-8), 0.01, 1.0)
+        memory.tau[index] = np.clip(tau - rate * corrected[0] / (np.sqrt(corrected[1]) + adam[2]), 0.01, 1.0)
         memory.first[index], memory.second[index] = first, second
     memory.u[index] = u
     return loss, (d_s @ y, d_s.T @ x, d_scale)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_sum, over_mesh
-from infcl_jax.losses.samples import SampleState, read_samples, write_samples
+from infcl_jax.losses.samples import SampleState, check_index, read_samples, write_samples
 from infcl_jax.pairwise import pairwise_lse
 from infcl_jax.pairwise.checks import check_axis, check_choice, check_features, checked_mask
 from infcl_jax.pairwise.tiles import varying_over
 
-# Of the temperatures that belong to samples: Adam's decay rates after the first epoch, and its epsilon; the largest
-# gradient; the range.
-_BETA1, _BETA2, _ADAM_EPS = 0.9, 0.999, 1e-8
+# Largest gradient and range of temperatures of samples (FastCLIP's code).
 _LARGEST_GRADIENT = 5.0
 _TEMPERATURES = (0.01, 1.0)
 
@@ -51,6 +49,17 @@ VARIANTS = {
 }
 
 
+class _Adam(NamedTuple):
+    """Settings of Adam for temperatures of samples."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
+_ADAM = _Adam(0.9, 0.999, 1e-8)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
     """The static part of one call."""
@@ -60,6 +69,7 @@ class _Plan:
     eps: float
     rho: float
     temperature_learning_rate: float | None
+    temperature_adam: _Adam
     implementation: str | None
 
     @property
@@ -84,6 +94,9 @@ def global_contrastive_loss(
     logit_scale: Array | float | None = None,
     epoch: Array | int | None = None,
     temperature_learning_rate: float | None = None,
+    temperature_beta1: float = _ADAM.beta1,
+    temperature_beta2: float = _ADAM.beta2,
+    temperature_eps: float = _ADAM.eps,
     rho: float = 0.0,
     eps: float = 1e-14,
     mode: str = "published",
@@ -138,16 +151,21 @@ def global_contrastive_loss(
         its own u, and the state keeps that of the last.
       state: of `create_samples`, with `temperature` for the variants with temperatures of samples.
       variant: one of `VARIANTS`.
-      gamma: scalar in [0, 1], the inner learning rate.
+      gamma: scalar in [0, 1], the inner learning rate. With 0, u of a seen sample never changes. The gradient's factor
+        g / (eps + u) is at most 1 / gamma, so unbounded with 0.
       logit_scale: scalar, the inverse of the one temperature; None for variants with temperatures of samples.
       epoch: int, how often the dataset has been passed; for temperatures of samples alone, whose Adam it corrects.
       temperature_learning_rate: of the temperatures of samples; for those alone.
+      temperature_beta1: decay of the first moment of the samples' temperatures, in [0, 1); 0 in the first epoch.
+        FastCLIP's code passes beta1, beta2 and eps of the optimizer of the parameters.
+      temperature_beta2: decay of their second moment, in [0, 1); 0 in the first epoch.
+      temperature_eps: added to the root of their second moment.
       rho: weight of the temperatures in the loss; for the variants of the table alone.
       eps: added to u.
       mode: "published" or "reference".
       axis_name: as in `clip_loss`.
       mesh: as in `clip_loss`.
-      mask: bool `[b]`, False for pairs that do not exist.
+      mask: bool `[b]`, False for masked pairs (padding), whose features and index may hold anything.
       implementation: see `pairwise_lse`.
       rows_only: leave the state alone and return the batch's new rows of it, for `write_samples`: for a step of several
         programs, of which only the last may overwrite the state.
@@ -156,7 +174,8 @@ def global_contrastive_loss(
       The scalar, in fp32 (fp64 for fp64 features), and the new state (or rows); NaN if a sample is not of the state.
 
     Raises:
-      ValueError: shapes, dtypes or settings do not fit, or the devices cannot share the batch evenly.
+      ValueError: shapes, dtypes or settings do not fit, an index known to be out of range, or the devices cannot share
+        the batch evenly.
     """
     check_pairs(image, text)
     check_features(image, text)
@@ -165,13 +184,16 @@ def global_contrastive_loss(
     plan = _Plan(
         variant=VARIANTS[variant],
         published=mode == "published",
-        eps=eps,
-        rho=rho,
-        temperature_learning_rate=temperature_learning_rate,
+        eps=float(eps),
+        rho=float(rho),
+        temperature_learning_rate=None if temperature_learning_rate is None else float(temperature_learning_rate),
+        temperature_adam=_Adam(float(temperature_beta1), float(temperature_beta2), float(temperature_eps)),
         implementation=implementation,
     )
     _check_settings(variant, plan, state, logit_scale, epoch)
-    mask, index = checked_mask("mask", mask, image.shape[0]), _checked_index(index, image.shape[0])
+    inside, known_mask = axis_name is not None and mesh is None, mask  # under jit, jax.numpy traces known values too
+    mask = checked_mask("mask", mask, image.shape[0])
+    index = _checked_index(index, known_mask, None if inside else state, image.shape[0])
     scalars = tuple(
         None if value is None else checked_scalar(name, value, image)
         for name, value in (("gamma", _checked_gamma(gamma)), ("logit_scale", logit_scale), ("epoch", epoch))
@@ -230,7 +252,7 @@ def _loss(plan: _Plan, axis_name: AxisName | None, sharded: Any, scalars: Any) -
     new = SampleState(log_u)
     if kind == "samples":
         slope = with_eps + plan.rho - gradients[2] / (weight * tau)
-        new = _move_temperatures(old, log_u, slope, epoch, plan.temperature_learning_rate)
+        new = _move_temperatures(old, log_u, slope, epoch, plan)
         gradients = (*gradients[:2], None)
     elif kind == "learned":
         d_scale = gradients[2] if plan.published else 2 * gradients[2]
@@ -249,21 +271,19 @@ def _moving_average(log_u: Array, log_g: Array, gamma: Array) -> Array:
     return jnp.where(jnp.isneginf(log_u), log_g, moved)
 
 
-def _move_temperatures(
-    old: SampleState, log_u: Array, slope: Array, epoch: Array, learning_rate: float | None
-) -> SampleState:
+def _move_temperatures(old: SampleState, log_u: Array, slope: Array, epoch: Array, plan: _Plan) -> SampleState:
     """Adam on each sample's temperature, without memory in the first epoch and corrected by the epochs passed."""
     slope = jnp.clip(slope, -_LARGEST_GRADIENT, _LARGEST_GRADIENT)
-    first_epoch = epoch == 0
+    first_epoch, adam = epoch == 0, plan.temperature_adam
 
     def moment(old: Array, new: Array, beta: float) -> tuple[Array, Array]:
         mean = jnp.where(first_epoch, new, beta * old + (1 - beta) * new)
-        correction = -jnp.expm1((epoch + 1) * math.log(beta))
+        correction = -jnp.expm1((epoch + 1) * math.log(beta)) if beta else jnp.ones_like(epoch)
         return mean, jnp.where(first_epoch, mean, mean / correction)
 
-    first, direction = moment(old.first_moment, slope, _BETA1)
-    second, square = moment(old.second_moment, slope**2, _BETA2)
-    temperature = old.temperature - learning_rate * direction / (jnp.sqrt(square) + _ADAM_EPS)
+    first, direction = moment(old.first_moment, slope, adam.beta1)
+    second, square = moment(old.second_moment, slope**2, adam.beta2)
+    temperature = old.temperature - plan.temperature_learning_rate * direction / (jnp.sqrt(square) + adam.eps)
     return SampleState(log_u, jnp.clip(temperature, *_TEMPERATURES), first, second)
 
 
@@ -288,15 +308,18 @@ def _sum_where(exists: Array, values: Array) -> Array:
     return jnp.where(exists, values, jnp.zeros_like(values)).sum()
 
 
-def _checked_index(index: Array, rows: int) -> Array:
+def _checked_index(index: Array, mask: Array | None, state: SampleState | None, rows: int) -> Array:
+    """The index as int32. `state` is None inside `shard_map`, where its rows are one device's."""
     if index.shape != (rows,) or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"expected index to be integers of shape ({rows},), got {index.dtype}{list(index.shape)}")
+    if state is not None:
+        check_index(index, mask, state)
     return jnp.asarray(index).astype(jnp.int32)
 
 
 def _checked_gamma(gamma: Array | float) -> Array | float:
-    if not isinstance(gamma, jax.Array) and not 0 < gamma <= 1:
-        raise ValueError(f"expected 0 < gamma <= 1, got {gamma}")
+    if not isinstance(gamma, jax.Array) and not 0 <= gamma <= 1:
+        raise ValueError(f"expected 0 <= gamma <= 1, got {gamma}")
     return gamma
 
 
@@ -306,7 +329,14 @@ def _check_settings(name: str, plan: _Plan, state: SampleState, logit_scale: Any
         raise ValueError(f"expected eps > 0, got {plan.eps}")
     if plan.rho and not plan.variant.regularized:
         raise ValueError(f"expected no rho for {name}, which has none, got {plan.rho}")
-    own = plan.variant.temperature == "samples"
+    own, adam = plan.variant.temperature == "samples", plan.temperature_adam
+    for what, beta in (("temperature_beta1", adam.beta1), ("temperature_beta2", adam.beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"expected 0 <= {what} < 1, got {beta}")
+    if not adam.eps > 0:
+        raise ValueError(f"expected temperature_eps > 0, got {adam.eps}")
+    if adam != _ADAM and not own:
+        raise ValueError(f"expected no temperature_beta1, temperature_beta2, temperature_eps for {name}, got {adam}")
     needed = {
         "logit_scale": (logit_scale, not own),
         "epoch": (epoch, own),

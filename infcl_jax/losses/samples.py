@@ -4,10 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
+from infcl_jax.pairwise.checks import is_known
 
 # The arrays are as long as the next multiple, whatever the devices: a checkpoint fits any number that divides it.
 LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7
@@ -17,7 +19,8 @@ class SampleState(NamedTuple):
     """Column 0 belongs to a sample's image, column 1 to its text; sample k is row k. All fp32.
 
     Attributes:
-      log_u: `[n, 2]` logarithm of the moving average of the pairs' mean exponentials; -inf for a sample not yet seen.
+      log_u: `[n, 2]` logarithm of the moving average of the pairs' mean exponentials; -inf for a sample not yet seen,
+        +inf for padding rows.
       temperature: `[n, 2]` temperature of each sample, None for losses with one temperature for all.
       first_moment: `[n, 2]` of the temperature's gradient, None likewise.
       second_moment: `[n, 2]` of the temperature's gradient, None likewise.
@@ -57,12 +60,45 @@ def create_samples(
     shape = (-(-samples // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, 2)
 
     def create() -> SampleState:
-        log_u = jnp.full(shape, -jnp.inf, jnp.float32)
+        is_padding = lax.broadcasted_iota(jnp.int32, shape, 0) >= samples
+        log_u = jnp.where(is_padding, jnp.float32(jnp.inf), jnp.float32(-jnp.inf))
         if temperature is None:
             return SampleState(log_u)
         return SampleState(log_u, jnp.full(shape, temperature, jnp.float32), *jnp.zeros((2, *shape), jnp.float32))
 
     return jax.jit(create, out_shardings=sharding)()
+
+
+def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
+    """Checks that known (not traced) indices are samples of the dataset.
+
+    The size of the dataset is known if the state is on one device and not traced. Otherwise it is rounded up to a
+    multiple of `LENGTH_MULTIPLE`.
+
+    Args:
+      index: int `[b]`, sample of each row of the global batch.
+      mask: bool `[b]`, False for rows whose index may be anything.
+      state: of the whole dataset.
+
+    Raises:
+      ValueError: an index is out of range.
+    """
+    if not (is_known(index) and is_known(mask)):
+        return
+    rows = np.asarray(index)[... if mask is None else np.asarray(mask)]  # under jit, jax.numpy would trace even this
+    if not rows.size:
+        return
+    low, high, samples = int(rows.min()), int(rows.max()), state.log_u.shape[0]
+    if is_known(state.log_u) and _is_on_one_device(state.log_u):
+        with jax.ensure_compile_time_eval():
+            if high >= samples or jnp.isposinf(state.log_u[high, 0]):
+                samples = int((~jnp.isposinf(state.log_u[:, 0])).sum())
+    if low < 0 or high >= samples:
+        raise ValueError(f"expected index in [0, {samples}), the samples of the state, got values {low} to {high}")
+
+
+def _is_on_one_device(array: Array) -> bool:
+    return not isinstance(array, jax.Array) or len(array.devices()) == 1
 
 
 def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -> SampleState:
@@ -82,12 +118,14 @@ def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -
     exists = ((everyone >= 0) & (everyone < length))[:, None]
 
     def read(array: Array) -> Array:
-        rows = array.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
+        rows = _rows(array, local, mine)
         rows = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))  # of all devices one has it
         rows = jnp.where(exists, rows, jnp.full_like(rows, jnp.nan))
         return lax.psum_scatter(rows, axis_name, tiled=True) if axis_name else rows
 
-    return jax.tree.map(read, state)
+    rows = jax.tree.map(read, state)
+    is_padding = jnp.isposinf(rows.log_u)
+    return jax.tree.map(lambda array: jnp.where(is_padding, jnp.full_like(array, jnp.nan), array), rows)
 
 
 def write_samples(
@@ -104,7 +142,7 @@ def write_samples(
 
     Args:
       state: of `create_samples`.
-      index: int `[b]`, the sample of each row; rows without such a sample are left out.
+      index: int `[b]`, the sample of each row. Rows without such a sample are left out, and padding is never written.
       rows: `[b, 2]` arrays.
       axis_name: as in `clip_loss`.
       mesh: as in `clip_loss`.
@@ -118,7 +156,8 @@ def _write(settings: None, axis_name: AxisName | None, sharded: Any, shared: Non
     local, mine = _local(state, everyone, axis_name)
     size = state.log_u.shape[0]
     beyond = size + jnp.arange(len(everyone), dtype=jnp.int32)  # dropped, and no two alike
-    place = jnp.where(mine & _is_last(everyone), local, beyond)
+    is_sample = mine & ~jnp.isposinf(_rows(state.log_u, local, mine)[:, 0])
+    place = jnp.where(is_sample & _is_last(everyone), local, beyond)
     return jax.tree.map(
         lambda array, new: array.at[place].set(
             _gathered(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
@@ -137,6 +176,11 @@ def _local(state: SampleState, index: Array, axis_name: AxisName | None) -> tupl
     size = state.log_u.shape[0]
     local = index - lax.axis_index(axis_name) * size if axis_name else index
     return local, (local >= 0) & (local < size)
+
+
+def _rows(array: Array, local: Array, mine: Array) -> Array:
+    """Rows `local` of this device's part, the first row where they are not its own."""
+    return array.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
 
 
 def _is_last(index: Array) -> Array:

@@ -88,8 +88,8 @@ def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> 
 
 
 def is_known(array: Array | None) -> bool:
-    """Whether the values are known while the call is traced."""
-    return not isinstance(array, jax.core.Tracer)
+    """Whether this process knows the values while the call is traced."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:

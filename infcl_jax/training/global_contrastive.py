@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPOutput
 from infcl_jax.pairwise import IMPLEMENTATIONS
 from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.training.optimizers import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")
 
@@ -31,6 +33,10 @@ class GlobalContrastiveConfig:
       eps: added to u.
       temperature_learning_rate: of the temperatures of samples. The one temperature of other variants is the model's
         logit scale, and learns as `OptimizerConfig` says.
+      temperature_beta1: decay of the first moment of the samples' temperatures. None: beta1 of the run's optimizer in
+        mode "reference", as FastCLIP's code passes it, and 0.9 in mode "published".
+      temperature_beta2: decay of their second moment. None: beta2 of the run's optimizer, or 0.999.
+      temperature_eps: added to the root of their second moment. None: eps of the run's optimizer, or 1e-8.
 
     Raises:
       ValueError: a value out of its range.
@@ -43,18 +49,26 @@ class GlobalContrastiveConfig:
     rho: float = 6.5
     eps: float = 1e-14
     temperature_learning_rate: float = 1e-2
+    temperature_beta1: float | None = None
+    temperature_beta2: float | None = None
+    temperature_eps: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("global_contrastive.mode", self.mode, ("published", "reference"))
         if self.gamma_schedule is not None:
             check_choice("global_contrastive.gamma_schedule", self.gamma_schedule, GAMMA_SCHEDULES)
-        if not 0 < self.gamma_min <= 1:
-            raise ValueError(f"expected 0 < global_contrastive.gamma_min <= 1, got {self.gamma_min}")
+        if not 0 <= self.gamma_min <= 1:
+            raise ValueError(f"expected 0 <= global_contrastive.gamma_min <= 1, got {self.gamma_min}")
         for name in ("gamma_epochs", "eps", "temperature_learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected global_contrastive.{name} > 0, got {getattr(self, name)}")
         if not self.rho >= 0:
             raise ValueError(f"expected global_contrastive.rho >= 0, got {self.rho}")
+        for name in ("temperature_beta1", "temperature_beta2"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"expected 0 <= global_contrastive.{name} < 1 or None, got {getattr(self, name)}")
+        if self.temperature_eps is not None and not self.temperature_eps > 0:
+            raise ValueError(f"expected global_contrastive.temperature_eps > 0 or None, got {self.temperature_eps}")
 
 
 def initial_samples(variant: str, samples: int, init_logit_scale: float, mesh: Mesh | None = None) -> SampleState:
@@ -87,9 +101,10 @@ class GlobalContrastive:
       steps_per_epoch: of the data.
       mesh: devices over which batch and state are sharded.
       implementation: see `infcl_jax.pairwise_lse`.
+      optimizer: settings of the run's optimizer, from which mode "reference" takes Adam's for temperatures of samples.
 
     Raises:
-      ValueError: an unknown variant or implementation, or an epoch without a step.
+      ValueError: an unknown variant or implementation, an epoch without a step, or no optimizer where it is needed.
     """
 
     variant: str
@@ -97,12 +112,18 @@ class GlobalContrastive:
     steps_per_epoch: int
     mesh: Mesh
     implementation: str | None = None
+    optimizer: OptimizerConfig | None = None
 
     def __post_init__(self) -> None:
         check_choice("loss", self.variant, tuple(VARIANTS))
         check_implementation(self.implementation, IMPLEMENTATIONS)
         if self.steps_per_epoch < 1:
             raise ValueError(f"expected steps_per_epoch >= 1, got {self.steps_per_epoch}")
+        own = VARIANTS[self.variant].temperature == "samples"
+        if own and self.config.mode == "reference" and self.optimizer is None:
+            raise ValueError(
+                f"expected the run's optimizer for {self.variant} in mode 'reference', got None; pass its settings"
+            )
 
     def __call__(
         self, output: CLIPOutput, index: jax.Array, samples: SampleState, step: jax.Array
@@ -134,7 +155,15 @@ class GlobalContrastive:
             logit_scale=None if own else output.logit_scale,
             epoch=epoch if own else None,
             temperature_learning_rate=config.temperature_learning_rate if own else None,
+            **(self._temperature_adam() if own else {}),
         )
+
+    def _temperature_adam(self) -> dict[str, Any]:
+        """Adam's settings for temperatures of samples; defaults are left out."""
+        settings = {name: getattr(self.config, f"temperature_{name}") for name in ("beta1", "beta2", "eps")}
+        if self.config.mode == "reference":
+            settings = {name: getattr(self.optimizer, name) if v is None else v for name, v in settings.items()}
+        return {f"temperature_{name}": value for name, value in settings.items() if value is not None}
 
     def write(self, samples: SampleState, index: jax.Array, rows: SampleState) -> SampleState:
         """The state with the rows of a batch, in place where it is donated."""

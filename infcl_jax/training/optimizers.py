@@ -12,6 +12,7 @@ from infcl_jax.training.rules import Rules, check_rules, parameter_names, values
 
 OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")
 SCHEDULES = ("cosine", "constant")
+WARMUP_STARTS = ("zero", "one_step")
 TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
 
 # FastCLIP-v3: the temperature at and below which it learns at a third of its rate.
@@ -26,11 +27,12 @@ class OptimizerConfig:
     """An optimizer with the details of the papers that train CLIP with it.
 
     "adamw": Adam with corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
-    "lamb": the update of "adamw", decay included, scaled to the norm of each parameter, but not of scalars (You et al.
-    2020, Algorithm 2). "lion": the sign of an interpolated momentum (Chen et al. 2023, Algorithm 2). "sgd": the
-    momentum `m <- beta1 m + g` (Sutskever et al. 2013). "adafactor": factored second moments, clipped to an RMS of 1,
-    then a mean in bf16, and nothing relative to the parameters' size (Shazeer & Stern 2018, Algorithm 4; Zhai et al.
-    2022, section 3.4, for ViT-g).
+    "lamb": the update of "adamw", decay included, scaled to the norm of each parameter by a trust ratio (You et al.
+    2020, Algorithm 2). Parameters that do not decay skip the trust ratio, as with timm's default `always_adapt=False`:
+    biases, gains and the logit scale by default, and every parameter if `weight_decay` is 0. "lion": the sign of an
+    interpolated momentum (Chen et al. 2023, Algorithm 2). "sgd": the momentum `m <- beta1 m + g` (Sutskever et al.
+    2013). "adafactor": factored second moments, clipped to an RMS of 1, then a mean in bf16, and nothing relative to
+    the parameters' size (Shazeer & Stern 2018, Algorithm 4; Zhai et al. 2022, section 3.4, for ViT-g).
 
     All decay decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
 
@@ -38,7 +40,10 @@ class OptimizerConfig:
       name: one of `OPTIMIZERS`.
       learning_rate: the highest, reached at the end of the warm-up.
       schedule: "cosine" falls to `final_learning_rate` at the last step, "constant" stays.
-      warmup_steps: steps of linear increase from 0.
+      warmup_steps: steps of linear increase.
+      warmup_start: rate of step t during the warm-up. "zero": `learning_rate t / warmup_steps`, so that the first
+        step changes nothing (FastCLIP's paper, big_vision). "one_step": `learning_rate (t + 1) / warmup_steps`
+        (OpenCLIP and FastCLIP's code).
       final_learning_rate: where the cosine ends.
       learning_rate_rules: ordered pairs of a regular expression for whole names of parameters ("visual/proj/kernel")
         and a factor of the rate; the first that matches counts. Empty: 1 for all.
@@ -62,6 +67,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     schedule: str = "cosine"
     warmup_steps: int = 0
+    warmup_start: str = "zero"
     final_learning_rate: float = 0.0
     learning_rate_rules: Rules = ()
     temperature_learning_rate: float | None = None
@@ -76,6 +82,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_choice("optimizer.name", self.name, OPTIMIZERS)
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.warmup_start", self.warmup_start, WARMUP_STARTS)
         check_choice("optimizer.temperature_schedule", self.temperature_schedule, TEMPERATURE_SCHEDULES)
         for name in ("learning_rate", "eps"):
             if not getattr(self, name) > 0:  # so that NaN is refused too
@@ -94,7 +101,7 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0, then a constant or a cosine down to `final_learning_rate` at `total_steps`.
+    """Linear warm-up, then a constant or a cosine down to `final_learning_rate` at `total_steps`.
 
     Raises:
       ValueError: the warm-up is longer than the run.
@@ -104,16 +111,15 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
             f"expected optimizer.warmup_steps < total_steps, got {config.warmup_steps} and {total_steps}; shorten the "
             "warm-up or train longer"
         )
-    if config.schedule == "constant":  # optax's linear schedule over no steps would stay at 0
-        start = 0.0 if config.warmup_steps else config.learning_rate
-        return optax.warmup_constant_schedule(start, config.learning_rate, config.warmup_steps)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=total_steps,
-        end_value=config.final_learning_rate,
-    )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if config.schedule == "constant":
+        main = optax.constant_schedule(peak)
+    else:
+        main = optax.cosine_decay_schedule(peak, total_steps - warmup, alpha=config.final_learning_rate / peak)
+    if not warmup:
+        return main
+    start = 0.0 if config.warmup_start == "zero" else peak / warmup
+    return optax.join_schedules((optax.linear_schedule(start, start + peak, warmup), main), (warmup,))
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
@@ -123,7 +129,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
       ValueError: the warm-up is longer than the run; when initialised, rules that do not fit the parameters.
     """
     clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
-    trust = (optax.masked(optax.scale_by_trust_ratio(), _not_scalar),) if config.name == "lamb" else ()
+    trust = (_trust_ratio(config),) if config.name == "lamb" else ()
     parts = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
     return optax.chain(*clipping, *parts)
 
@@ -163,8 +169,13 @@ def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _not_scalar(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim > 0, params)
+def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
+    """LAMB's trust ratio, for parameters that decay."""
+
+    def decays(params: Any) -> Any:
+        return jax.tree.map(lambda factor: config.weight_decay * factor > 0, decay_factors(config, params))
+
+    return optax.masked(optax.scale_by_trust_ratio(), decays)
 
 
 def decay_factors(config: OptimizerConfig, params: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax import create_samples, global_contrastive_loss
-from infcl_jax.losses.samples import SampleState, read_samples, write_samples
+from infcl_jax.losses.samples import LENGTH_MULTIPLE, SampleState, read_samples, write_samples
 from infcl_jax.pairwise import available_implementations
 
 VARIANTS = tuple(oracle_global.LOSSES)
 SAMPLES, BATCH, STEPS, EPOCHS = 40, 8, 4, 4
 RATE = 2e-2
+ADAM = (0.9, 0.98, 1e-6)  # of the temperatures, as the authors train ViTs
 RHO = {"isogclr": 1.0, "fastclip_v2": 1.0, "fastclip_v3": 6.5}
 
 
@@ -26,18 +28,20 @@ def own_temperatures(variant):
     return oracle_global.LOSSES[variant][0] == "samples"
 
 
-def settings(variant, epoch, scale):
-    own = {"epoch": epoch, "temperature_learning_rate": RATE} if own_temperatures(variant) else {"logit_scale": scale}
-    return own | ({"rho": RHO[variant]} if variant in RHO else {})
+def settings(variant, epoch, scale, rate=RATE, rho=None):
+    own = {"epoch": epoch, "temperature_learning_rate": rate} if own_temperatures(variant) else {"logit_scale": scale}
+    return own | ({"rho": RHO[variant] if rho is None else rho} if variant in RHO else {})
 
 
 @functools.cache
-def stepper(variant, devices, mode="published", implementation=None):
+def stepper(variant, devices, mode="published", implementation=None, rate=RATE, rho=None, adam=None):
     """`(image, text, scale, index, state, gamma, epoch) -> ((loss, state), gradients)`."""
+    names = ("temperature_beta1", "temperature_beta2", "temperature_eps")
+    fixed = {} if adam is None else dict(zip(names, adam, strict=True))
 
     def loss(image, text, scale, index, state, gamma, epoch):
         options = {"variant": variant, "mode": mode, "implementation": implementation, "mesh": oracle.mesh_of(devices)}
-        changing = settings(variant, epoch, scale)
+        changing = settings(variant, epoch, scale, rate, rho) | fixed
         return global_contrastive_loss(image, text, index, state, gamma=gamma, **options, **changing)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
@@ -63,18 +67,20 @@ def batches():
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode", "devices"),
+    ("variant", "mode", "devices", "adam"),
     [
-        *((variant, "published", devices) for variant in VARIANTS for devices in (1, 4)),
-        *((variant, "reference", 4) for variant in VARIANTS),
+        *((variant, "published", devices, None) for variant in VARIANTS for devices in (1, 4)),
+        *((variant, "reference", 4, None) for variant in VARIANTS),
+        *((variant, "reference", 4, ADAM) for variant in VARIANTS if own_temperatures(variant)),
     ],
 )
-def test_sixteen_steps_are_those_of_the_formulas(variant, mode, devices):
-    step, state = stepper(variant, devices, mode), fresh(variant, devices, temperature=0.03)
+def test_sixteen_steps_are_those_of_the_formulas(variant, mode, devices, adam):
+    step, state = stepper(variant, devices, mode, adam=adam), fresh(variant, devices, temperature=0.03)
     memory = oracle_global.Memory.of(SAMPLES, 0.03)
     for epoch, gamma, scale, index, (image, text) in batches():
         (loss, state), gradients = step(image, text, scale, index, state, gamma, epoch)
         constants = {"variant": variant, "mode": mode, "rho": RHO.get(variant), "rate": RATE}
+        constants |= {} if adam is None else {"adam": adam}
         expected, expected_gradients = oracle_global.step(
             memory, image, text, index, gamma=gamma, epoch=epoch, scale=scale, **constants
         )
@@ -90,6 +96,34 @@ def test_sixteen_steps_are_those_of_the_formulas(variant, mode, devices):
         assert memory.tau.min() == 0.01
         for got, reference in zip(state[1:], (memory.tau, memory.first, memory.second), strict=True):
             assert oracle.relative_error(got[:SAMPLES], reference) <= 1e-5
+
+
+def test_temperatures_are_those_of_the_authors_code():
+    """Twelve steps over four epochs, see golden/make_fastclip.py."""
+    with np.load(Path(__file__).parents[1] / "golden" / "fastclip.npz") as file:
+        golden = dict(file)
+    samples = golden["temperature"].shape[1]
+    step = stepper("fastclip_v2", 1, "reference", rate=5e-3, rho=5.0, adam=ADAM)
+    state = create_samples(samples, temperature=0.07)
+    for number, batch in enumerate(zip(golden["image"], golden["text"], golden["index"], strict=True)):
+        epoch = number // 3
+        gamma = np.float32(0.2 + 0.8 * (1 + np.cos(np.pi * min(epoch, 3) / 3)) / 2)
+        image, text, index = batch
+        (_, state), _ = step(image, text, None, index, state, gamma, epoch)
+        np.testing.assert_allclose(state.temperature[:samples], golden["temperature"][number], rtol=1e-5)
+        np.testing.assert_allclose(state.log_u[:samples], golden["log_u"][number], atol=1e-4)
+
+
+def test_adam_of_temperatures_without_momentum():
+    image, text = oracle.features("random", 8, 8, 33)
+    adam, index = (0.0, 0.5, 1e-3), np.arange(8)
+    step, state = stepper("fastclip_v2", 1, adam=adam), fresh("fastclip_v2")
+    memory = oracle_global.Memory.of(SAMPLES, 0.07)
+    for epoch, gamma in ((0, 1.0), (1, 0.5)):
+        (_, state), _ = step(image, text, None, index, state, np.float32(gamma), epoch)
+        options = {"variant": "fastclip_v2", "mode": "published", "rho": 1.0, "rate": RATE, "adam": adam}
+        oracle_global.step(memory, image, text, index, gamma=gamma, epoch=epoch, **options)
+    np.testing.assert_allclose(state.temperature[:8], memory.tau[:8], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["random", "aligned", "adversarial"])
@@ -196,18 +230,66 @@ def test_of_several_rows_for_one_sample_the_last_counts(devices):
     index = np.random.default_rng(0).integers(-2, 30, 64).astype(np.int32)
     rows = SampleState(np.arange(128, dtype=np.float32).reshape(64, 2))
     written = write_samples(fresh("sogclr", devices), jnp.asarray(index), rows, mesh=oracle.mesh_of(devices)).log_u
-    expected = np.full_like(written, -np.inf)
+    expected = np.full((SAMPLES, 2), -np.inf, np.float32)
     for sample, row in zip(index, rows.log_u, strict=True):
         if sample >= 0:
             expected[sample] = row
-    np.testing.assert_array_equal(written, expected)
+    np.testing.assert_array_equal(written[:SAMPLES], expected)
 
 
-@pytest.mark.parametrize("sample", [-1, 2**31 - 1])
-def test_a_sample_that_is_not_there_is_nan(sample):
-    read = read_samples(fresh("sogclr"), jnp.asarray([0, sample]), None).log_u
-    assert np.isneginf(read[0]).all()
-    assert np.isnan(read[1]).all()
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_sample_that_is_not_there_is_nan_and_never_written(devices):
+    state, mesh = fresh("isogclr", devices), oracle.mesh_of(devices)
+    there, missing = [0, 1, SAMPLES - 1], [-1, SAMPLES, LENGTH_MULTIPLE - 1, LENGTH_MULTIPLE, 2**31 - 1]
+    index = jnp.asarray([*there, *missing], jnp.int32)
+    specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+    read = jax.shard_map(lambda state, index: read_samples(state, index, "data"), mesh=mesh, **specs)
+    for array, fill in zip(jax.jit(read)(state, index), (-np.inf, 0.07, 0, 0), strict=True):
+        np.testing.assert_allclose(array, [[fill] * 2] * len(there) + [[np.nan] * 2] * len(missing), rtol=1e-6)
+    image, text = oracle.features("random", 8, 8, 33)
+    (loss, after), _ = stepper("isogclr", devices)(image, text, None, index, state, np.float32(0.5), 1)
+    assert np.isnan(loss)
+    rows = jax.tree.map(lambda a: jnp.full_like(a[:8], 0.5), state)
+    written = jax.jit(functools.partial(write_samples, mesh=mesh))(state, index, rows)
+    for changed in (after, written):
+        for new, old in zip(changed, state, strict=True):
+            np.testing.assert_array_equal(new[SAMPLES:], old[SAMPLES:])
+            assert (np.asarray(new)[there] != np.asarray(old)[there]).all()
+
+
+def test_a_known_index_is_checked_where_the_state_is_traced():
+    features, options = np.ones((4, 3), np.float32), {"variant": "sogclr", "gamma": 1.0, "logit_scale": 1.0}
+
+    def loss(state, index, mask=None):
+        return global_contrastive_loss(features, features, index, state, mask=mask, **options)[0]
+
+    index = np.arange(4) + LENGTH_MULTIPLE - 3
+    with pytest.raises(ValueError, match=rf"index in \[0, {LENGTH_MULTIPLE}\), .* to {LENGTH_MULTIPLE}"):
+        jax.eval_shape(lambda state: loss(state, index), fresh("sogclr"))
+    assert jax.eval_shape(lambda state: loss(state, index, np.arange(4) < 3), fresh("sogclr")).shape == ()
+
+
+@pytest.mark.parametrize("variant", ["isogclr", "fastclip_v3"])
+def test_gamma_of_zero_keeps_u_of_seen_samples_only(variant):
+    step, (image, text) = stepper(variant, 1), oracle.features("random", 8, 8, 33)
+    scale, index, one, zero = np.float32(20.0), np.arange(8), np.float32(1.0), np.float32(0.0)
+    (_, seen), _ = step(image, text, scale, np.where(index < 6, index, index + 8), fresh(variant), one, 0)
+    (loss, after), gradients = step(image, text, scale, index, seen, zero, 1)
+    np.testing.assert_array_equal(after.log_u[:6], seen.log_u[:6])
+    (_, alone), _ = step(image, text, scale, index, fresh(variant), one, 0)
+    np.testing.assert_allclose(after.log_u[6:8], alone.log_u[6:8], rtol=1e-6)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((loss, gradients, after.log_u[:8])))
+    options = settings(variant, 1, scale) | {"variant": variant, "gamma": 0.0}  # not traced
+    assert jax.eval_shape(lambda: global_contrastive_loss(image, text, index, seen, **options))[0].shape == ()
+
+
+@pytest.mark.parametrize("kind", ["aligned", "adversarial"])
+def test_gamma_of_zero_is_finite_at_the_highest_scale(kind):
+    step, (image, text) = stepper("fastclip_v3", 1), oracle.features(kind, 16, 16, 33)
+    state = fresh("fastclip_v3")
+    for epoch in range(2):
+        (loss, state), gradients = step(image, text, np.float32(100), np.arange(16), state, np.float32(0.0), epoch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((loss, gradients, state.log_u[:16])))
 
 
 def lowered(variant, samples, devices=8):
@@ -246,8 +328,12 @@ def test_a_hundred_million_samples_are_sharded_and_never_moved(variant, per_samp
     [
         ("fastclip_v4", {}, "variant"),
         ("fastclip_v3", {"mode": "paper"}, "mode"),
-        ("fastclip_v3", {"gamma": 0.0}, "0 < gamma <= 1"),
-        ("fastclip_v3", {"gamma": float("nan")}, "0 < gamma <= 1"),
+        ("fastclip_v3", {"gamma": -0.1}, "0 <= gamma <= 1, got -0.1"),
+        ("fastclip_v3", {"gamma": float("nan")}, "0 <= gamma <= 1"),
+        ("fastclip_v2", {"temperature_beta1": 1.0}, "0 <= temperature_beta1 < 1, got 1.0"),
+        ("fastclip_v2", {"temperature_beta2": -0.1}, "0 <= temperature_beta2 < 1, got -0.1"),
+        ("fastclip_v3", {"temperature_beta2": 0.98}, "expected no temperature_beta1"),
+        ("fastclip_v2", {"temperature_eps": 0.0}, "temperature_eps > 0, got 0.0"),
         ("fastclip_v3", {"eps": 0.0}, "eps > 0"),
         ("fastclip_v3", {"logit_scale": None}, "expected logit_scale"),
         ("fastclip_v3", {"epoch": 1}, "expected no epoch"),
@@ -257,6 +343,9 @@ def test_a_hundred_million_samples_are_sharded_and_never_moved(variant, per_samp
         ("fastclip_v2", {"state": create_samples(8)}, "temperatures in the state"),
         ("fastclip_v3", {"index": np.zeros(7, np.int32)}, "expected index"),
         ("fastclip_v3", {"index": np.zeros(8, np.float32)}, "expected index"),
+        ("fastclip_v3", {"index": np.arange(8) - 1}, r"index in \[0, .* got values -1 to 6"),
+        ("fastclip_v3", {"index": np.arange(8) + LENGTH_MULTIPLE - 7}, rf"index in \[0, {SAMPLES}\)"),
+        ("fastclip_v3", {"index": np.arange(8) + SAMPLES - 7}, rf"index in \[0, {SAMPLES}\).* to {SAMPLES}"),
     ],
 )
 def test_bad_input_is_a_one_line_error(variant, change, message):

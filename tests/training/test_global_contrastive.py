@@ -1,6 +1,7 @@
 """Training with losses that remember every sample: any devices, gradient caching, resumed, and gamma's schedule."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ import pytest
 import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
+from infcl_jax import global_contrastive_loss
 from infcl_jax.distributed import shard_batch
 from infcl_jax.models import CLIPOutput, l2_normalize
 from infcl_jax.training import (
@@ -19,6 +21,7 @@ from infcl_jax.training import (
     GlobalContrastive,
     GlobalContrastiveConfig,
     GradCacheConfig,
+    OptimizerConfig,
     create_state,
     initial_samples,
     make_train_step,
@@ -57,9 +60,9 @@ class Data:
         assert state == self.get_state()
 
 
-def loss(variant="fastclip_v3", devices=1, **settings):
-    config = GlobalContrastiveConfig(**settings)
-    return GlobalContrastive(variant=variant, config=config, steps_per_epoch=2, mesh=oracle.mesh_of(devices))
+def loss(variant="fastclip_v3", devices=1, optimizer=None, **settings):
+    config, mesh = GlobalContrastiveConfig(**settings), oracle.mesh_of(devices)
+    return GlobalContrastive(variant=variant, config=config, steps_per_epoch=2, mesh=mesh, optimizer=optimizer)
 
 
 def initial(variant, devices=1):
@@ -129,6 +132,41 @@ def test_a_resumed_run_repeats_the_losses(reference, devices, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"mode": "published"}, (0.9, 0.999, 1e-8)),
+        ({"mode": "reference"}, (0.8, 0.98, 1e-6)),
+        ({"mode": "published", "temperature_beta2": 0.5}, (0.9, 0.5, 1e-8)),
+        ({"mode": "reference", "temperature_beta1": 0.0, "temperature_eps": 1e-3}, (0.0, 0.98, 1e-3)),
+    ],
+    ids=str,
+)
+def test_adam_of_temperatures_is_the_modes_or_as_set(settings, expected):
+    rng = np.random.default_rng(0)
+    image, text = (l2_normalize(jnp.asarray(rng.normal(size=(BATCH, 8)), jnp.float32), "float32") for _ in range(2))
+    output, index = CLIPOutput(image, text, jnp.float32(20.0), None), jnp.arange(BATCH)
+    step = loss("isogclr", optimizer=OptimizerConfig(beta1=0.8, beta2=0.98, eps=1e-6), gamma_min=0.5, **settings)
+    state = other = initial_samples("isogclr", SAMPLES, np.log(1 / 0.07))
+    names = ("temperature_beta1", "temperature_beta2", "temperature_eps")
+    options = {"rho": 6.5, "temperature_learning_rate": 1e-2, "mode": settings["mode"], "mesh": oracle.mesh_of(1)}
+    options |= {"variant": "isogclr"} | dict(zip(names, expected, strict=True))
+    explicit = jax.jit(functools.partial(global_contrastive_loss, **options))
+    implicit, write = jax.jit(step), jax.jit(step.write)
+    for number in range(4):  # two epochs
+        _, rows = implicit(output, index, state, np.int32(number))
+        state = write(state, index, rows)
+        _, other = explicit(image, text, index, other, gamma=1.0 if number < 2 else 0.5, epoch=number // 2)
+    np.testing.assert_allclose(state.temperature, other.temperature, rtol=1e-6)
+    np.testing.assert_allclose(state.second_moment, other.second_moment, rtol=1e-6)
+
+
+def test_reference_temperatures_need_the_optimizer():
+    with pytest.raises(ValueError, match=r"^expected the run's optimizer for isogclr"):
+        loss("isogclr", mode="reference")
+    loss("fastclip_v3", mode="reference")
+
+
+@pytest.mark.parametrize(
     ("variant", "schedule", "values"),
     [
         ("fastclip_v3", None, (1.0, 0.6, 0.2, 0.2)),
@@ -176,11 +214,14 @@ def test_what_does_not_fit_is_an_error_in_one_line():
     [
         ("mode", "paper"),
         ("gamma_schedule", "linear"),
-        ("gamma_min", 0.0),
+        ("gamma_min", -0.1),
         ("gamma_epochs", 0),
         ("rho", -1.0),
         ("eps", 0.0),
         ("temperature_learning_rate", float("nan")),
+        ("temperature_beta1", 1.0),
+        ("temperature_beta2", -0.1),
+        ("temperature_eps", 0.0),
     ],
 )
 def test_a_setting_out_of_range_is_named(field, value):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,24 @@ def test_schedule_rises_in_a_line_and_falls_in_a_cosine(warmup, total, peak, fin
     constant = learning_rate_schedule(dataclasses.replace(config, schedule="constant"), total)
     got = [float(constant(step)) for step in range(total + 1)]
     np.testing.assert_allclose(got, [*rising, *(peak for _ in falling)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 9])
+def test_warmup_from_one_step_is_that_of_open_clip(warmup, schedule):
+    peak, final, total = 2e-3, 5e-4, 10
+    config = OptimizerConfig(
+        learning_rate=peak, warmup_steps=warmup, final_learning_rate=final, schedule=schedule, warmup_start="one_step"
+    )
+
+    def expected(step):
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        falling = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) * (peak - final) + final
+        return falling if schedule == "cosine" else peak
+
+    rates = learning_rate_schedule(config, total)
+    np.testing.assert_allclose([float(rates(step)) for step in range(total)], list(map(expected, range(total))), 1e-6)
 
 
 @pytest.mark.parametrize("warmup", [10, 11])
@@ -88,7 +107,7 @@ def by_equations(config, params, gradients):
         for name, value in params.items():
             update = direction(config, memory[name], t, shrink * gradient[name].astype(np.float64), value)
             update = update + (config.weight_decay * value if value.ndim >= 2 else 0.0)
-            if config.name == "lamb" and value.ndim:
+            if config.name == "lamb" and value.ndim >= 2 and config.weight_decay:
                 update = update * np.linalg.norm(value) / np.linalg.norm(update)
             params[name] = value - rate * update
     return params
@@ -158,6 +177,21 @@ def test_the_momentum_of_adafactor_stays_bf16():
     assert sizes == {"bfloat16": 32 * 40}  # and no second moment of the matrix's size
 
 
+def test_lamb_is_that_of_timm():
+    """Twenty steps, among them those of a zero bias, of a gain and of the logit scale; see golden/make_lamb.py."""
+    with np.load(Path(__file__).parents[1] / "golden" / "lamb.npz") as file:
+        golden = dict(file)
+    start, gradients, expected = (
+        {name.partition("/")[2]: value for name, value in golden.items() if name.startswith(f"{part}/")}
+        for part in ("start", "gradients", "after")
+    )
+    config = OptimizerConfig(name="lamb", learning_rate=1e-2, schedule="constant", weight_decay=0.1)
+    steps = [{name: value[step] for name, value in gradients.items()} for step in range(20)]
+    got, _ = after(make_optimizer(config, 20), start, steps)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name] - start[name], value - start[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
 def test_rates_and_decay_by_the_names_of_parameters():
     params, gradients = problem()
     rules = {"learning_rate_rules": (("b.*", 0.5), ("large", 0.0), (".*", 1.0)), "weight_decay_rules": ((".*", 0.0),)}
@@ -206,6 +240,7 @@ def test_the_temperature_has_a_rate_of_its_own(schedule, rates):
         ("temperature_learning_rate", (0.0, math.nan)),
         ("name", ("adam",)),
         ("schedule", ("step",)),
+        ("warmup_start", ("half",)),
         ("temperature_schedule", ("step",)),
     ],
 )

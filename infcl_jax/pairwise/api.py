@@ -136,10 +136,14 @@ def _zero_masked_rows(block: Block) -> Block:
 
 
 def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
-    """`<x_i, y_{labels_i}>` `[bx]`; elements of `y` that are not finite count as zero."""
-    y = jnp.take(jnp.where(jnp.isfinite(y), y, jnp.zeros_like(y)), labels, axis=0, mode="clip")
+    """`<x_i, y_{labels_i}>` `[bx]`; what is not finite counts as zero, so that no gradient is NaN."""
     dtype = accumulation_dtype(x.dtype)
-    return (x.astype(dtype) * y.astype(dtype)).sum(1)
+    y = _zero_unless_finite(jnp.take(y, labels, axis=0, mode="clip").astype(dtype))
+    return _zero_unless_finite((x.astype(dtype) * y).sum(1))
+
+
+def _zero_unless_finite(array: Array) -> Array:
+    return jnp.where(jnp.isfinite(array), array, jnp.zeros_like(array))
 
 
 def _nan_without_positive(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:

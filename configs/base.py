@@ -13,7 +13,9 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0  # initial parameters, order of the data, augmentation, dropout
     config.cpu_devices = 1  # devices to simulate when running on the CPU; no effect on other platforms
-    config.compilation_cache = placeholder(str)  # folder of compiled programs, for the next start; None: none is kept
+    # Folder of the persistent compilation cache. None: JAX_COMPILATION_CACHE_DIR if set, else infcl_jax in the user's
+    # cache folder (XDG_CACHE_HOME or ~/.cache), but only for runs of one process. "off": no cache.
+    config.compilation_cache = placeholder(str)
 
     # Data
     config.dataset = "shapes/quickstart"  # a name of infcl_jax.data.load_source

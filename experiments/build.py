@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments.overrides import parse_overrides
+from experiments.overrides import check_model_overrides, parse_overrides
 from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
@@ -37,9 +37,11 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
     """The model of a run, with its overrides.
 
     Raises:
-      ValueError: unknown model or override, or a vocabulary too small for the tokenizer.
+      ValueError: unknown model or override, an override of another type, or a vocabulary too small for the tokenizer.
     """
-    model = model_config(config.model, **parse_overrides(config.model_overrides))
+    overrides = parse_overrides(config.model_overrides)
+    check_model_overrides(model_config(config.model), overrides)
+    model = model_config(config.model, **overrides)
     needed = ByteTokenizer().vocab_size
     if model.text.vocab_size < needed:
         raise ValueError(f"expected text.vocab_size >= {needed} (bytes and marks), got {model.text.vocab_size}")
@@ -132,6 +134,20 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
     }
 
 
+def check_chunk_size(config: ConfigDict) -> None:
+    """Checks gradient caching's chunk against the batch.
+
+    Raises:
+      ValueError: the chunk is larger, so that nothing would be cached.
+    """
+    chunk_size = (config.get("grad_cache") or {}).get("chunk_size")
+    if chunk_size is not None and chunk_size > config.batch_size:
+        raise ValueError(
+            f"expected grad_cache.chunk_size <= batch_size={config.batch_size}, got {chunk_size}; choose a smaller "
+            "chunk, or None for no gradient caching"
+        )
+
+
 def with_most_kept(
     config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
 ) -> ConfigDict:
@@ -169,6 +185,7 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
     Raises:
       ValueError: a setting is wrong.
     """
+    check_chunk_size(config)
     model, remembers = read_model_config(config), config.loss in VARIANTS
     samples = None
     if remembers:

@@ -1,40 +1,57 @@
 """What every command shares: configurations, devices, and mistakes reported in one line."""
 
 import ast
+import functools
+import itertools
+import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app, flags, logging
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
+from configs import base, saved
+from experiments import compilation_cache
+from experiments.overrides import SettingParser, check_values, flattened
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
+from infcl_jax.training import load_config
 
+for _kind in (str, int, float, ConfigDict):
+    config_flags.register_flag_parser_for_type(_kind, SettingParser(_kind))
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error comes from, not only what it says.")
+
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 # What a user can mend. Everything else is a defect and keeps its traceback.
 _MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
 
 
-def run(command: Callable[[str], Any]) -> None:
-    """Parses the flags and calls `command(workdir)`; a mistake becomes one line on stderr and exit status 1."""
+def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
+    """Parses the flags and calls `command(workdir)`.
+
+    A mistake becomes one line on stderr and exit status 1.
+
+    Args:
+      command: called with the work directory.
+      saved_config: whether the run's saved configuration is the default of `--config`.
+    """
 
     def with_workdir() -> None:
         if not WORKDIR.value:
-            raise ValueError("expected --workdir, the directory of the run, got none")
+            raise ValueError(_NO_WORKDIR)
         command(WORKDIR.value)
 
-    run_without_workdir(with_workdir)
+    run_without_workdir(with_workdir, saved_config=saved_config)
 
 
-def run_without_workdir(command: Callable[[], Any]) -> None:
+def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = False) -> None:
     """As `run`, for a command that leaves nothing behind."""
 
     def main(argv: list[str]) -> None:
@@ -48,26 +65,69 @@ def run_without_workdir(command: Callable[[], Any]) -> None:
                 raise
             sys.exit(_one_line(error))
 
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=functools.partial(_parse_flags, saved_config))
 
 
 def chosen_config() -> ConfigDict:
     """The configuration of `--config`, with the changes of the command line.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no configuration, or no value for a setting that needs one.
     """
     if _CONFIG.value is None:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    check_values(_CONFIG.value)
     return _CONFIG.value
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
+def chosen_changes() -> dict[str, Any]:
+    """Settings given as `--config.NAME=VALUE`, by name."""
+    chosen_config()
+    flag: Any = flags.FLAGS["config"]
+    return dict(flag.override_values)
+
+
+def chosen_file() -> str | None:
+    """The file given as `--config=FILE`; None where the saved configuration is the default."""
+    chosen_config()
+    flag: Any = flags.FLAGS["config"]
+    name = str(flag.config_filename)
+    return None if name.startswith(f"{saved.__file__}:") else name
+
+
+def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     """absl's parser, with a misspelt configuration key reported as the usage error it is."""
     try:
-        return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
-        sys.exit(_one_line(error))
+        return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
+    except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
+        sys.exit(_one_line(_misplaced(argv) or error))
+
+
+def _with_saved_config(argv: list[str]) -> list[str]:
+    """Arguments with the run's saved configuration as the default of `--config`."""
+    given = flags.FlagValues()
+    for name in ("config", "workdir"):
+        flags.DEFINE_string(name, None, "", flag_values=given)
+    given(argv, known_only=True)
+    workdir = given["workdir"].value
+    if given["config"].value is not None or not (workdir or any(map(_OVERRIDE.match, argv))):
+        return argv
+    if not workdir:
+        raise ValueError(_NO_WORKDIR)
+    load_config(workdir)  # its errors, without those of a configuration file around them
+    return [argv[0], f"--config={saved.__file__}:{workdir}", *argv[1:]]
+
+
+def _misplaced(argv: list[str]) -> ValueError | None:
+    """The error for a key below a single value, `--config.seed.key`.
+
+    ml_collections would index the value and report Python's error.
+    """
+    names = [found[1] for found in map(_OVERRIDE.match, argv) if found]
+    for name, parent in itertools.product(names, flattened(base.get_config())):
+        if name.startswith(f"{parent}."):
+            return ValueError(f"no such setting: {name}; {parent} is a single value, set as --config.{parent}=...")
+    return None
 
 
 def _one_line(error: Exception) -> str:
@@ -82,6 +142,8 @@ def _one_line(error: Exception) -> str:
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):
         text = f"cannot load the --config file: {str(error.__cause__).splitlines()[-1]}"
         hint = "; give a Python file with get_config(), such as those in configs/"
+    elif "Error whilst parsing config file" in text:
+        text = f"cannot load the --config file: {text.splitlines()[-1]}"
     return f"error: {' '.join(text.split())}{hint}"
 
 
@@ -100,18 +162,16 @@ def start_devices(config: ConfigDict) -> Mesh:
 
     Raises:
       ValueError: the batch size does not suit the devices, the cluster settings are incomplete, or JAX has started
-        with another number of simulated devices.
-      OSError: the folder of compiled programs cannot be made.
+        with another number of simulated devices, or `compilation_cache` is a folder that cannot be written to.
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
-    if folder := config.get("compilation_cache"):  # runs saved before it existed do not have it
-        _keep_compiled(Path(folder).expanduser())
     distributed.initialize()
     mesh = distributed.data_mesh()
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:
             raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
+    compilation_cache.enable(config.compilation_cache, say)
     return mesh
 
 
@@ -122,13 +182,6 @@ def _simulate_devices(count: int) -> None:
         raise ValueError(
             f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
         ) from error
-
-
-def _keep_compiled(folder: Path) -> None:
-    """Programs that took a second or more to compile are read from the folder from now on, or else written to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # without it, what JAX found at its first compilation would stand
 
 
 def say(line: str) -> None:

@@ -1,23 +1,36 @@
 """Evaluates the latest checkpoint of a run: zero-shot accuracy, retrieval, whole-split loss; draws the pictures.
 
-python -m experiments.evaluate --workdir=runs/quickstart
+    python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
+
+Settings are those of the run. The command line changes the settings of `EVALUATED` for this evaluation.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ml_collections import ConfigDict
-
+from configs import saved
 from experiments import build, command
+from experiments.overrides import changed_settings, check_kept, flattened, format_changes, naming
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import plot_curves
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
-    load_config,
     prepare_workdir,
 )
 
+# Settings and groups that an evaluation uses besides the checkpoint's own.
+EVALUATED = (
+    "evaluation",
+    "data_dir",
+    "implementation",
+    "model_overrides",
+    "parameter_sharding",
+    "cpu_devices",
+    "compilation_cache",
+)
 RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
@@ -38,17 +51,28 @@ def format_results(results: dict[str, float]) -> str:
     return "  ".join(parts) or "nothing to evaluate on"
 
 
-def evaluate(workdir: str | Path) -> dict[str, float]:
+def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Evaluates the latest checkpoint in `workdir` on all devices and writes results and pictures there.
+
+    Args:
+      workdir: directory of the run.
+      changes: of the run's settings, by dotted name: `{"evaluation.gallery": 100}`. Only those of `EVALUATED`.
 
     Returns:
       See `infcl_jax.evaluation.Suite`.
 
     Raises:
       FileNotFoundError: no run, no checkpoint, or a dataset is missing.
-      ValueError: the checkpoint does not fit its configuration.
+      ValueError: the checkpoint does not fit its configuration, or a change is not possible.
     """
-    config = ConfigDict(load_config(workdir))
+    old, config = saved.get_config(str(workdir)), saved.get_config(str(workdir))
+    try:
+        config.update_from_flattened_dict(changes or {})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected changes of the settings in configs/base.py, got {changes}: {error}") from error
+    changed = changed_settings(old, config)
+    kept = [name for name in changed if name.partition(".")[0] not in EVALUATED]
+    check_kept(changed, kept, workdir, f"an evaluation changes only {', '.join(EVALUATED)}")
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     suite = build.evaluation_suite(config, mesh)
@@ -57,15 +81,31 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
         step = checkpoints.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {workdir} yet; train further before evaluating")
-        state = checkpoints.restore_latest(state)
+        with naming(changed):
+            state = checkpoints.restore_latest(state)
+    for line in format_changes(changed):
+        command.say(line)
     results = suite(state.variables, grid_path=workdir / GRID_FILE)
     draw_curves(workdir)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
     command.say(f"step {step}: {format_results(results)}")
-    command.say(f"pictures: {workdir / CURVES_FILE}, {workdir / GRID_FILE}")
+    pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
+    command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
     return results
 
 
+def given_changes() -> dict[str, Any]:
+    """Changes from the command line.
+
+    These are all of `--config.NAME=VALUE`, and the model and the settings of `EVALUATED` in `--config=FILE`.
+    """
+    given = command.chosen_changes()
+    if command.chosen_file() is None:
+        return given
+    names = (*EVALUATED, "model")
+    return {k: v for k, v in flattened(command.chosen_config()).items() if k.partition(".")[0] in names} | given
+
+
 if __name__ == "__main__":
-    command.run(evaluate)
+    command.run(lambda workdir: evaluate(workdir, given_changes()), saved_config=True)

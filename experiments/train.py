@@ -5,14 +5,18 @@
 On several hosts: the same command on every one, see `infcl_jax.distributed.initialize`.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from configs import saved
 from experiments import build, command, evaluate
+from experiments.overrides import changed_settings, check_kept, format_changes, naming
 from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite
@@ -32,7 +36,11 @@ from infcl_jax.training import (
     prepare_workdir,
     save_config,
 )
+from infcl_jax.training.checkpoint import CONFIG_FILE
 from infcl_jax.training.step import Metrics, TrainStep
+
+# Settings that a resumed run keeps: what its parameters, its data position and its optimizer state mean.
+KEPT = ("model", "dataset", "split", "batch_size", "seed", "optimizer.name")
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -46,24 +54,29 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       The final evaluation, see `infcl_jax.evaluation.Suite`.
 
     Raises:
-      ValueError: a setting is wrong, or `workdir` cannot be written or holds another run.
+      ValueError: a setting is wrong, a resumed run changes one of `KEPT` or a shape of its state, or `workdir` cannot
+        be written.
       FileNotFoundError: a dataset is not prepared.
       FloatingPointError: the loss or a gradient is no longer finite.
       OutOfMemory: a device ran out of memory; the message says what to change.
-      SystemExit: the run was asked to stop (SIGTERM) and has saved its state.
+      SystemExit: the run was asked to stop (SIGTERM, Ctrl-C) and has saved its state.
     """
     check_counts(config)
+    build.check_chunk_size(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     memory = memory_at_hand()
-    settled = build.with_most_kept(config, mesh.size, memory)
-    cache = GradCacheConfig(**settled.grad_cache)
-    step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
-    data = build.training_data(config)
-    suite = build.evaluation_suite(config, mesh)
-    state = build.initial_state(config, mesh)
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
-        state = checkpoints.restore_latest(state, data)
+        changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
+        check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
+        settled = build.with_most_kept(config, mesh.size, memory)
+        cache = GradCacheConfig(**settled.grad_cache)
+        step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
+        data = build.training_data(config)
+        suite = build.evaluation_suite(config, mesh)
+        state = build.initial_state(config, mesh)
+        with naming(changed):
+            state = checkpoints.restore_latest(state, data)
         start = int(state.step)
         if start > config.total_steps:
             raise ValueError(
@@ -72,21 +85,25 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
             )
         plan = plan_memory(build.workload(settled, mesh.size), memory)
         announce(config, mesh, state, workdir, plan)
-        if is_lead():
-            save_config(workdir, config.to_dict())
+        for line in format_changes(changed):
+            command.say(line)
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
-        with writer, Preemption() as preemption:
-            run = Run(config, mesh, data, suite, step_fn, checkpoints, writer, preemption)
+        with writer, contextlib.closing(data), Preemption() as preemption:
+            run = Run(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
             try:
-                results = run.fit(state, start) if start < config.total_steps else suite(state.variables)
+                results = run.fit(state, start) if start < config.total_steps else run.finish(state)
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
-    data.close()
     evaluate.draw_curves(workdir)
     command.say(f"finished: {evaluate.format_results(results)}")
     return results
+
+
+def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """Changed settings of a resumed run; none if it has no `config.json`."""
+    return changed_settings(saved.get_config(str(workdir)), config) if (workdir / CONFIG_FILE).is_file() else {}
 
 
 def check_counts(config: ConfigDict) -> None:
@@ -118,6 +135,7 @@ class Run:
     """What a run needs at every step."""
 
     config: ConfigDict
+    workdir: Path
     mesh: Mesh
     data: TrainIterator
     suite: Suite
@@ -128,21 +146,21 @@ class Run:
 
     def fit(self, state: TrainState, start: int) -> dict[str, float]:
         """All steps after `start`, with their checkpoints and evaluations; returns the last evaluation."""
-        config = self.config
+        config, first = self.config, start + 1
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
         )
         pending: tuple[int, Metrics] | None = None
-        for step in range(start + 1, config.total_steps + 1):
+        for step in range(first, config.total_steps + 1):
             state, metrics = self.step_fn(state, build.next_batch(config, self.data, self.mesh))
             if pending:  # one step late: the device already works on the next
-                self.report(*pending, progress)
+                self.report(*pending, progress, first)
             pending = (step, metrics)
             last, stop = step == config.total_steps, self.preemption.noticed(step)
             save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
             if not (save or evaluate_now or stop):
                 continue
-            self.report(*pending, progress)  # nothing is saved or evaluated that is not finite
+            self.report(*pending, progress, first)  # nothing is saved or evaluated that is not finite
             pending = None
             with progress.paused():
                 if stop:
@@ -156,10 +174,21 @@ class Run:
                 raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
         return results
 
-    def report(self, step: int, metrics: Metrics, progress: ProgressPrinter) -> None:
-        """Brings one step's metrics to the host: stops at NaN, prints, records."""
+    def finish(self, state: TrainState) -> dict[str, float]:
+        """The last evaluation of a run that has no steps left."""
+        results = self.suite(state.variables)
+        self.save_config()
+        return results
+
+    def report(self, step: int, metrics: Metrics, progress: ProgressPrinter, first: int) -> None:
+        """Brings one step's metrics to the host: stops at NaN, prints, records.
+
+        The first good step saves the settings.
+        """
         metrics = jax.device_get(metrics)
         check_finite(step, metrics)
+        if step == first:  # not before: settings with which no step works must not replace those of a good run
+            self.save_config()
         progress.update(step, metrics)
         if _due(step, self.config.log_every) or step == self.config.total_steps:
             scalars = {name: float(metrics[name]) for name in ("loss", "logit_scale", "grad_norm")}
@@ -168,6 +197,11 @@ class Run:
             if progress.examples_per_second is not None:
                 scalars["examples_per_second"] = progress.examples_per_second
             self.writer.write(step, scalars)
+
+    def save_config(self) -> None:
+        """Writes `config.json`."""
+        if is_lead():
+            save_config(self.workdir, self.config.to_dict())
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates and records."""

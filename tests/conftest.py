@@ -18,13 +18,16 @@ def pytest_configure(config):
     """Chooses the platform, for this process and those it starts, unless it has been chosen."""
     chosen = config.option.markexpr
     if chosen == "gpu" or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+        # No cache: the commands would write to the user's.
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+        jax.config.update("jax_enable_compilation_cache", False)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     if chosen != "slow":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
-    # What has been compiled is kept until the end, for processes started here too; for each worker in a folder of its
-    # own, as one could read what another is writing.
+    # A cache until the end, for processes started here too. A folder for each worker, because outside of the commands
+    # JAX does not write atomically, see experiments/compilation_cache.py.
     folder = tempfile.TemporaryDirectory(prefix="compiled-")
     config.add_cleanup(folder.cleanup)
     cache = {
@@ -47,8 +50,9 @@ def pytest_collection_finish():
 @pytest.fixture
 def compiled_afresh():
     """Nothing that has been compiled is found, for the same bits although a program is compiled again."""
+    enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", enabled)
     compilation_cache.reset_cache()

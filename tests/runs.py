@@ -15,7 +15,7 @@ from configs import base
 from infcl_jax.models import build_model, model_config
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
+CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATION_CACHE")
 
 SIDE, CONTEXT = 16, 36  # every caption of the digits is whole
 MODEL = {
@@ -66,15 +66,14 @@ def config(**changes):
     return config
 
 
-def start(module: str, *arguments: str, **environ: str) -> subprocess.Popen:
+def start(module: str, *arguments: str, start_new_session: bool = False, **environ: str) -> subprocess.Popen:
     """`python -m module` from the root of the repository, with fast compilation instead of fast programs.
 
-    It finds what has been compiled before, unless it is one of several: one could read what another is writing.
+    It shares this process's compilation cache, and so leaves the user's alone.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    if "PROCESS_ID" not in environ:
-        settings |= {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
+    settings |= {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -82,6 +81,7 @@ def start(module: str, *arguments: str, **environ: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=start_new_session,
     )
 
 
@@ -89,24 +89,18 @@ def flags(settings) -> list[str]:
     """The command-line flags that turn `configs/base.py` into `settings`."""
     default = base.get_config()
     changed = []
-    for name, value in _flat(settings):
-        if value is not None and value != _at(default, name):
+    for name, value in flat(settings).items():
+        if value != flat(default)[name]:
             changed.append(f"--config.{name}={value}")
     return ["--config=configs/base.py", *changed]
 
 
-def _flat(config, prefix=""):
+def flat(config, prefix=""):
+    """The settings of a configuration by dotted name."""
+    settings = {}
     for name, value in config.items():
-        if hasattr(value, "items"):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _at(config, path):
-    for name in path.split("."):
-        config = config[name]
-    return config
+        settings |= flat(value, f"{prefix}{name}.") if hasattr(value, "items") else {f"{prefix}{name}": value}
+    return settings
 
 
 def free_port() -> int:

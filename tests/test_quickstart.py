@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 def command(module, *flags, **options):
     # As the Makefile does; and without this process's flags, so that the configuration decides about devices, and
-    # compiled programs.
+    # without a compilation cache, so that the user's is left alone.
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")} | {
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
     }
     arguments = [sys.executable, "-m", f"experiments.{module}", *flags]
     return subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **options)

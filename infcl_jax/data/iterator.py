@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -86,7 +87,7 @@ class TrainIterator(grain.DatasetIterator):
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-            dataset = chunks.to_iter_dataset(read).mp_prefetch(options)
+            dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _ignore_interrupts)
         else:
             read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
             dataset = chunks.to_iter_dataset(read)
@@ -154,6 +155,12 @@ class TrainIterator(grain.DatasetIterator):
                 self._finalizer()
                 if self._threads is not None:
                     self._threads.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts(worker: int, workers: int) -> None:
+    """Ignores Ctrl-C in a worker."""
+    # The terminal sends it to all processes, and the training process may still wait for a batch before it saves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _concatenate(chunks: Sequence[Batch]) -> Batch:

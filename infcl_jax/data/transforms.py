@@ -157,6 +157,11 @@ class Augmentation:
     shift: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("scale", "ratio"):
+            value = getattr(self, name)
+            pair = isinstance(value, tuple | list) and len(value) == 2
+            if not pair or not all(isinstance(bound, int | float) for bound in value):
+                raise ValueError(f"expected augmentation.{name} to be two numbers (low, high), got {value!r}")
         if not 0.0 < self.scale[0] <= self.scale[1] <= 1.0:
             raise ValueError(f"scale must be (low, high) with 0 < low <= high <= 1, got {self.scale}")
         if not 0.0 < self.ratio[0] <= self.ratio[1]:

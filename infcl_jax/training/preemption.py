@@ -1,4 +1,4 @@
-"""Noticing that this run is about to be stopped, in time for a last checkpoint."""
+"""Notice of a signal to stop, in time for a last checkpoint."""
 
 import signal
 from types import FrameType, TracebackType
@@ -7,12 +7,16 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class Preemption:
-    """Watches for SIGTERM, which schedulers send before they stop a job.
+    """Watches for SIGTERM and SIGINT.
 
-    `noticed(step)` is the same on all processes at the same step, so that all of them save together. A second SIGTERM
-    ends a single-process run at once. (Several processes learn of it from the service of `jax.distributed`.)
+    Schedulers send SIGTERM before they stop a job; Ctrl-C sends SIGINT.
+    `noticed(step)` is the same on all processes at the same step, so that all of them save together. A second signal
+    ends a single-process run at once. Several processes learn of SIGTERM from the service of `jax.distributed`; SIGINT
+    interrupts them as before.
 
     Example:
       with Preemption() as preemption:
@@ -26,18 +30,21 @@ class Preemption:
         """Prepares to watch."""
         self._received = False
         self._watches = jax.process_count() == 1
-        self._previous: Any = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Preemption":
         """Starts to watch. Only the main thread may do so."""
         if self._watches:
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
+            # An ignored signal stays ignored: shells start background jobs with SIGINT ignored, so that Ctrl-C in the
+            # terminal does not reach them.
+            watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._receive) for number in watched}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stops to watch: SIGTERM does again what it did before."""
-        if self._watches:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+        """Stops to watch: both signals do again what they did before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def noticed(self, step: int) -> bool:
         """Whether the run should save now and stop; to be called by all processes at every step."""
@@ -47,4 +54,5 @@ class Preemption:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         self._received = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)

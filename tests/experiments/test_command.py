@@ -3,15 +3,14 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 import runs
-from jax.experimental.compilation_cache import compilation_cache
+from absl import flags
+from ml_collections import config_flags
 
-from experiments import command, train
-from experiments.overrides import parse_overrides
-
-CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+from configs import base
+from experiments import build, command, train
+from experiments.overrides import changed_settings, check_values, parse_overrides
 
 
 @pytest.mark.parametrize(
@@ -50,33 +49,6 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
         command.start_devices(runs.config(cpu_devices=3))
 
 
-@pytest.fixture
-def cache_hits():
-    """Compiled programs found, however short their compilation; JAX's settings are left as they were."""
-    hits = []
-
-    def listen(event, **_):
-        if event.endswith("/cache_hits"):
-            hits.append(event)
-
-    settings = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.monitoring.register_event_listener(listen)
-    yield hits
-    jax.monitoring.unregister_event_listener(listen)
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def test_compiled_programs_are_kept_for_the_next_start(tmp_path, cache_hits):
-    folder = tmp_path / "new" / "folder"
-    for expected in (0, 1):
-        command.start_devices(runs.config(compilation_cache=str(folder)))
-        jax.jit(lambda x: jnp.sin(x) + 1)(jnp.float32(1))  # another function each time, but the same program
-        assert len(cache_hits) == expected and list(folder.iterdir())
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("total_steps", 0), ("log_every", 0), ("keep_checkpoints", 0), ("eval_every", -1), ("checkpoint_every", -1)],
@@ -84,6 +56,73 @@ def test_compiled_programs_are_kept_for_the_next_start(tmp_path, cache_hits):
 def test_counts_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=f"^expected {name} >= {value + 1}, got {value}$"):
         train.check_counts(runs.config(**{name: value}))
+
+
+def parsed(*arguments):
+    """`configs/base.py` with changes from the command line."""
+    values, argv = flags.FlagValues(), ["program", *arguments]
+    config = config_flags.DEFINE_config_dict("config", base.get_config(), flag_values=values, sys_argv=argv)
+    values(argv)
+    return config.value
+
+
+OPTIONAL = {
+    "compilation_cache": "folder",
+    "implementation": "xla",
+    "global_contrastive.gamma_schedule": "cosine",
+    "grad_cache.chunk_size": "32",
+    "optimizer.temperature_learning_rate": "0.5",
+    "optimizer.clip_norm": "0.5",
+    "evaluation.retrieval_dataset": "digits",
+    "evaluation.gallery": "50",
+    "evaluation.zero_shot_dataset": "digits",
+}
+
+
+def test_none_is_a_value_of_every_optional_setting():
+    default = parsed()
+    given = parsed(*(f"--config.{name}={value}" for name, value in OPTIONAL.items()))
+    assert list(changed_settings(default, given)) == sorted(OPTIONAL, key=list(runs.flat(default)).index)
+    none = parsed(*(f"--config.{name}=None" for name in OPTIONAL))
+    assert changed_settings(default, none) == {}
+    check_values(none)
+    assert set(OPTIONAL) == {name for name, value in runs.flat(default).items() if value is None}
+
+
+@pytest.mark.parametrize("name", ["dataset", "seed", "optimizer.eps"])
+def test_none_is_no_value_of_other_settings(name):
+    with pytest.raises(ValueError, match=f"^expected a value of {name}, got None$"):
+        check_values(parsed(f"--config.{name}=None"))
+
+
+def test_groups_of_settings_are_not_replaced():
+    with pytest.raises(flags.Error, match=r"expected single settings such as --config.optimizer.name=adamw"):
+        parsed("--config.optimizer={'name': 'sgd'}")
+
+
+@pytest.mark.parametrize("chunk_size", [33, 1000])
+def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
+    config = runs.config(**{"grad_cache.chunk_size": chunk_size})
+    for check in (lambda: train.train(config, tmp_path), lambda: build.workload(config, 8)):
+        with pytest.raises(ValueError, match=rf"^expected grad_cache.chunk_size <= batch_size=32, got {chunk_size};.*"):
+            check()
+    build.check_chunk_size(runs.config(**{"grad_cache.chunk_size": 32}))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["vision.mlp_ratio=None", "image_mean=0.5", "image_std=(1,2)", "init_logit_scale=x", "embed_dim='8'", "dtype=5"],
+)
+def test_model_overrides_of_another_type_are_named(override):
+    name = override.partition("=")[0]
+    with pytest.raises(ValueError, match=f"^expected model_overrides {name} to be [^\n]*, got [^\n]*$"):
+        build.read_model_config(runs.config(model_overrides=override))
+
+
+@pytest.mark.parametrize("override", ["vision.remat=None,init_logit_bias=-10", "init_logit_bias=None,dropout=0"])
+def test_model_overrides_of_their_types_are_not(override):
+    override = override.replace("dropout", "text.dropout")
+    assert build.read_model_config(runs.config(model_overrides=f"text.vocab_size=259,{override}"))
 
 
 @pytest.mark.parametrize("lead", [True, False])
@@ -115,11 +154,21 @@ MISTAKES = {
     "unknown override": ((*TRAIN, "--config.model_overrides=vision.layer=1"), "vision.layer'.*vision.layers"),
     "uneven batch": ((*TRAIN, "--config.batch_size=33"), "multiple of the 4 devices, got 33"),
     "unknown implementation": ((*TRAIN, "--config.implementation=fast"), "implementation.*ring.*fast"),
+    "one number for a range": ((*TRAIN, "--config.augmentation.scale=0.5"), "augmentation.scale .* two numbers"),
+    "key of a single value": (
+        (*TRAIN, "--config.model_overrides.dtype=x"),
+        "no such setting: model_overrides.dtype; .* --config.model_overrides=",
+    ),
+    "folder below a file": (
+        (*TRAIN, "--config.compilation_cache={tmp}/file/x"),
+        "compilation_cache .* {tmp}/file/x .*another folder, or 'off'",
+    ),
     "siglip without bias": (
         (*TRAIN, "--config.loss=siglip", f"--config.model_overrides={runs.OVERRIDES}"),
         "model_overrides init_logit_bias",
     ),
-    "nothing to evaluate": (("experiments.evaluate",), "train one with this --workdir first"),
+    "nothing to evaluate": (("experiments.evaluate", "--config.seed=1"), "train one with this --workdir first"),
+    "evaluation of nothing": (("experiments.evaluate", "--config.seed=1", "--workdir="), "expected --workdir"),
 }
 
 
@@ -131,4 +180,4 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake, tmp_path):
     process = runs.start(module, *arguments)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", stderr), stderr
+    assert re.fullmatch(rf"error: [^\n]*{message.replace('{tmp}', str(tmp_path))}[^\n]*\n", stderr), stderr

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import time
 
@@ -52,7 +53,10 @@ def stop(workdir, *processes, by):
     while not first.exists():
         assert time.monotonic() < deadline and processes[-1].poll() is None, finish(*processes)
         time.sleep(0.005)
-    processes[-1].send_signal(by)
+    if by == signal.SIGINT:
+        os.killpg(processes[-1].pid, by)
+    else:
+        processes[-1].send_signal(by)
     return finish(*processes)
 
 
@@ -155,6 +159,19 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert history(tmp_path) == uninterrupted
 
 
+def test_ctrl_c_saves_as_well(tmp_path):
+    """The terminal sends it to the whole group of processes, so to those that read the data too."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits an ignored signal
+    flags = runs.flags(settings(num_workers=1, total_steps=1000))
+    process = runs.start(TRAIN, f"--workdir={tmp_path}", *flags, start_new_session=True)
+    signal.signal(signal.SIGINT, previous)
+    (status,), (stderr,) = stop(tmp_path, process, by=signal.SIGINT)
+    assert status == 1
+    (line,) = stderr.splitlines()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert line.startswith(f"asked to stop: saved step {checkpoints.latest_step()};")
+
+
 def test_two_processes_train_as_one(uninterrupted, tmp_path):
     assert finish(*start_pair(tmp_path)) == ([0, 0], ["", ""])
     for got, expected in zip(history(tmp_path), uninterrupted, strict=True):
@@ -211,6 +228,9 @@ class Recorder:
         self.events.append("evaluate")
         return {"zero_shot/top1": 0.5}
 
+    def save_config(self, workdir, config):
+        self.events.append("save settings")
+
     def noticed(self, step):
         return step == self.last
 
@@ -219,7 +239,7 @@ class Recorder:
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         rows = itertools.repeat(runs.batch(8))
-        run = train.Run(runs.config(**every), data_mesh(), rows, self.suite, self.step, self, self, self)
+        run = train.Run(runs.config(**every), None, data_mesh(), rows, self.suite, self.step, self, self, self)
         assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
@@ -233,18 +253,40 @@ class State(int):
         return State(int(self) + other)
 
 
-def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite():
-    events = ["record 2", "save 2", "evaluate", "record evaluation 3"]
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(train, "save_config", recorder.save_config)
+    return recorder
+
+
+@pytest.mark.parametrize(("start", "nan_at", "saved"), [(0, 1, False), (0, 2, True), (4, 5, False), (4, 6, True)])
+def test_settings_are_saved_after_the_first_good_step(recorder, start, nan_at, saved):
+    recorder.nan_at = nan_at
+    with pytest.raises(FloatingPointError, match=f"step {nan_at}: the loss"):
+        recorder.run(start)
+    assert recorder.events == ["save settings"] * saved
+
+
+def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder):
+    events = ["save settings", "record 2", "save 2", "evaluate", "record evaluation 3"]
     final = ["record 4", "save 4", "record 6", "evaluate", "record evaluation 6", "save 6"]
-    assert Recorder().run(0) == [*events, *final]
-    recorder = Recorder(nan_at=4)
+    assert recorder.run(0) == [*events, *final]
+    recorder.events, recorder.nan_at = [], 4
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
         recorder.run(0)
     assert recorder.events == events
 
 
-def test_a_stop_saves_before_anything_else():
-    recorder = Recorder()
+def test_a_stop_saves_before_anything_else(recorder):
     with pytest.raises(SystemExit, match="saved step 3; the same command continues"):
         recorder.run(0, stop_at=3)
-    assert recorder.events == ["record 2", "save 2", "save 3", "wait", "evaluate", "record evaluation 3"]
+    assert recorder.events == [
+        "save settings",
+        "record 2",
+        "save 2",
+        "save 3",
+        "wait",
+        "evaluate",
+        "record evaluation 3",
+    ]

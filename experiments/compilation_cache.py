@@ -1,0 +1,129 @@
+"""The persistent compilation cache of the commands: its folder, and atomic writes to it."""
+
+import hashlib
+import os
+import platform
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax._src import compilation_cache as jax_cache
+from jax._src import lru_cache
+
+_OFF = ("off", "")
+_CPU_INFO = Path("/proc/cpuinfo")
+# What decides which instructions LLVM generates for the host: x86's names, then ARM's.
+_CPU_FIELDS = frozenset(
+    ("model name", "cpu family", "model", "flags", "CPU implementer", "CPU architecture", "CPU part", "Features")
+)
+
+
+class AtomicCache(lru_cache.LRUCache):
+    """JAX's file cache with atomic writes.
+
+    JAX 0.11.2 writes an entry in place (`LRUCache.put`: open, truncate, write). It locks only with
+    `jax_compilation_cache_max_size`, for which it needs the package filelock. Three things go wrong without the lock:
+      - Readers see half an entry. With two writers of a 4 MB entry, 91 % of reads were torn (2 cores, 2026-11-23).
+      - Two writers interleave in one file.
+      - A killed writer leaves a torn entry for good, because `put` skips an existing file.
+    zlib's checksum turns a torn entry into a warning and a compilation. From Python 3.14 on JAX compresses with zstd,
+    without a checksum. A rename is atomic: readers see a whole entry or none. The last writer wins, so a torn entry of
+    another program is replaced. XLA's autotuning cache in the same folder renames as well.
+    """
+
+    def put(self, key: str, value: bytes) -> None:
+        """Adds or replaces an entry; no process ever reads a part of it."""
+        if self.eviction_enabled:  # every access holds JAX's lock
+            super().put(key, value)
+            return
+        temporary = self.path / f".{uuid.uuid4().hex}"
+        try:
+            temporary.write_bytes(value)
+            temporary.replace(self.path / f"{key}{lru_cache._CACHE_SUFFIX}")
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def enable(setting: str | None, say: Callable[[str], None]) -> None:
+    """Points JAX to its persistent compilation cache, with atomic writes.
+
+    Runs of several processes have no cache by default. On GPUs XLA shares autotuning between the processes that compile
+    a program, so one that loads it while another compiles it leaves the other waiting. Hosts with home directories of
+    their own differ at every start, because only process 0 writes.
+
+    Args:
+      setting: parent folder; None for JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) or else the user's cache folder;
+        "off" or "" for no cache.
+      say: prints a line, where the user's cache folder cannot be written to.
+
+    Raises:
+      ValueError: the given folder cannot be written to.
+    """
+    jax_cache.LRUCache = AtomicCache  # type: ignore[misc]
+    if setting in _OFF:
+        _point_jax_to(None)
+    elif setting is not None:
+        _use(Path(setting))
+    elif _undecided() and jax.process_count() == 1:
+        try:
+            _use(user_folder())
+        except ValueError as error:  # not the user's choice, so no reason to stop
+            say(f"no compilation cache: {error}")
+
+
+def _undecided() -> bool:
+    """True if JAX has no cache folder and its cache is not disabled."""
+    return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
+
+
+def user_folder() -> Path:
+    """Parent folder in `XDG_CACHE_HOME`, or in `~/.cache` if that is not an absolute path."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path("~/.cache")) / "infcl_jax" / "compiled"
+
+
+def host_key() -> str:
+    """Subfolder name from platform, jaxlib version, process count and CPU.
+
+    XLA:CPU programs are machine code for the CPU that compiled them, so on another one that shares the home directory
+    they may end in SIGILL.
+    """
+    cpu = hashlib.sha256(_cpu().encode()).hexdigest()[:12]
+    return f"{jax.default_backend()}-jaxlib{jaxlib.__version__}-{jax.process_count()}p-{cpu}"
+
+
+def _cpu() -> str:
+    """Architecture, model and instruction sets of the host's CPU."""
+    try:
+        first, _, _ = _CPU_INFO.read_text().partition("\n\n")
+    except OSError:  # not Linux
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+    fields = (line.partition(":") for line in first.splitlines())
+    return "\n".join([platform.machine(), *(f"{n.strip()}:{v}" for n, _, v in fields if n.strip() in _CPU_FIELDS)])
+
+
+def _use(parent: Path) -> None:
+    """Points JAX to this host's subfolder of `parent`.
+
+    Raises:
+      ValueError: the subfolder cannot be written to.
+    """
+    try:
+        folder = parent.expanduser() / host_key()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            _point_jax_to(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(
+            f"expected compilation_cache to be a folder that can be written to, got {parent} ({reason}); "
+            "choose another folder, or 'off'"
+        ) from error
+
+
+def _point_jax_to(folder: Path | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax_cache.reset_cache()  # JAX looks for its cache only once

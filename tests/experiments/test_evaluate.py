@@ -1,0 +1,150 @@
+"""Evaluation with other settings than the run's, and what a resumed run can change."""
+
+import json
+import re
+import shutil
+
+import jax
+import pytest
+import runs
+
+from experiments import evaluate, train
+from infcl_jax.training import load_config, read_metrics
+
+NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
+
+
+def settings(**changes):
+    return runs.config(**(NOTHING | {"total_steps": 2} | changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """optax's Adam mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps, with nothing to evaluate on."""
+    workdir = tmp_path_factory.mktemp("trained")
+    assert train.train(settings(), workdir) == {}
+    return workdir
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_an_evaluation_changes_what_it_uses(run, capsys):
+    before = load_config(run)
+    changes = {"evaluation.zero_shot_dataset": "digits", "evaluation.batch_size": 128}
+    results = evaluate.evaluate(run, changes)
+    assert set(results) == {"zero_shot/top1", "zero_shot/top5"}
+    assert json.loads((run / "evaluation.json").read_text()) == {"step": 2, **results}
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["evaluation.batch_size: 64 -> 128", "evaluation.zero_shot_dataset: None -> 'digits'"]
+    assert said[-1] == f"pictures: {run / 'curves.png'}" and not (run / "retrieval.png").exists()
+    assert load_config(run) == before
+
+
+def test_a_picture_that_was_drawn_is_announced(run, capsys):
+    results = evaluate.evaluate(run, {"evaluation.retrieval_dataset": "digits", "evaluation.gallery": 20})
+    assert "retrieval/text_to_image_r10" in results and (run / "retrieval.png").exists()
+    assert capsys.readouterr().out.splitlines()[-1] == f"pictures: {run / 'curves.png'}, {run / 'retrieval.png'}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 64}, "expected batch_size=32, .* got 64; an evaluation changes only evaluation, data_dir"),
+        ({"model": "tiny-shapes"}, "expected model='tiny', .* got 'tiny-shapes'"),
+        ({"model_overrides": "text.context_length=40"}, "params/.*; changed since then: model_overrides: '.*' -> '.*'"),
+        ({"evaluation.galery": 3}, "expected changes of the settings in configs/base.py, .*galery"),
+        ({"evaluation.batch_size": "many"}, "expected changes of the settings in configs/base.py, .*many"),
+    ],
+)
+def test_an_evaluation_cannot_change_the_rest(run, changes, message):
+    with pytest.raises(ValueError, match=f"^[^\\n]*{message}[^\\n]*$"):
+        evaluate.evaluate(run, changes)
+    assert not (run / "evaluation.json").exists()
+
+
+FLAGS = ("--config.evaluation.retrieval_dataset=digits", "--config.evaluation.gallery=20")
+COMMANDS = {
+    "settings alone": (FLAGS, None),
+    "file": (("--config=configs/digits.py", f"--config.model_overrides={runs.OVERRIDES}", *FLAGS), None),
+    "file of another model": (("--config=configs/quickstart.py", *FLAGS), "expected model='tiny', .* 'tiny-shapes'"),
+    "setting of the training": (("--config.batch_size=64",), "expected batch_size=32, .* got 64; an evaluation"),
+    "misspelt": (("--config.evaluation.galery=3",), "no such setting: 'galery' Did you mean .gallery"),
+}
+
+
+@pytest.mark.parametrize("case", list(COMMANDS))
+def test_the_command_merges_its_settings_into_the_saved_ones(case, run):
+    arguments, mistake = COMMANDS[case]
+    process = runs.start("experiments.evaluate", *arguments, f"--workdir={run}")
+    stdout, stderr = process.communicate(timeout=240)
+    if mistake is None:
+        assert (process.returncode, stderr) == (0, "")
+        assert "evaluation.gallery: None -> 20" in stdout or "evaluation.gallery: 50 -> 20" in stdout
+        assert "retrieval/text_to_image_r1" in json.loads((run / "evaluation.json").read_text())
+    else:
+        assert process.returncode == 1
+        assert re.fullmatch(rf"error: [^\n]*{mistake}[^\n]*\n", stderr), stderr
+
+
+def test_a_resumed_run_says_what_has_changed(run, capsys):
+    train.train(settings(total_steps=3, log_every=2, **{"optimizer.learning_rate": 1e-4}), run)
+    said = capsys.readouterr().out.splitlines()
+    changes = ["log_every: 1 -> 2", "optimizer.learning_rate: 0.001 -> 0.0001", "total_steps: 2 -> 3"]
+    assert [line for line in said if " -> " in line] == changes
+    assert load_config(run)["total_steps"] == 3
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({name: value}, f"^expected {name}={old!r}, with which .* got {value!r}; keep it, or choose")
+            for name, old, value in [
+                ("batch_size", 32, 64),
+                ("seed", 0, 1),
+                ("split", "train", "validation"),
+                ("model", "tiny", "tiny-shapes"),
+                ("optimizer.name", "adamw", "lamb"),
+            ]
+        ),
+        ({"optimizer.clip_norm": None}, "opt_state/.*; changed since then: optimizer.clip_norm: 1.0 -> None$"),
+        ({"loss": "fastclip_v1"}, "samples/.*; changed since then: loss: 'clip' -> 'fastclip_v1'$"),
+        ({"frozen": ("text",)}, "opt_state/.*; changed since then: frozen: \\[\\] -> \\['text'\\]$"),
+    ],
+)
+def test_a_resumed_run_cannot_change_what_its_state_means(run, changes, message):
+    before = load_config(run)
+    with pytest.raises(ValueError, match=message):
+        train.train(settings(total_steps=3, **changes), run)
+    assert load_config(run) == before
+
+
+@pytest.mark.parametrize("total_steps", [2, 3])
+def test_a_resumed_run_that_fails_leaves_the_configuration_alone(run, total_steps, monkeypatch):
+    def fail(*arguments):
+        raise FloatingPointError("step 3: the loss became NaN")
+
+    monkeypatch.setattr(train, "check_finite", fail)
+    monkeypatch.setattr(train.Suite, "__call__", fail)
+    before = load_config(run)
+    with pytest.raises(FloatingPointError):
+        train.train(settings(total_steps=total_steps, **{"optimizer.learning_rate": 1e3}), run)
+    assert load_config(run) == before
+
+
+def test_without_a_saved_configuration_the_checkpoint_alone_decides(run):
+    (run / "config.json").unlink()
+    train.train(settings(total_steps=3), run)
+    assert load_config(run)["total_steps"] == 3

@@ -133,6 +133,8 @@ class MosaicGpu:
         per_sample = operands.column_scale is not None
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
+        # A weight instead of a term leaves positives out of dS for no further registers; moments need exact zeros.
+        replace = exclude and not moments
         names = _column_names(operands) + ["column_weight"] * columns
 
         def begin(at: Place) -> tuple:
@@ -148,7 +150,7 @@ class MosaicGpu:
                     column_weight = of_columns.pop("column_weight", None)
                     piece = s[i : i + PIECE, j : j + PIECE]
                     row, column = _exponents(piece, of_rows, of_columns)
-                    if exclude and positives:
+                    if exclude and positives and moments:
                         row, column = _without_positives(at, row, column, i, j)
                     row, column = _exponentials(row, column)
                     if moments:
@@ -158,7 +160,7 @@ class MosaicGpu:
                         fold[j // PIECE] = fold[j // PIECE] + column * piece
                     d_s = _weighted(row, column, spread(row_weight, 0), column_weight)
                     if positives:
-                        d_s = at.where_positive(d_s, i, j, functools.partial(_with_weight, at, i))
+                        d_s = at.where_positive(d_s, i, j, functools.partial(_with_weight, at, i, replace))
                     store(d_s, i, j)
                 if moments:
                     at.refs["row_moment"][at.panel, pl.ds(at.row + i, PIECE)] = moment
@@ -314,11 +316,7 @@ def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> t
 
 
 def _without_positives(at: Place, row: Array, column: Array | None, i: int, j: int) -> tuple[Array, Array | None]:
-    def without(z: Array) -> Array:
-        return jnp.full_like(z, -jnp.inf)
-
-    row = at.where_positive(row, i, j, without)
-    return row, None if column is None else at.where_positive(column, i, j, without)
+    return at.where_positive((row, column), i, j, lambda z: jnp.full_like(z, -jnp.inf))
 
 
 def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None]:
@@ -334,9 +332,10 @@ def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight
     return row * row_weight + column * spread(column_weight, 1)
 
 
-def _with_weight(at: Place, i: int, d_s: Array) -> Array:
-    """The piece with its positives' weights added."""
-    return d_s + spread(at.rows("positive_weight", i), 0)
+def _with_weight(at: Place, i: int, replace: bool, d_s: Array) -> Array:
+    """The positives' weights of a piece, alone (`replace`) or added to it."""
+    weight = spread(at.rows("positive_weight", i), 0)
+    return weight if replace else d_s + weight
 
 
 def _fold(loop: Loop, value: float) -> tuple[Array, ...]:

@@ -208,19 +208,18 @@ class Place:
         at = pl.ds(_offset(self.refs, 1) + self.column + j, PIECE)
         return plgpu.load(self.refs[name].at[at], layout=COLUMN, optimized=False)
 
-    def where_positive(self, piece: Array, i: int, j: int, change: Callable[[Array], Array]) -> Array:
-        """The piece from `[i, j]` with `change` applied to positives; free for a tile that cannot hold any."""
+    def where_positive(self, pieces: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
+        """The piece (or pieces) from `[i, j]` with `change` at the positives; free for a tile that cannot hold any."""
         first = _offset(self.refs, 1) + self.column
         number = lax.div(_offset(self.refs, 0) + self.row + i, RANGE)
         lowest, highest = self.refs["lowest"][number], self.refs["highest"][number]
 
-        def changed(piece: Array) -> Array:
+        def changed(pieces: Any) -> Any:
             wanted = spread(self.rows("labels", i) - (first + j), 0)
-            return jnp.where(
-                plgpu.broadcasted_iota(jnp.int32, piece.shape, 1, layout=TILE) == wanted, change(piece), piece
-            )
+            is_positive = plgpu.broadcasted_iota(jnp.int32, wanted.shape, 1, layout=TILE) == wanted
+            return jax.tree.map(lambda piece: jnp.where(is_positive, change(piece), piece), pieces)
 
-        return lax.cond((lowest < first + self.loop.tiles.columns) & (highest >= first), changed, lambda p: p, piece)
+        return lax.cond((lowest < first + self.loop.tiles.columns) & (highest >= first), changed, lambda p: p, pieces)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

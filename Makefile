@@ -20,7 +20,7 @@ digits: $(STAMP)  ## Real handwritten digits
 	$(BIN)/python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
 test: $(TRITON)  ## The whole suite on the CPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/experiments tests/pairwise tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/experiments tests/ops tests
 
 test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 9 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests

@@ -15,9 +15,10 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import base, saved
 from experiments import compilation_cache
-from experiments.overrides import SettingParser, check_values, flattened
+from experiments.overrides import SettingParser
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
+from infcl_jax.settings import check_values, flattened
 from infcl_jax.training import load_config
 
 for _kind in (str, int, float, ConfigDict):

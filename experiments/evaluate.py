@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from configs import saved
-from experiments import build, command
-from experiments.overrides import changed_settings, check_kept, flattened, format_changes, naming
+from experiments import command
+from infcl_jax import run
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import plot_curves
-from infcl_jax.training import (
-    METRICS_FILE,
-    Checkpointer,
-    prepare_workdir,
-)
+from infcl_jax.settings import changed_settings, check_kept, flattened, format_changes, naming
+from infcl_jax.training import METRICS_FILE, Checkpointer, prepare_workdir
 
 # Settings and groups that an evaluation uses besides the checkpoint's own.
 EVALUATED = (
@@ -75,8 +72,8 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     check_kept(changed, kept, workdir, f"an evaluation changes only {', '.join(EVALUATED)}")
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    suite = build.evaluation_suite(config, mesh)
-    state = build.initial_state(config, mesh)
+    suite = run.evaluation_suite(config, mesh)
+    state = run.initial_state(config, mesh)
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:

@@ -12,7 +12,8 @@ from absl import flags
 from jax.sharding import use_abstract_mesh
 from ml_collections import ConfigDict
 
-from experiments import build, command
+from experiments import command
+from infcl_jax import run
 from infcl_jax.distributed import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
@@ -56,8 +57,8 @@ def planned(config: ConfigDict) -> tuple[Workload, int | None]:
     else:
         count = _COUNT.value or command.start_devices(config).size
         memory = memory or memory_at_hand()
-    config = build.with_most_kept(config, count, memory, implementation)
-    return build.workload(config, count, implementation), memory
+    config = run.with_most_kept(config, count, memory, implementation)
+    return run.workload(config, count, implementation), memory
 
 
 def report(workload: Workload, memory: int | None) -> None:

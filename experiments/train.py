@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from configs import saved
-from experiments import build, command, evaluate
-from experiments.overrides import changed_settings, check_kept, format_changes, naming
+from experiments import command, evaluate
+from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite
 from infcl_jax.planner import MemoryPlan, explain_out_of_memory, format_plan, memory_at_hand, plan_memory
+from infcl_jax.settings import changed_settings, check_kept, format_changes, naming
 from infcl_jax.training import (
     Checkpointer,
     GradCacheConfig,
@@ -62,19 +63,19 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       SystemExit: the run was asked to stop (SIGTERM, Ctrl-C) and has saved its state.
     """
     check_counts(config)
-    build.check_chunk_size(config)
+    run.check_chunk_size(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     memory = memory_at_hand()
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
         check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
-        settled = build.with_most_kept(config, mesh.size, memory)
+        settled = run.with_most_kept(config, mesh.size, memory)
         cache = GradCacheConfig(**settled.grad_cache)
-        step_fn = make_train_step(build.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
-        data = build.training_data(config)
-        suite = build.evaluation_suite(config, mesh)
-        state = build.initial_state(config, mesh)
+        step_fn = make_train_step(run.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
+        data = run.training_data(config)
+        suite = run.evaluation_suite(config, mesh)
+        state = run.initial_state(config, mesh)
         with naming(changed):
             state = checkpoints.restore_latest(state, data)
         start = int(state.step)
@@ -83,15 +84,15 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        plan = plan_memory(build.workload(settled, mesh.size), memory)
+        plan = plan_memory(run.workload(settled, mesh.size), memory)
         announce(config, mesh, state, workdir, plan)
         for line in format_changes(changed):
             command.say(line)
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
         with writer, contextlib.closing(data), Preemption() as preemption:
-            run = Run(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
+            steps = Run(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
             try:
-                results = run.fit(state, start) if start < config.total_steps else run.finish(state)
+                results = steps.fit(state, start) if start < config.total_steps else steps.finish(state)
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
@@ -152,7 +153,7 @@ class Run:
         )
         pending: tuple[int, Metrics] | None = None
         for step in range(first, config.total_steps + 1):
-            state, metrics = self.step_fn(state, build.next_batch(config, self.data, self.mesh))
+            state, metrics = self.step_fn(state, run.next_batch(config, self.data, self.mesh))
             if pending:  # one step late: the device already works on the next
                 self.report(*pending, progress, first)
             pending = (step, metrics)

@@ -9,7 +9,7 @@ from infcl_jax.losses import (
     retrieval_loss,
     siglip_loss,
 )
-from infcl_jax.pairwise import PairwiseLSE, pairwise_lse
+from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
 
 __all__ = [
     "PairwiseLSE",

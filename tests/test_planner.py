@@ -13,9 +13,9 @@ import pytest
 import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import build
+from infcl_jax import run
 from infcl_jax.models import create_model
-from infcl_jax.models.attention import best_attention
+from infcl_jax.ops.attention.api import best_attention
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
@@ -385,10 +385,11 @@ def test_other_errors_stay_what_they_are(error):
 
 def test_a_configuration_is_planned_as_it_would_run():
     config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "host"})
-    run = build.workload(config, 8)
-    assert (run.batch_size, run.devices, run.chunk_size, run.keep, run.residency) == (32, 8, 16, 1, "host")
-    assert run.implementation == "xla" and build.workload(config, 8, "triton").implementation == "triton"
-    assert run.model == runs.model() and jnp.dtype(run.model.feature_dtype) == jnp.float32
+    planned = run.workload(config, 8)
+    settings = planned.batch_size, planned.devices, planned.chunk_size, planned.keep, planned.residency
+    assert settings == (32, 8, 16, 1, "host")
+    assert planned.implementation == "xla" and run.workload(config, 8, "triton").implementation == "triton"
+    assert planned.model == runs.model() and jnp.dtype(planned.model.feature_dtype) == jnp.float32
 
 
 PLAN = "experiments.plan"

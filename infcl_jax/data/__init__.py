@@ -2,6 +2,7 @@
 
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
+from infcl_jax.data.prepare import prepare
 from infcl_jax.data.sources import BadRecordError, Classes, Example, Source, classes, load_source
 from infcl_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from infcl_jax.data.transforms import Augmentation
@@ -20,5 +21,6 @@ __all__ = [
     "classes",
     "eval_batches",
     "load_source",
+    "prepare",
     "train_iterator",
 ]

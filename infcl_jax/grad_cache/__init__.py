@@ -1,9 +1,10 @@
 """Gradient caching: training with batches whose activations do not fit, with the gradient of the whole batch."""
 
 from infcl_jax.grad_cache.api import RESIDENCIES, cached_value_and_grad
-from infcl_jax.grad_cache.chunks import DERIVED, chunk_rows
+from infcl_jax.grad_cache.chunks import chunk_rows
 from infcl_jax.grad_cache.host import Replay
 from infcl_jax.grad_cache.pairs import PairScores, pairwise_scores_lse
+from infcl_jax.ops.linear import DERIVED
 
 __all__ = [
     "DERIVED",

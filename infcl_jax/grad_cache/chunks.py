@@ -16,10 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from infcl_jax.pairwise.tiles import accumulation_dtype
-
-# Name (`checkpoint_name`) of what an encoder derives from parameters alone, see `cached_value_and_grad`.
-DERIVED = "derived"
+from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 
 Array = jax.Array
 Encoder = Callable[[Any, Any, Array | None], Any]

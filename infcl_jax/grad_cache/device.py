@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.grad_cache.chunks import (
-    DERIVED,
     Array,
     Devices,
     Encoder,
@@ -21,6 +20,7 @@ from infcl_jax.grad_cache.chunks import (
     make_layout,
     widen,
 )
+from infcl_jax.ops.linear import DERIVED
 
 
 def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:

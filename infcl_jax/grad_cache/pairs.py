@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.grad_cache.chunks import Array, leading_rows, widen
-from infcl_jax.pairwise.checks import checked_labels
-from infcl_jax.pairwise.tiles import LogSum, accumulation_dtype, finite_reference
+from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, finite_reference
+from infcl_jax.ops.pairwise_lse.checks import checked_labels
 
 ScoreFn = Callable[[Any, Any, Any], Array]
 

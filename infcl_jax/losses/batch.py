@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.pairwise.tiles import Array, AxisName, accumulation_dtype
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
 
 def over_mesh(

@@ -4,16 +4,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from infcl_jax.losses.batch import (
-    Array,
-    AxisName,
-    check_pairs,
-    checked_scalar,
-    cross_entropy,
-    global_mean,
-    over_mesh,
-)
-from infcl_jax.pairwise import pairwise_lse
+from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, cross_entropy, global_mean, over_mesh
+from infcl_jax.ops.pairwise_lse import pairwise_lse
 
 
 def clip_loss(

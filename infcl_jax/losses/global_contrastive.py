@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from infcl_jax.checks import check_choice
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_sum, over_mesh
 from infcl_jax.losses.samples import SampleState, check_index, read_samples, write_samples
-from infcl_jax.pairwise import pairwise_lse
-from infcl_jax.pairwise.checks import check_axis, check_choice, check_features, checked_mask
-from infcl_jax.pairwise.tiles import varying_over
+from infcl_jax.ops.pairwise_lse import pairwise_lse
+from infcl_jax.ops.pairwise_lse.base import varying_over
+from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
 
 # Largest gradient and range of temperatures of samples (FastCLIP's code).
 _LARGEST_GRADIENT = 5.0

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from infcl_jax.checks import is_known
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
@@ -17,8 +18,8 @@ from infcl_jax.losses.batch import (
     global_mean,
     over_mesh,
 )
-from infcl_jax.pairwise import pairwise_lse
-from infcl_jax.pairwise.checks import check_label_range, checked_mask, is_known
+from infcl_jax.ops.pairwise_lse import pairwise_lse
+from infcl_jax.ops.pairwise_lse.checks import check_label_range, checked_mask
 
 
 def retrieval_loss(

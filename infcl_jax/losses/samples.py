@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.checks import is_known
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
-from infcl_jax.pairwise.checks import is_known
 
 # The arrays are as long as the next multiple, whatever the devices: a checkpoint fits any number that divides it.
 LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from infcl_jax.checks import check_implementation
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
-from infcl_jax.pairwise import ring
-from infcl_jax.pairwise.checks import check_axis, check_features, check_implementation, checked_mask
-from infcl_jax.pairwise.strips import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
-from infcl_jax.pairwise.tiles import (
+from infcl_jax.ops.pairwise_lse import ring
+from infcl_jax.ops.pairwise_lse.base import (
     accumulation_dtype,
     add_trees,
     constant,
@@ -21,6 +20,8 @@ from infcl_jax.pairwise.tiles import (
     varying_over,
     zero_masked,
 )
+from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
+from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
 
 # implementation -> rows of one strip (None: the whole block of a ring step at once)
 _STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}

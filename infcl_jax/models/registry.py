@@ -10,8 +10,6 @@ import difflib
 import math
 from typing import Any, get_args
 
-from infcl_jax.models.activation import Activation
-from infcl_jax.models.attention import AttentionImplementation
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
@@ -24,6 +22,8 @@ from infcl_jax.models.transformer import (
     float_dtype_name,
 )
 from infcl_jax.models.vit import Pool, VisionTransformer
+from infcl_jax.ops.attention.api import AttentionImplementation
+from infcl_jax.ops.bias_activation.api import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.models.embedding import embed_tokens
 from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
+from infcl_jax.ops.embedding import embed_tokens
 
 
 def end_position(tokens: jax.Array) -> jax.Array:

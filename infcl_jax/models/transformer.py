@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from infcl_jax.models.activation import Activation
-from infcl_jax.models.attention import (
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions
+from infcl_jax.ops.attention.api import (
     AttentionImplementation,
     attend,
     attend_from,
@@ -27,7 +27,8 @@ from infcl_jax.models.attention import (
     padding_for,
     takes_packed,
 )
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions, with_gradient_of
+from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.ops.linear import with_gradient_of
 
 Remat = Literal["full", "dots"]
 

@@ -1,13 +1,7 @@
 """Where a training step's memory goes, before it runs: a report by part, the largest batch, the best chunk size."""
 
 from infcl_jax.planner.activations import tree_bytes
-from infcl_jax.planner.api import (
-    MemoryPlan,
-    Workload,
-    compare_with_compiled,
-    compiled_bytes,
-    plan_memory,
-)
+from infcl_jax.planner.api import MemoryPlan, Workload, compare_with_compiled, compiled_bytes, plan_memory
 from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
 from infcl_jax.planner.report import OutOfMemory, explain_out_of_memory, format_plan

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from infcl_jax.models import CLIP, RESIDUAL, TOWERS
-from infcl_jax.pairwise.devices import compute_capability
+from infcl_jax.ops.common.gpu import compute_capability
 
 # Rows of the two traces between which memory is taken to be linear.
 _FEW, _MANY = 64, 128

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
-from infcl_jax.pairwise import IMPLEMENTATIONS
-from infcl_jax.pairwise.checks import check_choice
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.planner.activations import Tower, towers
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
@@ -34,7 +34,7 @@ class Workload:
       keep_residual: whether the other chunks keep their residual streams.
       residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
         and the next.
-      implementation: of the loss, one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
+      implementation: of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
       loss: "clip", also for the global contrastive losses, or "siglip".
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: towers that are not trained, "image" or "text".

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIPOutput
-from infcl_jax.pairwise import IMPLEMENTATIONS
-from infcl_jax.pairwise.checks import check_choice
-from infcl_jax.pairwise.devices import FUSED
-from infcl_jax.pairwise.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, TRAVELLING, WINDOW
-from infcl_jax.pairwise.ring import panel_columns
-from infcl_jax.pairwise.strips import STRIP_ROWS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS
+from infcl_jax.ops.pairwise_lse.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, TRAVELLING, WINDOW
+from infcl_jax.ops.pairwise_lse.implementations import FUSED
+from infcl_jax.ops.pairwise_lse.ring import panel_columns
 from infcl_jax.training import make_loss
 
 _FP32 = 4
@@ -34,7 +34,7 @@ def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any,
     """Bytes on each device, by the formula of the implementation.
 
     Args:
-      implementation: one of `infcl_jax.pairwise.IMPLEMENTATIONS`.
+      implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
       batch_size: b, of the global batch.
       width: D, of the features.
       dtype: of the features.

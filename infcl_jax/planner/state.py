@@ -7,7 +7,7 @@ import jax
 import optax
 
 from infcl_jax.models import CLIP
-from infcl_jax.pairwise.tiles import accumulation_dtype
+from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
 from infcl_jax.training.sharding import bytes_per_device
 from infcl_jax.training.state import trained

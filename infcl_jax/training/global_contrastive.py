@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from infcl_jax.checks import check_choice, check_implementation
 from infcl_jax.losses import SampleState, create_samples, global_contrastive_loss, write_samples
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import CLIPOutput
-from infcl_jax.pairwise import IMPLEMENTATIONS
-from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.training.optimizers import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from infcl_jax.pairwise.checks import check_choice
+from infcl_jax.checks import check_choice
 from infcl_jax.training.rules import Rules, check_rules, parameter_names, values_by_rules
 
 OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")

@@ -11,8 +11,8 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh
 
+from infcl_jax.checks import check_choice
 from infcl_jax.models import TOWERS, clamp_logit_scale
-from infcl_jax.pairwise.checks import check_choice
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 

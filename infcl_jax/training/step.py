@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.checks import check_choice, check_implementation
 from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
 from infcl_jax.losses import SampleState, clip_loss, siglip_loss
 from infcl_jax.models import RESIDUAL, TOWERS, CLIPOutput
-from infcl_jax.pairwise import IMPLEMENTATIONS
-from infcl_jax.pairwise.checks import check_choice, check_implementation
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState, trained
@@ -240,7 +240,7 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
                 variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
             )
 
-        # The mesh is for infcl_jax.models.embedding.embed_tokens. The loss is given its own.
+        # The mesh is for infcl_jax.ops.embedding.embed_tokens. The loss is given its own.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             output, pull, changed = jax.vjp(model, state.trained, has_aux=True)
         evaluate = functools.partial(evaluate_loss, loss_fn, memory=memory)

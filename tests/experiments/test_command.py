@@ -9,8 +9,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs import base
-from experiments import build, command, train
-from experiments.overrides import changed_settings, check_values, parse_overrides
+from experiments import command, train
+from infcl_jax import run
+from infcl_jax.settings import changed_settings, check_values, parse_overrides
 
 
 @pytest.mark.parametrize(
@@ -103,10 +104,10 @@ def test_groups_of_settings_are_not_replaced():
 @pytest.mark.parametrize("chunk_size", [33, 1000])
 def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
     config = runs.config(**{"grad_cache.chunk_size": chunk_size})
-    for check in (lambda: train.train(config, tmp_path), lambda: build.workload(config, 8)):
+    for check in (lambda: train.train(config, tmp_path), lambda: run.workload(config, 8)):
         with pytest.raises(ValueError, match=rf"^expected grad_cache.chunk_size <= batch_size=32, got {chunk_size};.*"):
             check()
-    build.check_chunk_size(runs.config(**{"grad_cache.chunk_size": 32}))
+    run.check_chunk_size(runs.config(**{"grad_cache.chunk_size": 32}))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,13 @@ def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
 def test_model_overrides_of_another_type_are_named(override):
     name = override.partition("=")[0]
     with pytest.raises(ValueError, match=f"^expected model_overrides {name} to be [^\n]*, got [^\n]*$"):
-        build.read_model_config(runs.config(model_overrides=override))
+        run.read_model_config(runs.config(model_overrides=override))
 
 
 @pytest.mark.parametrize("override", ["vision.remat=None,init_logit_bias=-10", "init_logit_bias=None,dropout=0"])
 def test_model_overrides_of_their_types_are_not(override):
     override = override.replace("dropout", "text.dropout")
-    assert build.read_model_config(runs.config(model_overrides=f"text.vocab_size=259,{override}"))
+    assert run.read_model_config(runs.config(model_overrides=f"text.vocab_size=259,{override}"))
 
 
 @pytest.mark.parametrize("lead", [True, False])

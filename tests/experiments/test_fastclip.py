@@ -8,7 +8,8 @@ import pytest
 import runs
 
 from configs import fastclip
-from experiments import build, compare_losses
+from experiments.benchmarks import compare_losses
+from infcl_jax import run
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.training import GlobalContrastive, GlobalContrastiveConfig, OptimizerConfig
 
@@ -67,7 +68,7 @@ ARGUMENTS = (
 
 
 def start_of_temperature(config):
-    return math.exp(-build.read_model_config(config).init_logit_scale)
+    return math.exp(-run.read_model_config(config).init_logit_scale)
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
@@ -135,9 +136,9 @@ def test_models_and_steps_by_size(size, model, batch, steps):
 
 
 def test_a_run_gives_its_loss_the_settings_of_its_optimizer(monkeypatch):
-    monkeypatch.setattr(build, "_training_source", lambda config: range(128))
+    monkeypatch.setattr(run, "_training_source", lambda config: range(128))
     config = fastclip.get_config("quickstart,loss=isogclr")
-    assert build.loss(config, oracle.mesh_of(1)).optimizer == OptimizerConfig(**config.optimizer)
+    assert run.loss(config, oracle.mesh_of(1)).optimizer == OptimizerConfig(**config.optimizer)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl_jax.pairwise import available_implementations
+from infcl_jax.ops.pairwise_lse import available_implementations
 
 
 @pytest.fixture(params=["mosaic_gpu", "triton"])

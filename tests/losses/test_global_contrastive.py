@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from infcl_jax import create_samples, global_contrastive_loss
 from infcl_jax.losses.samples import LENGTH_MULTIPLE, SampleState, read_samples, write_samples
-from infcl_jax.pairwise import available_implementations
+from infcl_jax.ops.pairwise_lse import available_implementations
 
 VARIANTS = tuple(oracle_global.LOSSES)
 SAMPLES, BATCH, STEPS, EPOCHS = 40, 8, 4, 4

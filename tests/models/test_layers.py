@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from infcl_jax.models import layers, normalization
-from infcl_jax.models.activation import Activation, activate
+from infcl_jax.models import layers
+from infcl_jax.ops.bias_activation.api import Activation, activate
+from infcl_jax.ops.layer_norm import api
 
 SHAPES = {"x": (5, 7, 12), "kernel": (12, 6), "scale": (12,), "bias": (12,), "short": (6,)}
 
 
 def plain_norm(x, scale, bias):
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + normalization.LAYER_NORM_EPSILON) * scale + bias
+    return (x - mean) / jnp.sqrt(variance + api.LAYER_NORM_EPSILON) * scale + bias
 
 
 LAYERS = {

@@ -10,14 +10,7 @@ import pytest
 import runs
 
 from infcl_jax.distributed import shard_batch
-from infcl_jax.training import (
-    Checkpointer,
-    GradCacheConfig,
-    create_state,
-    make_loss,
-    make_train_step,
-    sharding,
-)
+from infcl_jax.training import Checkpointer, GradCacheConfig, create_state, make_loss, make_train_step, sharding
 from infcl_jax.training.sharding import sharded_axis
 
 DEVICES, BATCH, STEPS = 4, 32, 3

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from infcl_jax.distributed import shard_batch
 from infcl_jax.grad_cache import Replay
 from infcl_jax.models import CLIPOutput
-from infcl_jax.pairwise import IMPLEMENTATIONS, available_implementations
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
 from infcl_jax.training import GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 
 BATCH = 32

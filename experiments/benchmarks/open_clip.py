@@ -1,0 +1,261 @@
+"""Times a whole training step of OpenCLIP, for comparison with `experiments.benchmarks.step`.
+
+    python -m experiments.benchmarks.open_clip --model=ViT-B-32 --batch=1024,4096 --output=runs/benchmark_open_clip
+
+Forward, loss, backward and AdamW, on random images and texts that are on the device already. Prints a table and adds
+JSON lines to `benchmark_open_clip.jsonl` in the output folder. Needs `pip install open_clip_torch` and nothing of this
+project: it runs in an environment without JAX.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+
+RECORDS_FILE = "benchmark_open_clip.jsonl"
+MODELS = ("ViT-B-32", "ViT-B-16", "ViT-L-14")
+PRECISIONS = ("amp_bf16", "bf16", "pure_bf16", "fp32")
+OUT_OF_MEMORY = "out of memory"
+
+_IMAGE_SIZE, _CONTEXT, _VOCABULARY = 224, 77, 49408
+_RUN_SECONDS = 0.5  # as the runs of experiments.benchmarks.step
+_WARM_UP = 3  # steps: compilation, then the optimizer's state
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+      model: a name of OpenCLIP.
+      batch: pairs of one optimizer step.
+      precision: as OpenCLIP's `--precision`.
+      grad_checkpointing: whether blocks are computed again in the backward pass.
+      accum_freq: parts of a batch. With more than one, features are encoded without gradients first, and each part is
+        encoded again with gradients, against the features of all.
+      compiled: whether the model goes through `torch.compile`.
+      repeats: timed runs, of which the median counts.
+
+    Raises:
+      ValueError: the parts of the batch would differ in size.
+    """
+
+    model: str
+    batch: int
+    precision: str = "amp_bf16"
+    grad_checkpointing: bool = False
+    accum_freq: int = 1
+    compiled: bool = True
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.batch % self.accum_freq:
+            raise ValueError(f"expected --batch to be multiples of --accum_freq={self.accum_freq}, got {self.batch}")
+
+
+def packages() -> tuple[Any, Any]:
+    """PyTorch and OpenCLIP.
+
+    Raises:
+      ImportError: one of them is not installed; the message says what to do.
+    """
+    try:
+        return importlib.import_module("torch"), importlib.import_module("open_clip")
+    except ImportError as error:
+        raise ImportError(f"expected PyTorch and OpenCLIP, got: {error}; pip install open_clip_torch") from error
+
+
+class Training:
+    """A model with its optimizer and one batch; every call is one optimizer step on that batch."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch, open_clip = packages()
+        self._torch, self.device = torch, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        precision = settings.precision
+        model = open_clip.create_model(settings.model, precision=precision, device=self.device, output_dict=True)
+        model.set_grad_checkpointing(settings.grad_checkpointing)
+        model.train()
+        self._log_scale = model.logit_scale
+        self._optimizer = self._adamw(model)
+        torch.compiler.reset()  # else another batch size is compiled for sizes that vary
+        self._model = torch.compile(model) if settings.compiled else model
+        self._loss = open_clip.ClipLoss()
+        self._autocast: Callable[[], Any] = contextlib.nullcontext
+        if precision == "amp_bf16":
+            self._autocast = functools.partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
+        dtype = open_clip.get_input_dtype(precision) or torch.float32
+        shape = (settings.batch, 3, _IMAGE_SIZE, _IMAGE_SIZE)
+        images = torch.randn(shape, device=self.device, dtype=dtype)
+        texts = torch.randint(_VOCABULARY, (settings.batch, _CONTEXT), device=self.device)
+        parts = settings.accum_freq
+        self._pairs = list(zip(images.chunk(parts), texts.chunk(parts), strict=True))
+
+    def __call__(self) -> None:
+        """One optimizer step."""
+        self._optimizer.zero_grad()
+        known = self._features() if len(self._pairs) > 1 else []
+        for number, (images, texts) in enumerate(self._pairs):
+            with self._autocast():
+                output = self._model(images, texts)
+                scale = output.pop("logit_scale")
+                features = {
+                    name: self._torch.cat(
+                        [*(k[name] for k in known[:number]), own, *(k[name] for k in known[number + 1 :])]
+                    )
+                    for name, own in output.items()
+                }
+                loss = self._loss(**features, logit_scale=scale)
+            loss.backward()
+        self._optimizer.step()
+        with self._torch.no_grad():
+            self._log_scale.clamp_(0, math.log(100))
+
+    def wait(self) -> None:
+        """Returns when the device has done everything."""
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    @property
+    def device_name(self) -> str:
+        """Of the GPU, or "cpu"."""
+        return self._torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+
+    @property
+    def peak_mib(self) -> float | None:
+        """The most memory that tensors have had; None on the CPU."""
+        return self._torch.cuda.max_memory_allocated() / 2**20 if self.device.type == "cuda" else None
+
+    def _features(self) -> list[dict[str, Any]]:
+        """Of all parts, without gradients."""
+        with self._torch.no_grad(), self._autocast():
+            outputs = [self._model(images, texts) for images, texts in self._pairs]
+        return [{name: value for name, value in output.items() if name != "logit_scale"} for output in outputs]
+
+    def _adamw(self, model: Any) -> Any:
+        """As CLIP trains: weight decay for matrices alone."""
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
+        return self._torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.98), eps=1e-6, fused=True)
+
+
+def seconds(training: Training, repeats: int, least: float = _RUN_SECONDS) -> float:
+    """Median time of a step over runs of at least `least` seconds each."""
+    for _ in range(_WARM_UP):
+        training()
+    steps = math.ceil(least / _elapsed(training, 1))
+    return statistics.median(_elapsed(training, steps) for _ in range(repeats)) / steps
+
+
+def _elapsed(training: Training, steps: int) -> float:
+    training.wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        training()
+    training.wait()
+    return time.perf_counter() - start
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """The record of one batch size; where memory runs out, its status says so and its figures are None."""
+    torch, open_clip = packages()
+    record: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "open_clip": open_clip.__version__,
+        **dataclasses.asdict(settings),
+        **dict.fromkeys(("device", "step_ms", "images_per_second", "peak_memory_mib")),
+        "status": "ok",
+    }
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        training = Training(settings)
+        record["device"] = training.device_name
+        step = seconds(training, settings.repeats)
+        record |= {"step_ms": 1e3 * step, "images_per_second": settings.batch / step}
+        record["peak_memory_mib"] = training.peak_mib
+    except torch.OutOfMemoryError:
+        record["status"] = OUT_OF_MEMORY
+    return record
+
+
+# Heading, key of the record, format.
+_COLUMNS = (
+    ("b", "batch", ",d"),
+    ("step ms", "step_ms", ",.2f"),
+    ("images/s", "images_per_second", ",.1f"),
+    ("peak MiB", "peak_memory_mib", ",.1f"),
+    ("status", "status", "s"),
+)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>13}" for cell in cells)
+
+
+def main(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Measures what the flags ask for; a mistake becomes one line on stderr and exit status 1."""
+    logging.set_verbosity(logging.ERROR)
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
+        if not values.output:
+            raise ValueError("expected --output, the folder for the results, got none")
+        run(_cases(values), Path(values.output))
+    except (ValueError, ImportError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+def _cases(values: flags.FlagValues) -> list[Settings]:
+    if not all(text.isdecimal() for text in values.batch):
+        raise ValueError(f"expected --batch to be positive integers such as 1024,4096, got {','.join(values.batch)!r}")
+    names = ("model", "precision", "grad_checkpointing", "accum_freq", "repeats")
+    options = {name: values[name].value for name in names}
+    return [Settings(batch=int(text), compiled=values.compile, **options) for text in values.batch]
+
+
+def run(cases: Sequence[Settings], output: Path) -> None:
+    """Measures one case after the other, prints and records each."""
+    packages()
+    output.mkdir(parents=True, exist_ok=True)
+    print(_line([heading for heading, *_ in _COLUMNS]), flush=True)
+    for settings in cases:
+        record = measure(settings)
+        cells = ["-" if record[key] is None else format(record[key], style) for _, key, style in _COLUMNS]
+        print(_line(cells), flush=True)
+        with (output / RECORDS_FILE).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _define_flags() -> flags.FlagValues:
+    """Flags of this command alone, since others have some of the same name."""
+    values = flags.FLAGS
+    flags.DEFINE_enum("model", MODELS[0], MODELS, "OpenCLIP's name.")
+    flags.DEFINE_list("batch", "1024,4096", "Pairs of one optimizer step.")
+    flags.DEFINE_enum("precision", PRECISIONS[0], PRECISIONS, "As OpenCLIP's.")
+    flags.DEFINE_bool("grad_checkpointing", False, "Compute blocks again in the backward pass.")
+    flags.DEFINE_integer("accum_freq", 1, "Parts of the batch, encoded twice each.", lower_bound=1)
+    flags.DEFINE_bool("compile", True, "Use torch.compile.")
+    flags.DEFINE_integer("repeats", 5, "Timed runs, of which the median counts.", lower_bound=1)
+    flags.DEFINE_string("output", None, "Folder for the JSON lines.")
+    return values
+
+
+if __name__ == "__main__":
+    app.run(functools.partial(main, values=_define_flags()))

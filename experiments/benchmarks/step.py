@@ -1,0 +1,157 @@
+r"""Times a whole training step, with its parts, its memory and its use of the device.
+
+    python -m experiments.benchmarks.step --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch=1024,4096 \
+        --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3]
+
+Prints a table, adds JSON lines to `benchmark_step.jsonl` and draws `benchmark_step.png` in the output folder;
+docs/benchmarks.md says what the figures mean. On several hosts, or with one process for each GPU: the same command in
+every process, see `infcl_jax.distributed.initialize`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
+
+from experiments.benchmarks import harness
+from experiments.benchmarks.flops import step_flops
+from experiments.benchmarks.step_case import FIGURES, Case, Settings
+from infcl_jax.distributed import is_lead
+from infcl_jax.grad_cache import RESIDENCIES
+from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.models import model_names
+from infcl_jax.training import GradCacheConfig
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
+
+RECORDS_FILE = "benchmark_step.jsonl"
+PICTURE_FILE = "benchmark_step.png"
+
+_MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
+_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Changes to it, such as dtype=bfloat16,vision.remat=dots.")
+_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; without: no caching.", lower_bound=1)
+_KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
+_KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Whether the others keep their residual streams.")
+_RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch lives.")
+_SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
+_LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "To train with.")
+_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts of the step and waiting for data.")
+_IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of the loss; the best here by default.")
+
+
+def benchmark_from_flags() -> None:
+    """Measures what the flags ask for.
+
+    Raises:
+      ValueError: a flag is wrong or missing, or does not suit the devices.
+    """
+    settings = Settings(
+        model=_MODEL.value,
+        batch=harness.batch_sizes(),
+        model_overrides=_OVERRIDES.value,
+        cache=GradCacheConfig(
+            chunk_size=_CHUNK_SIZE.value,
+            keep=_KEEP.value,
+            keep_residual=_KEEP_RESIDUAL.value,
+            residency=_RESIDENCY.value,
+        ),
+        implementation=_IMPLEMENTATION.value,
+        parameter_sharding=_SHARDING.value,
+        loss=_LOSS.value,
+        parts=_PARTS.value,
+        repeats=harness.REPEATS.value,
+    )
+    output = harness.output_folder()
+    mesh = harness.start_devices(harness.DEVICES.value)
+    harness.check_even("batch", settings.batch, mesh)
+    harness.check_even("chunk_size", [settings.cache.chunk_size or 0], mesh)
+    measure_all(settings, mesh, output)
+
+
+def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
+    """Measures one batch size after the other, prints and records each, and draws them all.
+
+    Args:
+      settings: what to measure.
+      mesh: the devices.
+      output: folder of the JSON lines, which are added to, and of the picture, which is replaced.
+
+    Returns:
+      The new records, see docs/benchmarks.md. What does not fit into memory has the status "out of memory" and None
+      for the figures that could not be had.
+
+    Raises:
+      ValueError: there is no such model, override, loss or implementation.
+    """
+    flops = step_flops(settings.model_config)
+    cases = [Case.create(settings, mesh, b) for b in settings.batch]  # mistakes show before anything is timed
+    about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
+    product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
+    records = []
+    for case in cases:
+        about_case = {"batch": case.b, "flops_per_pair": flops}
+        about_case |= {
+            name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
+        }
+        about_case |= dataclasses.asdict(settings.cache)
+        found = harness.collect(FIGURES, case.figures(product))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, found))
+    if is_lead():
+        draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
+    return records
+
+
+def _title(settings: Settings) -> str:
+    cache = settings.cache
+    kept = f"{cache.keep} kept{', residual streams of the others' if cache.keep_residual else ''}"
+    caching = f"chunks of {cache.chunk_size}, {kept}, residency {cache.residency}"
+    parts = (
+        settings.model,
+        settings.model_overrides,
+        settings.loss,
+        caching if cache.chunk_size else "no gradient caching",
+    )
+    return ", ".join(filter(None, parts))
+
+
+_COLUMNS = (
+    ("b", "batch", ",d"),
+    ("step ms", "step_ms", ",.2f"),
+    ("images/s", "images_per_second", ",.1f"),
+    ("a device", "images_per_second_per_device", ",.1f"),
+    ("TFLOP/s", "tflops", ".3g"),
+    ("of product", "of_product", ".1%"),
+    ("encode ms", "encode_ms", ",.2f"),
+    ("loss ms", "loss_ms", ",.2f"),
+    ("backward ms", "backward_ms", ",.2f"),
+    ("update ms", "update_ms", ",.2f"),
+    ("data ms", "data_ms", ",.2f"),
+    ("memory MiB", "memory_mib", ",.1f"),
+    ("peak MiB", "peak_memory_mib", ",.1f"),
+    ("status", "status", "s"),
+)
+
+
+def draw(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draws images per second and memory over the batch size."""
+    figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
+    figure.suptitle(title)
+    panels = {
+        "images/s": {"images_per_second": "all devices"},
+        "memory of a device, MiB": {"memory_mib": "planned", "peak_memory_mib": "peak in use"},
+    }
+    for axes, (label, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for key, name in lines.items():
+            line = sorted((r["batch"], r[key]) for r in records if r[key])
+            axes.plot([b for b, _ in line], [value for _, value in line], marker="o", markersize=3, label=name)
+        harness.over_batches(axes, records, label)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    harness.run(benchmark_from_flags)

@@ -1,0 +1,58 @@
+"""Preparation of datasets on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from pathlib import Path
+
+import tensorflow_datasets as tfds
+
+from infcl_jax.data import sources
+
+
+def prepare(name: str, data_dir: str | Path) -> str:
+    """Writes a dataset as array_record, unless it is there. A killed preparation leaves nothing that looks complete.
+
+    Args:
+      name: "shapes/quickstart", "shapes/full", "digits", or a dataset of the TFDS catalogue.
+      data_dir: the folder that holds the datasets; created where missing.
+
+    Returns:
+      What was done, in one line: counts, seconds, place.
+
+    Raises:
+      ValueError: the name is unknown.
+      OSError: the folder cannot be written.
+      ImportError: the dataset needs a package that is not installed to be prepared.
+    """
+    if name == sources.DIGITS:
+        return f"{name}: nothing to prepare, scikit-learn has it"
+    existing = sources.dataset_dir(name, data_dir)
+    if existing is not None:
+        return f"{name}: already prepared in {existing}"
+    sources.check_name(name)
+    _check_writable(Path(data_dir))
+    start = time.monotonic()
+    builder = tfds.builder(name, data_dir=str(data_dir), file_format="array_record")
+    with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints progress there; this command prints one line
+        try:
+            builder.download_and_prepare()
+        except ImportError as error:
+            raise ImportError(
+                f"{name} needs {error.name or error} to be prepared; install that and run again"
+            ) from error
+    seconds = time.monotonic() - start
+    counts = ", ".join(f"{split.num_examples} {split_name}" for split_name, split in builder.info.splits.items())
+    return f"{name}: {counts} in {seconds:.1f} s, {builder.data_path}"
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror}); choose another --data_dir") from error

@@ -1,0 +1,1 @@
+"""Device code: one folder for each operation with kernels."""

@@ -1,0 +1,1 @@
+"""Bias and activation function in one pass."""

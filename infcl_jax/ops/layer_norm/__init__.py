@@ -1,0 +1,1 @@
+"""Layer normalization, alone or with the residual sum before it."""

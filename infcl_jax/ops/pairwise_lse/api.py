@@ -1,0 +1,146 @@
+"""`pairwise_lse`: validation and choice of implementation."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from infcl_jax.checks import check_choice, check_implementation, is_known
+from infcl_jax.ops.pairwise_lse import all_gather
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
+from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_labels, checked_mask, checked_scales
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
+from infcl_jax.ops.pairwise_lse.vjp import BLOCKWISE, Plan, blockwise
+
+
+class PairwiseLSE(NamedTuple):
+    """Result of `pairwise_lse`, in fp32 (fp64 for fp64 features).
+
+    Attributes:
+      row: `[bx]` log-sum-exp of each row over all columns of all devices.
+      col: `[by]` log-sum-exp of each column over all rows, or None if not asked for.
+      positive: `[bx]` similarity of each row with its positive, not scaled, even where `y_mask` masks that positive.
+    """
+
+    row: Array
+    col: Array | None
+    positive: Array
+
+
+_GATHERED: dict[str, Callable] = {"dense": all_gather.dense, "local": all_gather.local}
+IMPLEMENTATIONS = (*_GATHERED, *BLOCKWISE)
+
+
+def pairwise_lse(
+    x: Array,
+    y: Array,
+    x_scale: Array | float,
+    y_scale: Array | float | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    positives: str = "include",
+    labels: Array | None = None,
+    x_mask: Array | None = None,
+    y_mask: Array | None = None,
+    columns: bool = True,
+    implementation: str | None = None,
+) -> PairwiseLSE:
+    """Row and column log-sum-exp over all pairs of a batch, without storing the pair matrix.
+
+    With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
+
+        row_i = log sum_j exp(x_scale_i * s_ij)
+        col_j = log sum_i exp(y_scale_j * s_ij)
+        positive_i = s_{i, labels_i}
+
+    Every contrastive loss of this package is a function of these vectors. Differentiable in `x`, `y`, `x_scale` and
+    `y_scale`; only the gradients that are asked for are computed. Inside `shard_map` (with its default
+    `check_vma=True`) the gradient of a sum over all devices is exact, also that of arguments that all devices share.
+
+    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions from one sweep.
+
+    Args:
+      x: `[bx, D]` row features of this device, bf16, fp16, fp32 or fp64. Usually L2-normalised; need not be.
+      y: `[by, D]` column features of this device, same dtype.
+      x_scale: inverse temperature of the rows, scalar or `[bx]`.
+      y_scale: inverse temperature of the columns, scalar or `[by]`; `x_scale` if None.
+      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`; None for one device;
+        `()` inside `shard_map` compares the rows of each device among themselves only.
+      positives: "include" them in the sums or "exclude" them.
+      labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A label out of range
+        is an error where its value is known. Where it is traced, it makes that row's `row` and `positive` NaN, and the
+        gradients through `row`.
+      x_mask: bool `[bx]`, False for masked rows (padding): they are in no sum, and their results and gradients are 0.
+        Their features, labels and scales may hold anything, NaN included.
+      y_mask: bool `[by]`, the same for columns. A row whose positive is masked keeps the rest of its sum.
+      columns: False if only rows are needed (one-directional retrieval); `col` is None then.
+      implementation: None (the best for the platform) or one of `IMPLEMENTATIONS`.
+
+    Returns:
+      `PairwiseLSE`. A log-sum-exp over no pair at all is -inf, with zero gradient.
+
+    Raises:
+      ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described, or `axis_name` is
+        missing inside `shard_map`.
+    """
+    check_features(x, y)
+    check_choice("positives", positives, ("include", "exclude"))
+    check_implementation(implementation, IMPLEMENTATIONS)
+    if implementation is None:
+        implementation = best_implementation() if x.dtype != jnp.float64 else "xla"
+    check_device(implementation, x.dtype)
+    check_axis(axis_name, x, y)
+    axis_name = axis_name or None
+    # Rows masked like their own columns need no similarity with a masked positive.
+    masked_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
+    known_labels = is_known(labels)
+    x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
+    labels = checked_labels(labels, x.shape[0], y.shape[0], x_mask)
+    if x.dtype == jnp.float16:  # fp16's range is too narrow for products of probabilities
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
+    given = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
+    block = _zero_masked_rows(given)
+    exclude = positives == "exclude"
+    if implementation in _GATHERED:
+        row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
+    else:
+        row, column, positive = blockwise(Plan(implementation, axis_name, exclude, columns), *block)
+    if masked_positives:
+        unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
+        positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, given.y, block.labels))
+    if not known_labels:
+        row, positive = _nan_without_positive(block, row, positive)
+    return PairwiseLSE(
+        zero_masked(row, x_mask), zero_masked(column, y_mask) if columns else None, zero_masked(positive, x_mask)
+    )
+
+
+def _zero_masked_rows(block: Block) -> Block:
+    """The block with zeros for whatever masked rows and columns hold: 0 * NaN would be NaN in every gradient."""
+    x_scale, y_scale = block.x_scale, block.y_scale
+    return block._replace(
+        x=zero_masked(block.x, block.x_mask),
+        y=zero_masked(block.y, block.y_mask),
+        x_scale=zero_masked(x_scale, block.x_mask) if x_scale.ndim else x_scale,
+        y_scale=None if y_scale is None else zero_masked(y_scale, block.y_mask),
+        labels=zero_masked(block.labels, block.x_mask),
+    )
+
+
+def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
+    """`<x_i, y_{labels_i}>` `[bx]`; what is not finite counts as zero, so that no gradient is NaN."""
+    dtype = accumulation_dtype(x.dtype)
+    y = _zero_unless_finite(jnp.take(y, labels, axis=0, mode="clip").astype(dtype))
+    return _zero_unless_finite((x.astype(dtype) * y).sum(1))
+
+
+def _zero_unless_finite(array: Array) -> Array:
+    return jnp.where(jnp.isfinite(array), array, jnp.zeros_like(array))
+
+
+def _nan_without_positive(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
+    """`row` and `positive` with NaN where a label is out of range, and NaN in the gradients through `row`."""
+    in_range = (block.labels >= 0) & (block.labels < block.y.shape[0])
+    nan = jnp.full_like(positive, jnp.nan)
+    return row * jnp.where(in_range, jnp.ones_like(nan), nan), jnp.where(in_range, positive, nan)

@@ -1,0 +1,112 @@
+"""Validation of what users pass: one line saying what was expected and what was got, while the call is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from infcl_jax.checks import is_known
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
+
+
+def check_features(x: Array, y: Array) -> None:
+    """Raises `ValueError` unless `x` and `y` are non-empty floating matrices of one dtype and width."""
+    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"expected features [bx, D] and [by, D] with the same D, got {x.shape} and {y.shape}")
+    if 0 in x.shape or 0 in y.shape:
+        raise ValueError(f"expected at least one row, one column and one feature, got {x.shape} and {y.shape}")
+    if x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"expected features of one floating dtype, got {x.dtype} and {y.dtype}; cast them first")
+
+
+def check_axis(axis_name: AxisName | None, *features: Array) -> None:
+    """Checks the axis over which the batch is sharded.
+
+    Args:
+      axis_name: axis (or axes) of an enclosing `shard_map`, `()` for none of them; None for one device.
+      features: arrays of the batch. They reveal a missing axis name, except under `check_vma=False`.
+
+    Raises:
+      ValueError: no such axis, or None for features that differ between devices.
+    """
+    if axis_name is None:
+        if varying := sorted(set().union(*(jax.typeof(a).manual_axis_type.varying for a in features))):
+            raise ValueError(
+                f"expected axis_name for features that are sharded over the mesh axes {varying}, got None; pass "
+                f"axis_name={varying[0] if len(varying) == 1 else tuple(varying)!r}, or axis_name=() to compare the "
+                "rows of each device among themselves only"
+            )
+        return
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not an axis of an enclosing shard_map; call this inside shard_map over that "
+            "axis, or leave axis_name out (one device)"
+        ) from None
+
+
+def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array | None = None) -> Array:
+    """Labels as int32 `[x_rows]`, row i for row i by default.
+
+    Raises:
+      ValueError: not integers of that shape, or known to be out of range in a row that `mask` keeps.
+    """
+    if labels is None:
+        if y_rows < x_rows:
+            raise ValueError(f"expected labels, or at least as many rows in y as in x, got {x_rows} and {y_rows} rows")
+        return jnp.arange(x_rows, dtype=jnp.int32)
+    if labels.shape != (x_rows,) or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"expected integer labels of shape ({x_rows},), got {labels.dtype}{list(labels.shape)}")
+    check_label_range(labels, y_rows, mask)
+    return jnp.asarray(labels).astype(jnp.int32)
+
+
+def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
+    """Raises `ValueError` if a known (not traced) label of a row that `mask` keeps is outside `[0, y_rows)`."""
+    if not all(map(is_known, (labels, mask))):
+        return
+    kept = np.asarray(labels)  # under jit, jax.numpy would trace even this
+    kept = kept if mask is None else kept[np.asarray(mask)]
+    if kept.size and (kept.min() < 0 or kept.max() >= y_rows):
+        raise ValueError(
+            f"expected labels in [0, {y_rows}), the rows of the other side, got values {kept.min()} to {kept.max()}"
+        )
+
+
+def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
+    """The mask as an array.
+
+    Raises:
+      ValueError: not bool of shape `[rows]`.
+    """
+    if mask is not None and (mask.shape != (rows,) or mask.dtype != bool):
+        raise ValueError(f"expected {name} to be bool of shape ({rows},), got {mask.dtype}{list(mask.shape)}")
+    return None if mask is None else jnp.asarray(mask)
+
+
+def checked_scales(
+    x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
+) -> tuple[Array, Array | None]:
+    """Both scales as `tiles.Block` wants them: a scalar and None where one is shared, else vectors.
+
+    Raises:
+      ValueError: a scale that is neither a scalar nor one per sample, or one without a meaning.
+    """
+    if y_scale is not None and not columns:
+        raise ValueError("y_scale has no meaning with columns=False; leave one of them out")
+    x_scale = _checked_scale("x_scale", x_scale, x)
+    if y_scale is None and x_scale.ndim == 0:
+        return x_scale, None
+    per_row = jnp.broadcast_to(x_scale, x.shape[:1])
+    if not columns:
+        return per_row, None
+    y_scale = _checked_scale("y_scale", x_scale if y_scale is None else y_scale, y)
+    return per_row, jnp.broadcast_to(y_scale, y.shape[:1])
+
+
+def _checked_scale(name: str, scale: Array | float, features: Array) -> Array:
+    scale = jnp.asarray(scale)
+    if scale.shape not in ((), features.shape[:1]):
+        raise ValueError(f"expected {name} to be a scalar or of shape ({features.shape[0]},), got {scale.shape}")
+    return scale.astype(accumulation_dtype(features.dtype))

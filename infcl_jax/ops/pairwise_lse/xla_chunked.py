@@ -1,0 +1,224 @@
+"""The backend that runs anywhere: strips of rows in plain XLA, with one exponential or two (see `references`)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from infcl_jax.ops.pairwise_lse.base import (
+    Array,
+    Block,
+    Cotangents,
+    Gradient,
+    LogSum,
+    Sums,
+    Wanted,
+    accumulation_dtype,
+    add_trees,
+    constant,
+    empty_log_sum,
+    finite_reference,
+    matmul,
+    no_gradient,
+    similarities,
+)
+from infcl_jax.ops.pairwise_lse.chunking import (
+    STRIP_ROWS,
+    is_positive,
+    padding_mask,
+    positives,
+    scan_strips,
+    valid_pairs,
+)
+from infcl_jax.ops.pairwise_lse.stabilization import against, factor, is_shared, shared_reference
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaStrips:
+    """Compares a block strip by strip.
+
+    Attributes:
+      rows: rows of one strip, which holds `rows * by` similarities at a time; None: the whole block at once.
+    """
+
+    rows: int | None = STRIP_ROWS
+
+    def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
+        """See `tiles.Backend.forward`."""
+        block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
+        return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
+
+    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
+        """See `tiles.Backend.accumulators`."""
+        return no_gradient(block, wanted, dtype)
+
+    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
+        """See `tiles.Backend.backward`."""
+        block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
+        backward = self._shared_backward if is_shared(block) else self._general_backward
+        wanted = Wanted(*(a is not None for a in into))
+        return add_trees(into, backward(block, cotangents, exclude, wanted))
+
+    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
+        """See `tiles.Backend.gradient`."""
+        return found
+
+    def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
+        reference = shared_reference(block.x_scale)
+
+        def strip(column: Array, rows: _Rows) -> tuple[Array, tuple[Array, Array]]:
+            s, e = _shared_exponentials(block, rows, reference, exclude)
+            return column + e.sum(0), (e.sum(1), _positives(s, rows.labels))
+
+        column, (row, positive) = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
+        return Sums(against(reference, row), against(reference, column) if columns else None, positive)
+
+    def _general_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
+        def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, tuple[LogSum, Array]]:
+            s = similarities(rows.x, block.y)
+            valid = _valid(block, rows, exclude)
+            row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
+            if column is not None:
+                column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
+            return column, (row, _positives(s, rows.labels))
+
+        start = empty_log_sum(_column_zeros(block)) if columns else None
+        column, (row, positive) = scan_strips(strip, start, _rows(block), self.rows)
+        return Sums(row, column, positive)
+
+    def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
+        scale, reference = block.x_scale, shared_reference(block.x_scale)
+        column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.column_weight)
+
+        def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
+            d_y, d_scale = carry
+            s, e = _shared_exponentials(block, rows.rows, reference, exclude)
+            both = factor(rows.sums, rows.weight)[:, None]
+            if column_factor is not None:
+                both = both + column_factor[None, :]
+            probability = e * both
+            d_s = _with_positive(block, rows, scale * probability)
+            if d_scale is not None:
+                d_scale = d_scale + (probability * s).sum()
+            d_y, d_x = _products(block, rows, d_s, d_y, wanted)
+            return (d_y, d_scale), d_x
+
+        start = (_zeros(block, block.y.shape) if wanted.y else None, _zeros(block, ()) if wanted.x_scale else None)
+        (d_y, d_scale), d_x = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
+        return Gradient(d_x, d_y, d_scale, None)
+
+    def _general_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
+        column = cotangents.column
+
+        def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, tuple]:
+            d_y, d_y_scale = carry
+            s = similarities(rows.rows.x, block.y)
+            valid = _valid(block, rows.rows, exclude)
+            alpha = rows.rows.scale[:, None]
+            p_row = _probability(alpha * s, _column_vector(rows.sums), rows.weight[:, None], valid)
+            d_s = alpha * p_row
+            if column is not None:
+                beta = block.y_scale[None, :]
+                p_column = _probability(beta * s, _row_vector(column), cotangents.column_weight[None, :], valid)
+                d_s = d_s + beta * p_column
+                if d_y_scale is not None:
+                    d_y_scale = d_y_scale + (p_column * s).sum(0)
+            d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, wanted)
+            return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if wanted.x_scale else None)
+
+        want_y_scale = wanted.y_scale and column is not None
+        start = (_zeros(block, block.y.shape) if wanted.y else None, _column_zeros(block) if want_y_scale else None)
+        (d_y, d_y_scale), (d_x, d_x_scale) = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
+        return Gradient(d_x, d_y, d_x_scale, d_y_scale)
+
+
+class _Rows(NamedTuple):
+    """What belongs to the rows of a block, and is cut into strips."""
+
+    x: Array
+    scale: Array | None
+    mask: Array | None
+    labels: Array | None
+
+
+class _BackwardRows(NamedTuple):
+    rows: _Rows
+    sums: LogSum
+    weight: Array
+    positive_weight: Array | None
+
+
+def _rows(block: Block) -> _Rows:
+    return _Rows(block.x, None if is_shared(block) else block.x_scale, block.x_mask, block.labels)
+
+
+def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
+    positive_weight = None if block.labels is None else cotangents.positive_weight
+    return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
+
+
+def _shared_exponentials(block: Block, rows: _Rows, reference: Array, exclude: bool) -> tuple[Array, Array]:
+    s = similarities(rows.x, block.y)
+    e = jnp.exp(block.x_scale * s - reference)
+    valid = _valid(block, rows, exclude)
+    return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
+
+
+def _valid(block: Block, rows: _Rows, exclude: bool) -> Array | None:
+    not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
+    return valid_pairs(rows.mask, block.y_mask, not_positive)
+
+
+def _positives(s: Array, labels: Array | None) -> Array:
+    return jnp.zeros_like(s[:, 0]) if labels is None else positives(s, labels)
+
+
+def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
+    if valid is not None:
+        z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
+    reference = z.max(axis)
+    total = jnp.exp(z - jnp.expand_dims(finite_reference(reference), axis)).sum(axis)
+    return LogSum(reference, total)
+
+
+def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
+    """`weight * exp(z - lse)` without rounding the log-sum-exp; 0 for a sum over nothing, whatever `z`."""
+    reference = jnp.where(sums.total > 0, sums.reference, jnp.full_like(sums.reference, jnp.inf))
+    p = jnp.exp(z - reference) * factor(sums, weight)
+    return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
+
+
+def _column_vector(sums: LogSum) -> LogSum:
+    return LogSum(sums.reference[:, None], sums.total[:, None])
+
+
+def _row_vector(sums: LogSum) -> LogSum:
+    return LogSum(sums.reference[None, :], sums.total[None, :])
+
+
+def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
+    """Adds the positives' term in full precision: probability minus one cancels, rounding first would leave noise."""
+    if rows.positive_weight is None or rows.rows.labels is None:
+        return d_s
+    return d_s + jnp.where(
+        is_positive(rows.rows.labels, block.y),
+        rows.positive_weight[:, None],
+        jnp.zeros_like(rows.positive_weight[:, None]),
+    )
+
+
+def _products(
+    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, wanted: Wanted
+) -> tuple[Array | None, Array | None]:
+    d_s = d_s.astype(block.x.dtype)
+    if d_y is not None:
+        d_y = d_y + matmul(d_s, rows.rows.x, contract=(0, 0))
+    return d_y, matmul(d_s, block.y, contract=(1, 0)) if wanted.x else None
+
+
+def _zeros(block: Block, shape: tuple[int, ...]) -> Array:
+    return constant(shape, 0, accumulation_dtype(block.x.dtype), varying_like=block.x)
+
+
+def _column_zeros(block: Block) -> Array:
+    return _zeros(block, block.y.shape[:1])

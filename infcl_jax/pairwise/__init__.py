@@ -1,6 +1,0 @@
-"""Row and column log-sum-exp over all pairs of a sharded batch: the primitive under every loss. Imports jax alone."""
-
-from infcl_jax.pairwise.api import IMPLEMENTATIONS, PairwiseLSE, pairwise_lse
-from infcl_jax.pairwise.devices import available_implementations
-
-__all__ = ["IMPLEMENTATIONS", "PairwiseLSE", "available_implementations", "pairwise_lse"]

@@ -1,0 +1,205 @@
+"""The parts of a run, as its configuration describes them (see `configs/base.py`)."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax.checks import check_choice
+from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
+from infcl_jax.distributed import shard_batch
+from infcl_jax.evaluation import EvaluationConfig, Suite
+from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation
+from infcl_jax.planner import Workload, keep_most, tree_bytes
+from infcl_jax.settings import check_model_overrides, parse_overrides
+from infcl_jax.training import (
+    GlobalContrastive,
+    GlobalContrastiveConfig,
+    OptimizerConfig,
+    TrainState,
+    create_state,
+    initial_samples,
+    make_loss,
+    make_optimizer,
+    replayed,
+)
+from infcl_jax.training.step import LOSSES, LossFn
+
+_AS_MUCH_AS_FITS = -1  # instead of a number of chunks that are kept
+_PLANNED_SHARE = 0.95  # of the memory, since plans are within 5 %
+
+
+def read_model_config(config: ConfigDict) -> CLIPConfig:
+    """The model of a run, with its overrides.
+
+    Raises:
+      ValueError: unknown model or override, an override of another type, or a vocabulary too small for the tokenizer.
+    """
+    overrides = parse_overrides(config.model_overrides)
+    check_model_overrides(model_config(config.model), overrides)
+    model = model_config(config.model, **overrides)
+    needed = ByteTokenizer().vocab_size
+    if model.text.vocab_size < needed:
+        raise ValueError(f"expected text.vocab_size >= {needed} (bytes and marks), got {model.text.vocab_size}")
+    return model
+
+
+def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
+    """The evaluations of a run; errors as `infcl_jax.evaluation.Suite`."""
+    model = read_model_config(config)
+    return Suite(
+        EvaluationConfig(**config.evaluation),
+        build_model(model),
+        ByteTokenizer(model.text.context_length),
+        image_size=model.vision.image_size,
+        data_dir=config.data_dir,
+        mesh=mesh,
+        implementation=config.implementation,
+    )
+
+
+def _training_source(config: ConfigDict) -> Source:
+    return load_source(config.dataset, config.split, config.data_dir)
+
+
+def training_data(config: ConfigDict) -> TrainIterator:
+    """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
+    model = read_model_config(config)
+    return train_iterator(
+        _training_source(config),
+        tokenizer=ByteTokenizer(model.text.context_length),
+        image_size=model.vision.image_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        num_workers=config.num_workers,
+        augmentation=Augmentation(**config.augmentation),
+    )
+
+
+def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
+    """The loss of a run.
+
+    Raises:
+      ValueError: an unknown name or implementation, or a wrong setting.
+    """
+    settings = GlobalContrastiveConfig(**config.global_contrastive)
+    check_choice("loss", config.loss, (*LOSSES, *VARIANTS))
+    if config.loss not in VARIANTS:
+        return make_loss(config.loss, mesh, config.implementation)
+    return GlobalContrastive(
+        variant=config.loss,
+        config=settings,
+        steps_per_epoch=len(_training_source(config)) // config.batch_size,
+        mesh=mesh,
+        implementation=config.implementation,
+        optimizer=OptimizerConfig(**config.optimizer),
+    )
+
+
+def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+    """Images and texts of the next step, and their samples, where `config.grad_cache.residency` wants them."""
+    cache = config.grad_cache
+    if cache.residency == "replay":
+        return replayed(data.next_reader(), cache.chunk_size, mesh)
+    batch = next(data)
+    pairs = {"image": batch["image"], "text": batch["text"]}
+    if config.loss in VARIANTS:
+        pairs["index"] = batch["index"].astype(np.int32)
+    return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
+
+
+def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+    """Fresh parameters and optimizer state, on the devices, and what the loss remembers, sharded over them."""
+    model = read_model_config(config)
+    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
+    sizes = model.vision.image_size, model.text.context_length
+    state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+    if config.loss not in VARIANTS:
+        return state
+    samples = initial_samples(config.loss, len(_training_source(config)), model.init_logit_scale, mesh)
+    return state.replace(samples=samples)
+
+
+def _state_options(config: ConfigDict) -> dict[str, Any]:
+    """Settings that runs saved before they existed do not have."""
+    return {
+        "parameter_sharding": config.get("parameter_sharding", "replicated"),
+        "frozen": tuple(config.get("frozen", ())),
+    }
+
+
+def check_chunk_size(config: ConfigDict) -> None:
+    """Checks gradient caching's chunk against the batch.
+
+    Raises:
+      ValueError: the chunk is larger, so that nothing would be cached.
+    """
+    chunk_size = (config.get("grad_cache") or {}).get("chunk_size")
+    if chunk_size is not None and chunk_size > config.batch_size:
+        raise ValueError(
+            f"expected grad_cache.chunk_size <= batch_size={config.batch_size}, got {chunk_size}; choose a smaller "
+            "chunk, or None for no gradient caching"
+        )
+
+
+def with_most_kept(
+    config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
+) -> ConfigDict:
+    """The configuration with as much kept as fits where it asks for that, otherwise itself.
+
+    Args:
+      config: of the run.
+      devices: over which its batch is sharded.
+      memory: bytes that JAX may use of each.
+      implementation: as of `workload`.
+
+    Raises:
+      ValueError: there are no chunks, or the memory is not known.
+    """
+    if (config.get("grad_cache") or {}).get("keep") != _AS_MUCH_AS_FITS:
+        return config
+    if memory is None:
+        raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
+    config = config.copy_and_resolve_references()
+    config.grad_cache.keep = 0
+    kept = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    with config.unlocked():  # runs saved before there were residual streams to keep do not have the setting
+        config.grad_cache.update(keep=kept.keep, keep_residual=kept.keep_residual)
+    return config
+
+
+def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
+    """What the memory of a run depends on, for `infcl_jax.planner`.
+
+    Args:
+      config: of the run.
+      devices: over which its batch is sharded.
+      implementation: of the CLIP loss where the configuration leaves it open; None: the best for the devices at hand.
+
+    Raises:
+      ValueError: a setting is wrong.
+    """
+    check_chunk_size(config)
+    model, remembers = read_model_config(config), config.loss in VARIANTS
+    samples = None
+    if remembers:
+        start = config.loss, len(_training_source(config)), model.init_logit_scale
+        samples = jax.eval_shape(lambda: initial_samples(*start))
+    chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
+    return Workload(
+        model=model,
+        optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
+        batch_size=config.batch_size,
+        devices=devices,
+        implementation=chosen,
+        loss="clip" if remembers else config.loss,
+        sample_bytes=tree_bytes(samples) // devices,
+        **_state_options(config),
+        **(config.get("grad_cache") or {}),
+    )

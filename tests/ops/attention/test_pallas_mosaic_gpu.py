@@ -1,0 +1,250 @@
+"""Attention's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import runs
+from gpus import ALONE, calls, described, interpreted, lowered, under
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.benchmarks.attention import exact_attention
+from infcl_jax.models.transformer import Transformer, TransformerConfig
+from infcl_jax.ops.attention import api, pallas_mosaic_gpu
+from infcl_jax.ops.attention.api import attend, best_attention
+from infcl_jax.ops.pairwise_lse import available_implementations
+
+BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
+NAMES = ("result", "query", "key", "value")
+
+
+class _AnyOf:
+    """Equal to each of several primitives, for `match` statements."""
+
+    def __init__(self, *primitives):
+        self.primitives = primitives
+
+    def __eq__(self, other):
+        return any(other is p for p in self.primitives)
+
+
+@pytest.fixture
+def stored_accumulators(monkeypatch):
+    """JAX's interpreter by itself does not store to accumulators."""
+    primitives = jaxpr_interpret.gpu_primitives
+    store = primitives.wgmma_accumulator_store_p
+
+    def access(value=None, *, token, key, thread, place):
+        memory, key = gpu_callbacks._get_shared_memory(), gpu_callbacks.HostAllocationKey.from_array(key)
+        where = memory.access(key, ())
+        info = gpu_callbacks.memory.GPULoggingInfo(place, thread, None)
+        if value is not None:
+            memory.store_buffer_content(key, where, np.asarray(value), thread, logging_info=info)
+        return token, memory.get_buffer_content(key, where, thread, logging_info=info)[0]
+
+    def interpret(self, eqn, token, operands):
+        key, *value = operands()
+        shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE, eqn.outvars[0].aval
+        return jaxpr_interpret.callback.io_callback(
+            access, shapes, *value, token=token, key=key, thread=self.thread, place=self.mesh_location
+        )
+
+    both = {"wgmma_accumulator_deref_p": _AnyOf(primitives.wgmma_accumulator_deref_p, store)}
+    monkeypatch.setattr(jaxpr_interpret, "gpu_primitives", types.SimpleNamespace(**vars(primitives) | both))
+    interpreter = next(c for c in vars(jaxpr_interpret).values() if hasattr(c, "_interpret_wgmma_accumulator_deref_p"))
+    monkeypatch.setattr(interpreter, "_interpret_wgmma_accumulator_deref_p", interpret)
+
+
+@pytest.fixture
+def factors_in_registers(monkeypatch, stored_accumulators):
+    """JAX's interpreter by itself takes left factors from shared memory alone."""
+    original = gpu_callbacks.wgmma
+
+    def wgmma(*, a_allocation_key_as_array, **others):
+        left = np.asarray(a_allocation_key_as_array)
+        if left.ndim == 1:
+            return original(a_allocation_key_as_array=a_allocation_key_as_array, **others)
+        memory = gpu_callbacks._get_shared_memory()
+        thread = others["thread"]
+        info = gpu_callbacks.memory.GPULoggingInfo(others["mesh_location"], thread, others["source_info"])
+
+        def place(name):
+            key = gpu_callbacks.HostAllocationKey.from_array(others[f"{name}_allocation_key_as_array"])
+            transforms = gpu_callbacks._remove_noop_transforms(others[f"{name}_transforms"])
+            return key, memory.access(key, jax.tree.map(int, transforms))
+
+        def content(name):
+            return memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
+
+        total = content("acc")
+        total = total + np.matmul(left, content("b"), dtype=total.dtype)
+        memory.store_buffer_content(*place("acc"), total, thread, logging_info=info)
+        return others["token"]
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+
+
+def given(b, positions, heads, dtype, scale=2.0):
+    """Queries, keys, values, and the result's cotangents."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(s * rng.standard_normal((b, positions, heads, 64)), dtype) for s in (scale, 1.0, 1.0, 1.0)]
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "implementation"))
+def value_and_gradients(query, key, value, cotangent, *, causal, implementation="mosaic_gpu"):
+    run = functools.partial(attend, causal=causal, implementation=implementation)
+    result, pull = jax.vjp(run, query, key, value)
+    return result, *pull(cotangent)
+
+
+def assert_close(found, want, dtype, least=1e-9):
+    bound = 1e-2 if dtype == BF16 else 1.5e-3
+    for name, got, exact in zip(NAMES, found, want, strict=True):
+        assert got.dtype == dtype, name
+        atol = bound * np.abs(exact).max() + least
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("b", "positions", "heads", "dtype", "causal"),
+    [
+        (2, 56, 3, BF16, False),  # of one tile: each warpgroup has heads of its own
+        (1, 64, 3, FP16, True),
+        (2, 72, 3, BF16, True),
+        (1, 136, 3, BF16, False),  # of three: a warpgroup has two
+        (1, 264, 3, FP16, False),  # no room for the next head
+    ],
+)
+@pytest.mark.usefixtures("factors_in_registers")
+def test_kernels_match_float64(capsys, b, positions, heads, dtype, causal):
+    arrays = given(b, positions, heads, dtype)
+    with interpreted(capsys):
+        found = jax.device_get(value_and_gradients(*arrays, causal=causal))
+    assert_close(found, exact_attention(*arrays, causal=causal), dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal"),
+    [
+        ((4096, 50, 12, 64), False),
+        ((4096, 77, 8, 64), True),
+        ((1024, 197, 12, 64), False),
+        ((384, 257, 16, 64), False),
+        ((3, 320, 5, 64), True),
+        ((1, 1, 1, 64), False),
+    ],
+)
+def test_sequences_of_the_models_lower_to_two_kernels(shape, causal):
+    x = jax.ShapeDtypeStruct(shape, BF16)
+    run = jax.jit(functools.partial(value_and_gradients, causal=causal, implementation=None))
+    with jax.sharding.use_abstract_mesh(ALONE):
+        assert calls(lowered(run, x, x, x, x)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mesh", "best"),
+    [
+        ((64, 257, 16, 64), BF16, ALONE, "mosaic_gpu"),
+        ((64, 320, 16, 64), FP16, described(data=8), "mosaic_gpu"),
+        ((63, 257, 16, 64), BF16, described(data=8), "xla"),
+        ((64, 257, 16, 64), BF16, described(data=8).update(axis_types=(AxisType.Manual,)), "mosaic_gpu"),
+        ((64, 257, 16, 64), BF16, described(data=8).update(axis_types=(AxisType.Explicit,)), "xla"),
+        ((64, 321, 16, 64), BF16, ALONE, "xla"),
+        ((64, 257, 16, 80), BF16, ALONE, "xla"),
+        ((64, 257, 16, 64), "float32", ALONE, "xla"),
+        ((64, 257, 16, 64), BF16, None, "xla"),  # a CPU
+    ],
+)
+def test_best_attention(shape, dtype, mesh, best):
+    with under(mesh):
+        assert best_attention(shape, dtype) == best
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "dtype", "message"),
+    [
+        (None, (2, 50, 2, 64), BF16, "expects a Hopper GPU, got cpu"),
+        (ALONE, (2, 321, 2, 64), BF16, "at most 320 positions and heads of 64 channels, got bfloat16, 321 and 64"),
+        (ALONE, (2, 50, 2, 32), FP16, "got float16, 50 and 32"),
+        (ALONE, (2, 50, 2, 64), "float32", "expects bf16 or fp16"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_said(mesh, shape, dtype, message):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    run = functools.partial(attend, causal=False, implementation="mosaic_gpu")
+    with under(mesh), pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, x, x, x)
+
+
+def test_a_sharded_batch_has_kernels_for_its_own_sequences():
+    """Where the backward pass is traced outside the mesh too, as in a training step; positions are not padded."""
+    config = TransformerConfig(width=192, layers=1, heads=3, dtype="bfloat16")
+    model, mesh = Transformer(config), described(data=8)
+    x = jax.ShapeDtypeStruct((64, 77, 192), BF16)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)))
+
+    def gradients(variables, x):
+        with jax.sharding.use_abstract_mesh(mesh):
+            y, pull = jax.vjp(model.apply, variables, x)
+        return pull(y)
+
+    text = lowered(jax.jit(gradients), variables, x)
+    assert calls(text) == 4  # those of the activation, too; the norms are narrower than their kernels want
+    assert "tensor<8x77x9x64xbf16>" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
+    """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
+
+    def forward(packed, *, causal, cores):
+        assert packed.shape == (2, 20, 9, 64)
+        return attend(packed, causal=causal, implementation="xla"), jnp.zeros((6, 64))
+
+    def backward(packed, result, total, cotangent, *, causal, cores):
+        assert total.shape == (6, 64)
+        plain = functools.partial(attend, causal=causal, implementation="xla")
+        return jax.vjp(plain, packed)[1](cotangent)
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
+    monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
+    monkeypatch.setattr(api.devices, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(api.devices, "compute_capability", lambda: "9.0")
+    arrays, mesh = given(8, 20, 3, BF16), oracle.mesh_of(4)
+    sharded = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arrays]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        found = value_and_gradients(*sharded, causal=causal)
+    assert_close(found, exact_attention(*arrays, causal=causal), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("b", "positions", "heads", "dtype", "scale"),
+    [
+        (200, 50, 12, BF16, 2.0),
+        (100, 77, 8, BF16, 2.0),
+        (50, 197, 12, BF16, 30.0),
+        (40, 257, 16, BF16, 2.0),
+        (3, 1, 7, BF16, 2.0),
+        (5, 65, 7, FP16, 2.0),
+        (5, 129, 7, FP16, 2.0),
+        (5, 320, 7, BF16, 100.0),
+    ],
+)
+def test_kernels_on_the_gpu_match_float64_and_repeat(b, positions, heads, dtype, scale, causal):
+    if "mosaic_gpu" not in available_implementations():
+        pytest.skip("no kernels for this device")
+    arrays = given(b, positions, heads, dtype, scale)
+    found = jax.device_get(value_and_gradients(*arrays, causal=causal))
+    # With one position queries and keys have no gradients: sums in float32 that cancel.
+    least = 1e-5 if positions == 1 else 1e-9
+    assert_close(found, exact_attention(*arrays, causal=causal), dtype, least)
+    for _ in range(3):
+        assert runs.equal_bits(found, jax.device_get(value_and_gradients(*arrays, causal=causal)))

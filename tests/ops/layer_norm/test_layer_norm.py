@@ -1,0 +1,217 @@
+"""LayerNorm's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import runs
+from gpus import ALONE, calls, described, interpreted, lowered, under
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax.models.transformer import Block, TransformerConfig
+from infcl_jax.ops.layer_norm import api, pallas_mosaic_gpu
+from infcl_jax.ops.layer_norm.pallas_mosaic_gpu import Tiling
+from infcl_jax.ops.pairwise_lse import available_implementations
+
+EPSILON = api.LAYER_NORM_EPSILON
+BF16, FP16, FP32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+NAMES = ("y", "x", "scale", "bias", "added")
+
+
+def given(rows, width, dtype, result):
+    """Argument, scale, bias, and the cotangents of the result and of the residual."""
+    rng = np.random.default_rng(0)
+    x, of_y, beside = (rng.standard_normal((rows, width)) + 0.5 for _ in range(3))
+    scale, bias = (jnp.asarray(rng.standard_normal(width), jnp.float32) for _ in range(2))
+    return jnp.asarray(x, dtype), scale, bias, jnp.asarray(of_y, result), jnp.asarray(beside, dtype)
+
+
+def expected(x, scale, bias, of_y, beside):
+    """The result and the gradients of argument, scale, bias and a vector in the argument, in float64."""
+    x, scale, bias, of_y, beside = (np.asarray(a, np.float64) for a in (x, scale, bias, of_y, beside))
+    inverse = 1 / np.sqrt(x.var(1, keepdims=True) + EPSILON)
+    normal, slope = (x - x.mean(1, keepdims=True)) * inverse, of_y * scale
+    level, along = slope.mean(1, keepdims=True), (slope * normal).mean(1, keepdims=True)
+    of_x = inverse * (slope - level - normal * along) + beside
+    return normal * scale + bias, of_x, (of_y * normal).sum(0), of_y.sum(0), of_x.sum(0)
+
+
+def assert_close(found, want, dtype, result):
+    """`want` may be more than was asked for."""
+    for name, got, exact in zip(NAMES, found, want, strict=False):
+        assert got.dtype == {"y": result, "x": dtype}.get(name, FP32), name
+        bound = max(float(jnp.finfo(got.dtype).eps), 3e-6) * np.abs(exact).max()
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=bound, err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def beside_residual(x, scale, bias, of_y, beside, dtype, implementation, added=True):
+    added = jnp.zeros(x.shape[1], jnp.float32) if added else None
+    norm = functools.partial(api.normalize_beside, dtype=dtype, implementation=implementation)
+    (y, _), pull = jax.vjp(norm, x, scale, bias, added)
+    return y, *jax.tree.leaves(pull((of_y, beside)))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def alone(x, scale, bias, of_y, dtype, implementation):
+    y, pull = jax.vjp(lambda *a: api.normalize(*a, dtype, implementation), x, scale, bias)
+    return y, *pull(of_y)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "result"),
+    [(8, 128, BF16, BF16), (130, 768, BF16, BF16), (37, 640, FP16, FP32), (61, 256, FP32, FP32)],
+)
+@pytest.mark.parametrize("way", ["alone", "residual", "residual with a bias"])
+def test_kernels_match_float64(capsys, rows, width, dtype, result, way):
+    arrays = given(rows, width, dtype, result)
+    with interpreted(capsys):
+        if way != "alone":
+            found = beside_residual(*arrays, result, "mosaic_gpu", way != "residual")
+        else:
+            arrays = *arrays[:-1], jnp.zeros_like(arrays[0])
+            found = alone(*arrays[:-1], result, "mosaic_gpu")
+        found = jax.device_get(found)
+    assert len(found) == {"alone": 4, "residual": 4}.get(way, 5)
+    assert_close(found, expected(*arrays), dtype, result)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_few_rows_are_left_to_xla(rows):
+    arrays = given(rows, 128, BF16, BF16)
+    with jax.sharding.use_abstract_mesh(ALONE):
+        *found, of_added = beside_residual(*arrays, BF16, None)
+    assert_close(found, expected(*arrays), BF16, BF16)
+    want = expected(*arrays)[-1]
+    np.testing.assert_allclose(of_added, want, rtol=0, atol=float(jnp.finfo(BF16).eps) * np.abs(want).max())
+
+
+@pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
+def test_any_tiling(capsys, tiling):
+    """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
+    x, scale, bias, of_y, beside = arrays = given(45, 128, FP32, FP32)
+    with interpreted(capsys):
+        y, *saved = pallas_mosaic_gpu.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, cores=2, tiling=tiling)
+        gradients = pallas_mosaic_gpu.backward(x, *saved, scale, of_y, beside, sum_rows=True, cores=2, tiling=tiling)
+        found = jax.device_get((y, *gradients))
+    assert_close(found, expected(*arrays), FP32, FP32)
+
+
+def test_tiles_are_whole_groups_of_rows():
+    with pytest.raises(ValueError, match="multiple of 4 rows per tile, got 6"):
+        Tiling(rows=6, stages=2, programs=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "result"),
+    [
+        (99072, 1024, BF16, BF16),
+        (50 * 4096, 768, BF16, BF16),
+        (77 * 4096, 512, FP16, FP16),
+        (4099, 1280, FP32, FP32),
+        (4096, 1152, BF16, FP32),
+    ],
+)
+def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
+    x, y = jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows, width), result)
+    vector = jax.ShapeDtypeStruct((width,), jnp.float32)
+    run = jax.jit(functools.partial(beside_residual, dtype=result, implementation=None))
+    with jax.sharding.use_abstract_mesh(ALONE):
+        assert calls(lowered(run, x, vector, vector, y, x)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mesh", "best"),
+    [
+        ((4096, 1024), "bfloat16", ALONE, "mosaic_gpu"),
+        ((64, 50, 768), "float32", ALONE, "mosaic_gpu"),
+        ((4096, 1024), "bfloat16", described(data=8), "mosaic_gpu"),
+        ((4097, 1024), "bfloat16", described(data=8), "xla"),
+        ((4096, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Manual,)), "mosaic_gpu"),
+        ((4096, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Explicit,)), "xla"),
+        ((4096, 1024), "float64", ALONE, "xla"),
+        ((4096, 1000), "float32", ALONE, "xla"),
+        ((4096, 4096), "float32", ALONE, "xla"),
+        ((1024,), "float32", ALONE, "xla"),
+        ((4096, 1024), "bfloat16", None, "xla"),  # a CPU
+    ],
+)
+def test_best_normalization(shape, dtype, mesh, best):
+    with under(mesh):
+        assert api.best_normalization(jax.ShapeDtypeStruct(shape, dtype), jnp.float32) == best
+
+
+def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
+    """Where the backward pass is traced outside the mesh too, as in a training step."""
+    config = TransformerConfig(width=256, layers=1, heads=4, attention="xla", dtype="bfloat16")
+    block, mesh = Block(config, 16), described(data=8)
+    x = jax.ShapeDtypeStruct((64 * 16, 256), jnp.bfloat16)
+    variables = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype), None, None, False))
+
+    def gradients(variables, x):
+        with jax.sharding.use_abstract_mesh(mesh):
+            y, pull = jax.vjp(lambda *a: block.apply(*a, None, None, False), variables, x)
+        return pull(y)
+
+    text = lowered(jax.jit(gradients), variables, x)
+    assert calls(text) == 5  # norms' forward, backward with and without a bias in the sum; the activation's own
+    assert "tensor<128x256xbf16>" in text
+
+
+@pytest.mark.parametrize("shape", [(40, 128), (8, 5, 128)])
+def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
+    """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
+
+    def forward(x, scale, bias, *, dtype, epsilon, cores):
+        assert x.shape == (10, 128)
+        y, *statistics = api._forward_xla(x, scale, bias, dtype)
+        return y, *(s[:, 0] for s in statistics)
+
+    def backward(x, mean, inverse, scale, of_y, beside, *, sum_rows, cores):
+        return api._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside, sum_rows)
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
+    monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
+    monkeypatch.setattr(api.devices, "multiprocessors", lambda: 132)
+    arrays, mesh = given(40, 128, FP32, FP32), oracle.mesh_of(4)
+    own, all_of = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    sharded = [jax.device_put(a.reshape(shape), own) if a.ndim > 1 else jax.device_put(a, all_of) for a in arrays]
+
+    @jax.jit
+    def run(x, scale, bias, of_y, beside):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            norm = functools.partial(api.normalize_beside, dtype=FP32, implementation="mosaic_gpu")
+            (y, _), pull = jax.vjp(norm, x, scale, bias, bias)
+        return y, *pull((of_y, beside))
+
+    found = [a.reshape(40, 128) if a.ndim > 1 else a for a in run(*sharded)]
+    assert_close(found, expected(*arrays), FP32, FP32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_lower_inside_shard_map(check_vma):
+    mesh = described(data=8)
+    x, scale, bias, _, _ = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given(1024, 256, BF16, BF16))
+    norm = functools.partial(api.normalize, dtype=BF16)
+    run = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=check_vma)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert calls(lowered(jax.jit(run), x, scale, bias)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    [(8, 128, BF16), (999, 768, BF16), (4097, 1024, BF16), (4097, 1024, FP32), (2051, 1280, BF16), (1001, 640, FP32)],
+)
+def test_kernels_on_the_gpu_match_float64_and_repeat(rows, width, dtype):
+    if "mosaic_gpu" not in available_implementations():
+        pytest.skip("no kernels for this device")
+    arrays = given(rows, width, dtype, dtype)
+    found = jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu"))
+    assert_close(found, expected(*arrays), dtype, dtype)
+    for _ in range(3):
+        assert runs.equal_bits(found, jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu")))

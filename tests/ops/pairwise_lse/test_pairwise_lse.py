@@ -1,0 +1,230 @@
+"""Every option of the primitive, on every implementation, against the dense oracle in fp64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from infcl_jax import pairwise_lse
+from infcl_jax.ops.pairwise_lse import available_implementations, dense, xla_chunked
+from infcl_jax.ops.pairwise_lse.base import Block, Wanted
+
+OPTIONS = [
+    {"positives": positives, "scales": scales, "masked": special, "labelled": special != (positives == "exclude")}
+    for positives, scales, special in itertools.product(
+        ("include", "exclude"), ("shared", "two", "per_sample", "rows_only"), (False, True)
+    )
+]
+
+
+def weighted_sum(result, weights):
+    """A scalar with different cotangents for every output."""
+    parts = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
+    return sum(parts[1:], parts[0])
+
+
+def case(options, devices, bx, by, dim=19):
+    rng = np.random.default_rng(3)
+    x, y = oracle.features("random", bx * devices, by * devices, dim, np.float64)
+    local = rng.integers(0, by, bx * devices) if options["labelled"] else np.tile(np.arange(bx), devices)
+    x_mask = y_mask = None
+    if options["masked"]:
+        x_mask, y_mask = rng.random(bx * devices) < 0.7, rng.random(by * devices) < 0.7
+    per_row, per_column = rng.uniform(5, 30, bx * devices), rng.uniform(5, 30, by * devices)
+    scales = {
+        "shared": (np.float64(14.3), None),
+        "two": (np.float64(14.3), np.float64(7.0)),
+        "per_sample": (per_row, per_column),
+        "rows_only": (per_row, None),
+    }[options["scales"]]
+    weights = [rng.normal(size=n * devices) for n in (bx, by, bx)]
+    return (x, y, *scales), local.astype(np.int32), (x_mask, y_mask), weights
+
+
+def expected(args, options, local, masks, weights, devices, by):
+    """Value and gradients through the dense oracle on the whole batch."""
+    labels = jnp.asarray(local + np.repeat(np.arange(devices), len(local) // devices) * by, jnp.int32)
+    columns = options["scales"] != "rows_only"
+    x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
+
+    def value(x, y, x_scale, y_scale):
+        block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
+        row, col, positive = dense.dense_lse(block, exclude=options["positives"] == "exclude", columns=columns)
+        if x_mask is not None:
+            row, positive = (jnp.where(x_mask, a, jnp.zeros_like(a)) for a in (row, positive))
+            col = jnp.where(y_mask, col, jnp.zeros_like(col)) if columns else None
+        return weighted_sum((row, col, positive), weights)
+
+    return jax.value_and_grad(value, argnums=[i for i, a in enumerate(args) if a is not None])(*args)
+
+
+@pytest.mark.parametrize("implementation", available_implementations())
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_options_match_oracle(options, implementation):
+    devices, bx, by = 4, 5, 7
+    args, local, masks, weights = case(options, devices, bx, by)
+    given = [i for i, a in enumerate(args) if a is not None]
+    columns = options["scales"] != "rows_only"
+
+    def value(*args):
+        def inside(sharded, shared):
+            x, y, x_scale, y_scale, labels, x_mask, y_mask, weights = sharded
+            x_scale = shared[0] if x_scale is None else x_scale
+            y_scale = shared[1] if y_scale is None else y_scale
+            result = pairwise_lse(
+                x,
+                y,
+                x_scale,
+                y_scale,
+                axis_name="data",
+                positives=options["positives"],
+                labels=labels,
+                x_mask=x_mask,
+                y_mask=y_mask,
+                columns=columns,
+                implementation=implementation,
+            )
+            return jax.lax.psum(weighted_sum(result, weights), "data")
+
+        vectors = [a if a is None or a.ndim else None for a in args[2:]]
+        scalars = [None if a is None or a.ndim else a for a in args[2:]]
+        sharded = (*args[:2], *vectors, local, *masks, weights)
+        return jax.shard_map(inside, mesh=oracle.mesh_of(devices), in_specs=(P("data"), P()), out_specs=P())(
+            sharded, scalars
+        )
+
+    with jax.enable_x64(True):
+        args = tuple(None if a is None else jnp.asarray(a) for a in args)
+        got_value, got = jax.jit(jax.value_and_grad(value, argnums=given))(*args)
+        want_value, want = expected(args, options, local, masks, weights, devices, by)
+        np.testing.assert_allclose(got_value, want_value, rtol=1e-11)
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == jnp.float64
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", available_implementations())
+@pytest.mark.parametrize("output", ["row", "col", "positive"])
+def test_gradient_of_one_output_alone(output, implementation):
+    x, y = oracle.features("random", 20, 20, 19)
+
+    def inside(x, y, scale):
+        result = pairwise_lse(x, y, scale, axis_name="data", implementation=implementation)
+        return jax.lax.psum(getattr(result, output).sum(), "data")
+
+    def value(x, y, scale):
+        specs = (P("data"), P("data"), P())
+        return jax.shard_map(inside, mesh=oracle.mesh_of(4), in_specs=specs, out_specs=P())(x, y, scale)
+
+    def dense(x, y, scale):
+        block = Block(x, y, scale, labels=jnp.arange(20, dtype=jnp.int32))
+        return dict(zip(("row", "col", "positive"), dense.dense_lse(block), strict=True))[output].sum()
+
+    args = (x, y, jnp.float32(14.3))
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*args) for f in (value, dense))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_oracle_against_finite_differences(exclude):
+    with jax.enable_x64(True):
+        x, y = (jnp.asarray(a, jnp.float64) for a in oracle.features("random", 4, 6, 3))
+        labels = jnp.arange(4, dtype=jnp.int32)
+
+        def value(x, y, x_scale, y_scale):
+            row, col, positive = dense.dense_lse(Block(x, y, x_scale, y_scale, labels=labels), exclude=exclude)
+            return (row * row).sum() + (col * positive[0]).sum() + positive.sum()
+
+        args = (x, y, jnp.linspace(3.0, 9.0, 4), jnp.linspace(2.0, 8.0, 6))
+        check_grads(value, args, order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", oracle.KINDS)
+def test_oracle_against_plain_numpy(kind):
+    x, y = oracle.features(kind, 9, 9, 5, np.float64)
+    with jax.enable_x64(True):
+        labels = jnp.arange(9, dtype=jnp.int32)
+        row, col, positive = dense.dense_lse(Block(jnp.asarray(x), jnp.asarray(y), jnp.float64(100), labels=labels))
+    np.testing.assert_allclose(row, oracle.log_sum_exp(100 * x @ y.T, 1), rtol=1e-13)
+    np.testing.assert_allclose(col, oracle.log_sum_exp(100 * x @ y.T, 0), rtol=1e-13)
+    np.testing.assert_allclose(positive, (x * y).sum(1), rtol=1e-13)
+
+
+@pytest.mark.parametrize("norm", [1.0, 40.0])
+@pytest.mark.parametrize("kind", ["random", "adversarial"])
+def test_guard_keeps_the_shared_reference_exact(kind, norm):
+    """Rows far below the shared reference, and features that are not normalised, take the general way."""
+    x, y = oracle.features(kind, 40, 30, 16)
+    y = y * np.float32(norm)
+    got = jax.jit(lambda x, y: pairwise_lse(x, y, 100.0, labels=np.zeros(40, np.int32)))(x, y)
+    s = 100 * x.astype(np.float64) @ y.T.astype(np.float64)
+    np.testing.assert_allclose(got.row, oracle.log_sum_exp(s, 1), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(got.col, oracle.log_sum_exp(s, 0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", available_implementations())
+def test_empty_sums_are_minus_infinity_with_zero_gradient(implementation):
+    x = y = np.ones((1, 4), np.float32)
+
+    def row(x, y, scale):
+        return pairwise_lse(x, y, scale, positives="exclude", implementation=implementation).row[0]
+
+    value, gradients = jax.value_and_grad(row, argnums=(0, 1, 2))(x, y, 10.0)
+    assert value == -np.inf
+    assert not any(np.any(g) for g in gradients)
+
+
+@pytest.mark.parametrize(
+    "wanted", [Wanted(y=False), Wanted(x=False), Wanted(x_scale=False), Wanted(y=False, x_scale=False)]
+)
+def test_backend_computes_only_what_is_wanted(wanted):
+    """A product that nobody asks for is not in the program: 2 b^2 D less for a locked tower."""
+    x, y = oracle.features("random", 64, 64, 32)
+    names = [i for i, want in enumerate((wanted.x, wanted.y, wanted.x_scale)) if want]
+
+    def value(*args):
+        return pairwise_lse(*args, implementation="ring").row.sum()
+
+    text = jax.jit(jax.grad(value, argnums=names)).lower(x, y, jnp.float32(9)).as_text()
+    everything = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(x, y, jnp.float32(9)).as_text()
+    missing = 2 * (int(not wanted.x) + int(not wanted.y))  # in the shared and in the general way
+    assert everything.count("dot_general") - text.count("dot_general") == missing
+
+
+def test_merged_log_sums_lose_nothing():
+    parts = np.random.default_rng(0).normal(scale=60, size=(5, 8)).astype(np.float32)
+    sums = [xla_chunked._log_sum(jnp.asarray(p)[:, None], None, axis=1) for p in parts]
+    merged = sums[0]
+    for other in sums[1:]:
+        merged = merged.merge(other)
+    np.testing.assert_allclose(merged.log(), oracle.log_sum_exp(parts.astype(np.float64), 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": np.ones((6, 4), np.float32)}, "same D"),
+        ({"x": np.ones((0, 3), np.float32)}, "at least one row"),
+        ({"positives": "maybe"}, "include"),
+        ({"labels": np.zeros(4, np.int32)}, "integer labels"),
+        ({"labels": np.zeros(5, np.float32)}, "integer labels"),
+        ({"labels": np.full(5, 6)}, r"labels in \[0, 6\)"),
+        ({"x_scale": np.ones(4, np.float32)}, "x_scale"),
+        ({"y_scale": np.ones(5, np.float32)}, "y_scale"),
+        ({"y_scale": 1.0, "columns": False}, "columns=False"),
+        ({"y_mask": np.ones(6, np.int32)}, "y_mask"),
+        ({"axis_name": "data"}, "not an axis"),
+        ({"implementation": "cuda"}, "implementation"),
+    ],
+)
+def test_bad_input_is_a_one_line_error(change, message):
+    args = {"x": np.ones((5, 3), np.float32), "y": np.ones((6, 3), np.float32), "x_scale": 1.0} | change
+    with pytest.raises(ValueError, match=message) as error:
+        pairwise_lse(**args)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,380 @@
+"""The Hopper kernels without a GPU: on the CPU in Pallas's interpreter, and lowered for CUDA. See tests/gpu for one."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from gpus import ALONE, calls, described
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from infcl_jax import clip_loss, pairwise_lse, retrieval_loss
+from infcl_jax.ops.pairwise_lse import dense, fused, fused_operands, vjp
+from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, Wanted
+from infcl_jax.ops.pairwise_lse.fused import Fused
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Window
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import Tiles
+
+EVERYTHING = Wanted()
+DEADLOCK = 300  # seconds
+BF16 = ((0, 0),)
+FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+
+
+def kernels(sums, d_s, per_sample):
+    return MosaicGpu(sums, ((math.inf, d_s),), per_sample, blocks=4)
+
+
+SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, pieces=1)
+PAIRS = kernels(SMALL, SMALL, SMALL)
+CONFIGURATIONS = {
+    "blocks alone": [dataclasses.replace(SMALL, cluster=1, stages=2, lag=0)] * 3,
+    "pairs of blocks": [
+        Tiles(rows=128, columns=128, stages=3, cluster=2, lag=2),
+        Tiles(rows=64, columns=128, stages=4, cluster=2, lag=3, pieces=2),
+        SMALL,
+    ],
+}
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Kernels run on the CPU; where they wait for ever, the process ends."""
+    faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    try:
+        with plgpu.force_gpu_interpret_mode(races), jax.sharding.use_abstract_mesh(ALONE):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def interpreter(capsys):
+    """The interpreter, for kernels without races."""
+    with interpreted():
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+def make(
+    bx=128,
+    by=128,
+    dim=64,
+    dtype=jnp.bfloat16,
+    kind="random",
+    scale=20.0,
+    norm=1.0,
+    per_sample=False,
+    masked=False,
+    columns=True,
+    labels="random",
+):
+    rng = np.random.default_rng(0)
+    x, y = oracle.features(kind, bx, by, dim)
+    x, y = jnp.asarray(norm * x, dtype), jnp.asarray(y, dtype)
+    own = {"random": rng.integers(0, by, bx), "own": np.arange(bx), "outside": rng.integers(-by, 2 * by, bx)}[labels]
+    x_scale = rng.uniform(5, 30, bx) if per_sample else scale
+    y_scale = rng.uniform(5, 30, by) if per_sample and columns else None
+    x_mask, y_mask = (jnp.asarray(rng.random(n) < 0.8) if masked else None for n in (bx, by))
+    scales = (None if s is None else jnp.asarray(s, jnp.float32) for s in (x_scale, y_scale))
+    return Block(x, y, *scales, x_mask, y_mask, jnp.asarray(own, jnp.int32))
+
+
+def cotangent_weights(block, loss):
+    """dL / d (row, column, positive): those of a loss, whose terms cancel, or any."""
+    bx, by = block.x.shape[0], block.y.shape[0]
+    if loss:
+        return np.full(bx, 0.5 / bx), np.full(by, 0.5 / bx), np.full(bx, -float(block.x_scale) / bx)
+    row, column, positive = (np.random.default_rng(1).normal(size=n) / bx for n in (bx, by, bx))
+    x_mask, y_mask = (1.0 if mask is None else np.asarray(mask) for mask in (block.x_mask, block.y_mask))
+    return row * x_mask, column * y_mask, positive * x_mask
+
+
+def expected(block, weights, exclude, columns):
+    """Sums and positives, and the gradients with these weights, in fp64."""
+    names = [n for n in ("x", "y", "x_scale", "y_scale") if getattr(block, n) is not None]
+
+    def value(args):
+        found = dense.dense_lse(block._replace(**args), exclude=exclude, columns=columns)
+        pairs = zip(found, weights, strict=True)
+        return sum((jnp.nan_to_num(v, neginf=0.0) * w).sum() for v, w in pairs if v is not None), found
+
+    with jax.enable_x64(True):
+        exact = {n: jnp.asarray(np.asarray(getattr(block, n), np.float64)) for n in names}
+        gradients, found = jax.grad(value, has_aux=True)(exact)
+        return jax.device_get((found, gradients))
+
+
+def run(backend, block, weights, *, exclude=False, columns=True, wanted=EVERYTHING, dtype=jnp.float32):
+    sums = jax.jit(functools.partial(backend.forward, exclude=exclude, columns=columns))(block)
+    row, column, positive = (jnp.asarray(w, jnp.float32) for w in weights)
+    column = column if columns else None
+    cotangents = Cotangents(sums.row, row, sums.column, column, sums.positive, positive)
+
+    @jax.jit
+    def backward(block, cotangents):
+        into = backend.accumulators(block, wanted, dtype)
+        found = backend.backward(block, cotangents, into, exclude=exclude)
+        return backend.gradient(block, cotangents, found, wanted)
+
+    return sums, backward(block, cotangents)
+
+
+def assert_sums(block, sums, found):
+    """Within 1e-6, where there is something to sum over."""
+    for got, want, mask in zip(sums, found, (block.x_mask, block.y_mask, block.x_mask), strict=True):
+        if want is None:
+            assert got is None
+            continue
+        keep = np.ones(want.shape, bool) if mask is None else np.asarray(mask)
+        got = got if got is sums.positive else got.log()
+        assert oracle.relative_error(np.asarray(got)[keep], want[keep]) <= 1e-6
+
+
+def assert_gradients(block, gradient, want, *, wanted=EVERYTHING, cancelling=0.0):
+    for name, got in gradient._asdict().items():
+        if not getattr(wanted, name) or name not in want:
+            assert got is None
+            continue
+        exact = block.x.dtype == jnp.float32 or getattr(block, name).shape == (block.x.shape[0],)
+        bound = (1e-5 if exact else 1e-2) * np.linalg.norm(want[name])
+        assert oracle.absolute_error(got, want[name]) <= max(bound, cancelling)
+
+
+def check(backend, block, *, loss=False, exclude=False, columns=True, wanted=EVERYTHING, dtype=jnp.float32):
+    weights = cotangent_weights(block, loss)
+    sums, gradient = run(backend, block, weights, exclude=exclude, columns=columns, wanted=wanted, dtype=dtype)
+    found, want = expected(block, weights, exclude, columns)
+    assert_sums(block, sums, found)
+    rounding = float(jnp.finfo(block.x.dtype).eps) * float(np.max(block.x_scale)) / np.sqrt(block.x.shape[0])
+    assert_gradients(block, gradient, want, wanted=wanted, cancelling=rounding * loss)
+
+
+@pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_any_tiles_in_odd_sizes(interpreter, tiles):
+    check(Fused(kernels(*tiles)), make(bx=270, by=200, dim=100))
+
+
+def test_thread_blocks_that_do_one_task_each(interpreter):
+    check(Fused(dataclasses.replace(PAIRS, persistent=False)), make(bx=270, by=200, dim=100))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"masked": True, "exclude": True, "labels": "outside"},
+        {"masked": True, "exclude": True, "per_sample": True},
+        {"columns": False, "dim": 96},
+        pytest.param({"columns": False, "per_sample": True}, marks=pytest.mark.slow),
+        {"norm": 8.0, "scale": 40.0, "per_sample": True},  # exponentials out of range: maxima
+        {"kind": "aligned", "labels": "own", "scale": 100.0, "loss": True},
+        {"dtype": jnp.float32, "dim": 70},
+        pytest.param({"dtype": jnp.float32, "norm": 8.0, "per_sample": True}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
+)
+def test_options_match_oracle(interpreter, options):
+    how = {name: options[name] for name in ("exclude", "columns", "loss") if name in options}
+    what = {name: value for name, value in options.items() if name not in ("exclude", "loss")}
+    check(Fused(PAIRS), make(bx=150, by=140, **what), **how)
+
+
+def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
+    monkeypatch.setattr(vjp, "fused_backend", lambda *_: Fused(PAIRS))
+    args, options, check = oracle.masked_retrieval(dtype=jnp.bfloat16)
+    loss = functools.partial(retrieval_loss, implementation="mosaic_gpu")
+    check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [(jnp.bfloat16, Wanted(x=False)), (jnp.float32, Wanted(x=False, y=False))]
+)
+def test_only_wanted_gradients(interpreter, dtype, wanted):
+    check(Fused(PAIRS), make(dtype=dtype), wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("size", "panel", "dtype", "options"),
+    [
+        pytest.param((128, 128), 0, jnp.bfloat16, {}, id="loops"),
+        pytest.param((128, 256), fused.PANEL, jnp.float32, {}, id="windows of a panel", marks=pytest.mark.slow),
+        pytest.param(
+            (256, 128), 0, jnp.float32, {"per_sample": True, "masked": True}, id="rests", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_windows_make_the_whole(interpreter, monkeypatch, size, panel, dtype, options):
+    """Windows with remainders, in loops, and gradients rounded panel by panel."""
+    monkeypatch.setattr(fused.Fused, "_window", lambda *_: size)
+    monkeypatch.setattr(fused, "PANEL", panel)
+    monkeypatch.setattr(fused, "POSITIVES", 256)
+    check(Fused(PAIRS), make(bx=340, by=330, **options), dtype=dtype)
+
+
+@pytest.mark.parametrize("part", [fused.IN_LINE_ROWS, 256])
+def test_steps_of_a_ring_add_up(interpreter, monkeypatch, part):
+    """Two blocks of columns, one of them without positives, are one; rows in one part or several."""
+    monkeypatch.setattr(fused, "IN_LINE_ROWS", part)
+    whole, backend = make(by=256, labels="own"), Fused(PAIRS)
+    weights = cotangent_weights(whole, loss=False)
+    w = [jnp.asarray(v, jnp.float32) for v in weights]
+    blocks = whole._replace(y=whole.y[:128]), whole._replace(y=whole.y[128:], labels=None)
+    forward = jax.jit(functools.partial(backend.forward, exclude=False, columns=True))
+    backward = jax.jit(functools.partial(backend.backward, exclude=False))
+    own, other = (forward(b) for b in blocks)
+    assert not np.any(other.positive)
+    row = own.row.merge(other.row)
+    gradient, d_y = backend.accumulators(whole, EVERYTHING, jnp.float32), []
+    for block, sums, column in zip(blocks, (own, other), jnp.split(w[1], 2), strict=True):
+        cotangents = Cotangents(row, w[0], sums.column, column, sums.positive, w[2])
+        gradient = backward(block, cotangents, gradient._replace(y=jnp.ones(block.y.shape)))
+        d_y.append(gradient.y - 1)
+    column = jax.tree.map(lambda *a: jnp.concatenate(a), own.column, other.column)
+    cotangents = Cotangents(row, w[0], column, w[1], own.positive, w[2])
+    gradient = backend.gradient(whole, cotangents, gradient._replace(y=jnp.concatenate(d_y)), EVERYTHING)
+    found, want = expected(whole, weights, False, True)
+    assert_sums(whole, own._replace(row=row, column=column), found)
+    assert_gradients(whole, gradient, want)
+
+
+@pytest.mark.parametrize("pairs", [BF16, FP32], ids=["bf16", "fp32"])
+def test_positives_are_the_tiles_own_values(interpreter, pairs):
+    """Bit for bit: the largest similarity of an aligned pair is its positive."""
+    parts = 1 + max(p for p, _ in pairs)
+    x, y = oracle.features("aligned", 256, 256, 128)
+    x, y = (fused_operands._parts(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in (x, y))
+    ones, zeros = jnp.ones(256, jnp.float32), jnp.zeros(256, jnp.float32)
+    window = Window(jnp.int32(0), jnp.int32(0), 256, 256)
+    row, column = PAIRS.sums(Operands(x, y, ones, zeros), window, pairs, exclude=False, columns=True, maxima=True)
+    positive = PAIRS.positives(x, y, pairs)
+    np.testing.assert_array_equal(row, positive)
+    np.testing.assert_array_equal(column, positive)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_races_are_noticed(capsys, safe):
+    """One warpgroup reads what another one writes."""
+
+    def kernel(x, out, shared, written):
+        warpgroup = jax.lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            shared[...] = x[...]
+            plgpu.barrier_arrive(written)
+
+        @pl.when(warpgroup == 1)
+        def _():
+            if safe:
+                plgpu.barrier_wait(written)
+            out[...] = shared[...]
+
+    x = jnp.ones((64, 64), jnp.float32)
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
+    with interpreted():
+        copy = plgpu.kernel(kernel, out_type=x, scratch_types=scratch, num_threads=2, thread_name="warpgroup")
+        jax.block_until_ready(copy(x))
+    assert ("RACE" in capsys.readouterr().out) != safe
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 96}, "multiples of 64"),
+        ({"columns": 320}, "columns <= 256"),
+        ({"cluster": 4}, "cluster 1 or 2"),
+        ({"lag": 4}, "less than the 4 stages, got 4"),
+        ({"lag": -1}, "less than the 4 stages, got -1"),
+        ({"pieces": 3}, "multiple of those that wait"),
+        ({"stages": 8}, "at most 232448 bytes of shared memory, got"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Tiles(**{"rows": 128, "columns": 128, "stages": 4, "lag": 2} | change)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [fused.WINDOW, fused.WINDOW // 2])
+def test_windows_are_whole_tiles_within_the_limit(limit):
+    backend = Fused(MosaicGpu())
+    tile = backend.kernels.tile
+    for counts in [
+        (tile[0], tile[1]),
+        (8192, 8192),
+        (1 << 20, 65536),
+        (tile[0], 1 << 20),
+        (77 * tile[0], 991 * tile[1]),
+    ]:
+        size = backend._window(*counts, limit, 512)
+        assert all(n % t == 0 and t <= n <= count for n, t, count in zip(size, tile, counts, strict=True))
+        assert math.prod(size) <= limit
+
+
+def lowered(argnums, rows, dim, dtype, mesh=None, **options):
+    """The program of a loss and its gradients for Hopper GPUs."""
+    features = jax.ShapeDtypeStruct((rows, dim), dtype)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def loss(*args):
+        return clip_loss(*args, mesh=mesh, implementation="mosaic_gpu", **options)
+
+    with jax.sharding.use_abstract_mesh(mesh or ALONE):
+        program = jax.jit(jax.value_and_grad(loss, argnums=argnums)).trace(features, features, scale)
+    return program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+FAST = [(640, jnp.bfloat16), (1024, jnp.float32)]
+SLOW = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024, 1280)), (1000, jnp.float32)]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
+    """Few shapes of windows, and no array of more pairs than a window has, or larger than the features' parts."""
+    b = 65536
+    text = lowered((0, 1, 2), b, dim, dtype)
+    assert calls(text) <= 4 * 5 + 1
+    arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
+    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(fused.WINDOW, 3 * b * (dim + 127))
+
+
+@pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2), 4), ((1,), 2), ((2,), 1)])
+def test_gradients_that_nobody_asks_for_are_not_computed(argnums, products):
+    """A locked tower needs no products on either of two ways, the scale one on one. Kernels are those of both ways."""
+    text = lowered(argnums, 4096, 512, jnp.bfloat16)
+    assert text.count("stablehlo.dot_general") == products
+    assert calls(text) == 7  # sums, maxima, positives and dS; all but maxima also with one scale for all
+
+
+def test_a_ring_of_eight_lowers():
+    """Inside a checked `shard_map`; kernels for blocks with positives and for others, on each of two ways."""
+    text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8))
+    assert calls(text) == 2 * 6
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_every_option_lowers(columns):
+    """Masks, labels, scales of samples, positives left out, few features."""
+    shapes = {"x": (1000, 100), "y": (3000, 100), "x_scale": (1000,)} | ({"y_scale": (3000,)} if columns else {})
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    mask, labels = jax.ShapeDtypeStruct((1000,), bool), jax.ShapeDtypeStruct((1000,), jnp.int32)
+
+    def value(given, mask, labels):
+        options = {"positives": "exclude", "columns": columns, "implementation": "mosaic_gpu"}
+        found = pairwise_lse(**given, x_mask=mask, labels=labels, **options)
+        return sum(jax.tree.leaves(jax.tree.map(jnp.sum, found)))
+
+    with jax.sharding.use_abstract_mesh(ALONE):
+        program = jax.jit(jax.value_and_grad(value)).trace(given, mask, labels)
+    assert calls(program.lower(lowering_platforms=("cuda",)).as_text()) == 4  # sums, maxima, positives, dS

@@ -1,0 +1,185 @@
+"""Rings over one and over several mesh axes: the same results, few hops on the slow links, hops beside comparisons."""
+
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax import clip_loss, pairwise_lse, siglip_loss
+from infcl_jax.ops.pairwise_lse import dense, ring
+from infcl_jax.ops.pairwise_lse.base import Block
+
+AXES = ("host", "device")
+SHAPES = [(8,), (2, 4), (4, 2), (1, 8), (8, 1), (2, 2, 2)]
+
+
+def mesh_of(shape):
+    names = ("rack", *AXES)[-len(shape) :]
+    return Mesh(np.array(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "general", "columns"),
+    [*((shape, False, 1) for shape in SHAPES), *((shape, True, 2) for shape in SHAPES[:2] + SHAPES[-1:])],
+    ids=str,
+)
+def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
+    """Shared scale; or per-sample scales, masks, labels and positives left out; with 4 and 2 panels of a block."""
+    monkeypatch.setattr(ring, "PANEL_COLUMNS", columns)
+    monkeypatch.setattr(ring, "LARGE_PANEL", columns)
+    devices, bx, by = 8, 3, 4
+    mesh, rng = mesh_of(shape), np.random.default_rng(1)
+    x, y = oracle.features("random", bx * devices, by * devices, 11, np.float64)
+    local = rng.integers(0, by, bx * devices).astype(np.int32)
+    weights = [rng.normal(size=n * devices) for n in (bx, by, bx)]
+    options, scales, masks = {}, (np.float64(14.3),), (None, None)
+    if general:
+        options = {"positives": "exclude"}
+        scales = tuple(rng.uniform(5, 30, n * devices) for n in (bx, by))
+        masks = tuple(rng.random(n * devices) < 0.7 for n in (bx, by))
+    batch = P(mesh.axis_names)
+
+    def value(x, y, *scales):
+        def inside(x, y, scales, labels, masks, weights):
+            kept = dict(zip(("x_mask", "y_mask"), masks, strict=True))
+            found = pairwise_lse(x, y, *scales, axis_name=mesh.axis_names, labels=labels, **kept, **options)
+            return jax.lax.psum(sum((a * w).sum() for a, w in zip(found, weights, strict=True)), mesh.axis_names)
+
+        specs = (batch, batch, batch if general else P(), batch, batch, batch)
+        sharded = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=P())
+        return sharded(x, y, scales, local, masks, weights)
+
+    def expected(x, y, *scales):
+        labels = jnp.asarray(local + np.repeat(np.arange(devices), bx) * by, jnp.int32)
+        x_scale, y_scale = scales if general else (*scales, None)
+        found = dense.dense_lse(Block(x, y, x_scale, y_scale, *masks, labels), exclude=general)
+        keep = (masks[0], masks[1], masks[0]) if general else (True,) * 3
+        parts = (jnp.where(k, a, jnp.zeros_like(a)) * w for a, k, w in zip(found, keep, weights, strict=True))
+        return sum(part.sum() for part in parts)
+
+    with jax.enable_x64(True):
+        args = tuple(jnp.asarray(a) for a in (x, y, *scales))
+        masks = tuple(None if m is None else jnp.asarray(m) for m in masks)
+        got, want = (jax.jit(jax.value_and_grad(f, argnums=tuple(range(len(args)))))(*args) for f in (value, expected))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", [clip_loss, siglip_loss])
+def test_ring_of_rings_matches_flat_ring(loss, shape, masked):
+    x, y = (jnp.asarray(a) for a in oracle.features("aligned", 40, 40, 16))
+    mask = jnp.arange(40) % 3 != 1 if masked else None
+    scalars = (jnp.float32(20.0), jnp.float32(-5.0))[: 2 if loss is siglip_loss else 1]
+
+    def results(mesh):
+        def value(x, y, *scalars):
+            return loss(x, y, *scalars, mesh=mesh, axis_name=mesh.axis_names, mask=mask)
+
+        return jax.jit(jax.value_and_grad(value, argnums=tuple(range(2 + len(scalars)))))(x, y, *scalars)
+
+    for a, b in zip(jax.tree.leaves(results(mesh_of(shape))), jax.tree.leaves(results(mesh_of((8,)))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
+
+
+def hops(inside, shape, operands):
+    """Of each permute of a program, in order: (dimensions, between hosts, number of comparisons it waits for)."""
+    mesh = mesh_of(shape)
+    f = jax.shard_map(inside, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names))
+    text = jax.jit(f).lower(*operands).as_text(dialect="hlo")
+    waits, found = {}, []
+    for name, kind, opcode, operands, rest in re.findall(r"(\S+) = (\S+?\]|\().*? ([\w-]+)\((.*?)\)(.*)", text):
+        waits[name] = set().union(*(waits.get(a.split(" ")[-1], set()) for a in operands.split(", ")))
+        if opcode == "dot":
+            waits[name] |= {name}
+        if opcode == "collective-permute":
+            pairs = re.findall(r"\{(\d+),(\d+)\}", rest)
+            between = any(int(a) // shape[-1] != int(b) // shape[-1] for a, b in pairs)
+            found.append(("y" if ",5]" in kind else "away", between, len(waits[name])))
+    return found
+
+
+def hops_of_sweep(shape):
+    def inside(x, y):
+        def compare(travelling, own):
+            s = x @ travelling.T
+            return s.sum(1), s.sum(0)
+
+        return ring.sweep(compare, y, jnp.add, mesh_of(shape).axis_names)
+
+    return hops(inside, shape, (jnp.ones((16, 5)), jnp.ones((16, 5))))
+
+
+def test_hops_run_beside_comparisons():
+    """What arrives for step t + 1 waits for the comparisons before step t only: all of step t can hide it."""
+    found = hops_of_sweep((8,))
+    y, away = ([wait for what, _, wait in found if what == kind] for kind in ("y", "away"))
+    assert y == list(range(7))
+    assert away == list(range(1, 9))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("panels", [1, 2, 4])
+def test_panels_arrive_beside_the_comparison_before_theirs(panels, last):
+    """And not earlier, so that only one of them is in memory twice; alone, a panel has to wait for itself."""
+
+    def inside(x, *panels):
+        def compare(i, panel, home, away, own):
+            s = x @ panel.T
+            return home + s.sum(1, keepdims=True), away + s.sum(0)[:, None]
+
+        zeros = [0 * panel[:, :1] for panel in panels]
+        return ring._step(compare, (panels, zeros[0], zeros), ("device",), own=False, last=last)
+
+    found = hops(inside, (8,), [jnp.ones((16, 5))] * (1 + panels))
+    y, away = (sorted(wait for what, _, wait in found if what == kind) for kind in ("y", "away"))
+    expected = list(range(panels))[: panels - 1 if last else None]
+    assert y == expected
+    assert away == ([1] if panels == 1 and not last else expected)
+
+
+def test_few_hops_between_hosts_with_a_round_to_hide_each():
+    found = hops_of_sweep((2, 4))
+    y, away = (sorted(wait for what, host, wait in found if host and what == kind) for kind in ("y", "away"))
+    assert y == [0]
+    assert away == [4, 8]
+    assert sum(what == "y" for what, host, _ in found if not host) == 2 * 3
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1)], ids=str)
+def test_axes_of_one_device_cost_nothing(shape):
+    flat, other = ([(what, wait) for what, _, wait in hops_of_sweep(s)] for s in ((8,), shape))
+    assert flat == other
+
+
+def executed(jaxpr, times=1):
+    """(axes, shape) of every permute of a jaxpr, as often as it runs where sums stay in range and no `while` does."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ppermute":
+            yield from [(eqn.params["axis_name"], eqn.invars[0].aval.shape)] * times
+        for inner in jax.extend.core.jaxprs_in_params({} if eqn.primitive.name == "while" else eqn.params):
+            yield from executed(inner, times * eqn.params.get("length", 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_blocks_take_one_slow_hop_per_host(shape):
+    hosts, devices = shape
+    mesh = mesh_of(shape)
+
+    def loss(x, y):
+        return clip_loss(x, y, 20.0, mesh=mesh, axis_name=AXES, implementation="ring")
+
+    x = jnp.ones((16, 5))
+    forward = list(executed(jax.make_jaxpr(loss)(x, x).jaxpr))
+    assert forward.count((("host",), (2, 5))) == hosts - 1
+    assert forward.count((("device",), (2, 5))) == hosts * (devices - 1)
+    both = list(executed(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x).jaxpr))
+    assert both.count((("host",), (2, 5))) == 3 * (hosts - 1)  # again in the backward pass, with the gradient
+    assert both.count((AXES, (2, 5))) == 1  # which starts with everyone's furthest block

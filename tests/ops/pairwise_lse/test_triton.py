@@ -1,0 +1,408 @@
+"""The Triton kernels: on the CPU in Triton's interpreter and by compiling them, on a GPU by running them."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from gpus import ALONE
+
+from infcl_jax import retrieval_loss
+from infcl_jax.ops.pairwise_lse import triton as kernels
+from infcl_jax.ops.pairwise_lse import vjp
+from infcl_jax.ops.pairwise_lse.fused import Fused
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Weights, Window
+
+BF16 = ((0, 0),)
+FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+GRADIENT = ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
+WIDE = kernels.TritonKernels(kernels.Tiles(rows=32, columns=64, depth=16, group=2), 80)
+TALL = kernels.TritonKernels(kernels.Tiles(rows=64, columns=32, depth=16, group=3), 80)
+SHAPE = 256, 192, 48
+WHOLE = Window(jnp.int32(0), jnp.int32(0), *SHAPE[:2])
+
+
+class HostTensor:
+    """As much of a torch tensor as the interpreter asks for."""
+
+    def __init__(self, array=None):
+        self.array = array
+
+    @property
+    def dtype(self):
+        return {"float32": "fp32", "int32": "i32", "bfloat16": "bf16"}[self.array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, size, device):
+        return HostTensor()
+
+    def set_(self, storage, offset, size, stride):
+        self.array = storage.array
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return self.array.strides
+
+    def copy_(self, other):
+        assert other.array is self.array
+
+
+def interpreted_call(*, kernel, out_type, grid, **arguments):
+    """`jax_triton.triton_call` on the CPU; features go in as fp32, because the interpreter cannot multiply bf16."""
+    arguments = {n: a for n, a in arguments.items() if n in kernel.arg_names}
+    arrays = {n: a for n, a in arguments.items() if isinstance(a, jax.Array)}
+
+    def on_host(arrays):
+        out = [np.full(t.shape, np.nan, t.dtype) for t in out_type]
+        given = {
+            n: HostTensor(np.array(a, np.float32 if a.dtype == jnp.bfloat16 else a.dtype)) for n, a in arrays.items()
+        }
+        given = arguments | given
+        results = [n for n in kernel.arg_names if n not in given]
+        kernel[grid](**given, **{n: HostTensor(o) for n, o in zip(results, out, strict=True)})
+        return tuple(out)
+
+    if not any(isinstance(a, jax.core.Tracer) for a in arrays.values()):
+        return tuple(jnp.asarray(o) for o in on_host(jax.device_get(arrays)))
+    return jax.pure_callback(on_host, tuple(out_type), arrays)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Kernels run in Triton's interpreter, which must be chosen before Triton is imported and sees globals only."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    jax_triton, triton = pytest.importorskip("jax_triton"), pytest.importorskip("triton", "3.7")
+    monkeypatch.setattr(jax_triton, "triton_call", interpreted_call)
+    monkeypatch.setattr(kernels, "tl", triton.language, raising=False)
+    kernels._load.cache_clear()
+    for name, kernel in kernels._load()[1].items():
+        monkeypatch.setattr(kernels, name, kernel, raising=False)
+    yield
+    kernels._load.cache_clear()
+
+
+def split(x, parts):
+    out = []
+    for _ in range(parts):
+        out.append(x.astype(jnp.bfloat16))
+        x = x - out[-1].astype(jnp.float32)
+    return jnp.concatenate(out, axis=1)
+
+
+def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
+    """Operands, and s in float64."""
+    R, C, K = shape
+    rng = np.random.default_rng(seed)
+    parts = 1 + max(p for p, _ in pairs)
+    x, y = (split(jnp.asarray(rng.normal(size=(n, K)) / np.sqrt(K), jnp.float32), parts) for n in (R, C))
+
+    def vector(n, low=0.5, high=3.0):
+        return jnp.asarray(rng.uniform(low, high, n), jnp.float32)
+
+    def mask(n):
+        return jnp.where(rng.random(n) < 0.2, jnp.inf, 0.0).astype(jnp.float32) if masked else jnp.zeros(n)
+
+    row_masked, column_masked = mask(R), mask(C)
+    operands = Operands(
+        x,
+        y,
+        row_scale=vector(R) if per_sample else jnp.full(R, 2.5),
+        row_reference=(vector(R) if per_sample else jnp.full(R, 1.5)) + row_masked,
+        column_reference=vector(C) + column_masked if per_sample else column_masked if masked else None,
+        column_scale=vector(C) if per_sample else None,
+        row_masked=row_masked if per_sample else None,
+        column_masked=column_masked if per_sample else None,
+        labels=jnp.asarray(rng.integers(-C, 2 * C, R), jnp.int32) if labels else None,
+    )
+    x, y = ([np.asarray(p, np.float64) for p in np.split(np.asarray(a, np.float32), parts, axis=1)] for a in (x, y))
+    return operands, sum(x[p] @ y[q].T for p, q in pairs)
+
+
+def expected(operands, s, exclude):
+    """Both exponents and the positives' places, in float64."""
+    given = {n: None if v is None else np.asarray(v, np.float64) for n, v in operands._asdict().items()}
+    o = Operands(**given)
+    if o.column_scale is None:
+        d = np.zeros(s.shape[1]) if o.column_reference is None else o.column_reference
+        row = column = o.row_scale[:, None] * s - (o.row_reference[:, None] + d)
+    else:
+        row = o.row_scale[:, None] * s - (o.row_reference[:, None] + o.column_masked)
+        column = o.column_scale * s - (o.column_reference + o.row_masked[:, None])
+    positive = np.zeros(s.shape, bool) if o.labels is None else o.labels[:, None] == np.arange(s.shape[1])
+    if exclude:
+        row, column = np.where(positive, -np.inf, row), np.where(positive, -np.inf, column)
+    return row, column, positive
+
+
+def window_of(shape, size):
+    """All of it, and a part that does not start at a multiple of the tile."""
+    whole = Window(jnp.int32(0), jnp.int32(0), *shape[:2])
+    part = Window(jnp.int32(shape[0] - size - 32), jnp.int32(shape[1] - size - 32), size, size)
+    return [(w, slice(int(w.row), int(w.row) + w.rows), slice(int(w.column), int(w.column) + w.columns))
+            for w in (whole, part)]  # fmt: skip
+
+
+VARIANTS = pytest.mark.parametrize(
+    ("pairs", "masked", "per_sample", "labels", "exclude"),
+    [
+        (BF16, False, False, False, False),
+        (BF16, True, False, True, False),
+        (BF16, False, False, True, True),
+        (BF16, True, True, True, True),
+        (FP32, True, True, True, False),
+        (FP32, False, False, True, True),
+    ],
+)
+
+
+def close(a, b, tolerance=2e-6):
+    """All as close as that to the largest, infinities in the same places."""
+    finite = np.isfinite(b)
+    a = np.asarray(a, np.float64)
+    return np.array_equal(a[~finite], b[~finite]) and np.all(
+        np.abs(a[finite] - b[finite]) <= tolerance * np.abs(b[finite]).max(initial=0)
+    )
+
+
+def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, part=64, shape=SHAPE):
+    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
+    z_row, z_column, _ = expected(operands, s, exclude)
+    for window, rows, columns in window_of(shape, part):
+        for maxima in (False, True):
+            options = {"exclude": exclude, "maxima": maxima}
+            row, column = k.sums(operands, window, pairs, columns=True, **options)
+            of_rows, of_columns = z_row[rows, columns], z_column[rows, columns]
+            assert close(row, of_rows.max(1) if maxima else np.exp2(of_rows).sum(1), tolerance)
+            assert close(column, of_columns.max(0) if maxima else np.exp2(of_columns).sum(0), tolerance)
+            only_row, none = k.sums(operands, window, pairs, columns=False, **options)
+            assert none is None
+            assert np.array_equal(row, only_row)
+
+
+def check_weights(
+    k, pairs, masked, per_sample, labels, exclude, columns=True, tolerance=2e-6, rounding=2, part=64, shape=SHAPE
+):
+    """`rounding`: error of bf16 relative to the nearest; the interpreter rounds towards zero."""
+    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
+    z_row, z_column, positive = expected(operands, s, exclude)
+    e_row, e_column = np.exp2(z_row), np.exp2(z_column)
+    rng = np.random.default_rng(1)
+    a, b, w = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in (s.shape[0], s.shape[1], s.shape[0]))
+    a64, b64, w64 = (np.asarray(v, np.float64) for v in (a, b, w))
+    whole = e_row * a64[:, None] + (e_column * b64 if columns else 0) + positive * w64[:, None]
+    weights = Weights(a, b if columns else None, w if labels else None)
+    for window, rows, cols in window_of(shape, part):
+        d_s = whole[rows, cols]
+        for parts in (1, 2):
+            got, row, column = k.weights(
+                operands, weights, window, pairs, exclude=exclude, parts=parts, moments=parts == 2
+            )
+            assert got.dtype == jnp.bfloat16
+            total = sum(np.asarray(p, np.float64) for p in np.split(got, parts, axis=1))
+            assert np.abs(total - d_s).max() <= ((rounding * 2**-8) ** parts + tolerance) * np.abs(d_s).max()
+            assert np.all(total[d_s == 0] == 0)
+        assert close(row, (e_row * s)[rows, cols].sum(1), tolerance)
+        assert close(column, (e_column * s)[rows, cols].sum(0), tolerance) if columns else column is None
+
+
+def check_positives(k, pairs, size):
+    """Also that they are what the tiles see: with e = 1 for one column only, a row's moment is s itself."""
+    operands, s = make(pairs, masked=False, per_sample=False, labels=False, shape=(size, size, 64))
+    positives = k.positives(operands.x, operands.y, pairs)
+    assert close(positives, np.diag(s))
+    weights, window = Weights(jnp.ones(size), None, None), Window(jnp.int32(0), jnp.int32(0), size, size)
+    for i in (0, size // 2 + 1, size - 1):
+        one = operands._replace(
+            row_scale=jnp.zeros(size),
+            row_reference=jnp.zeros(size),
+            column_reference=jnp.full(size, jnp.inf).at[i].set(0),
+        )
+        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, parts=1, moments=True)
+        assert row[i] == positives[i]
+
+
+@VARIANTS
+@pytest.mark.parametrize("k", [WIDE, TALL], ids=["wide", "tall"])
+def test_sums(interpreter, k, pairs, masked, per_sample, labels, exclude):
+    check_sums(k, pairs, masked, per_sample, labels, exclude)
+
+
+@VARIANTS
+def test_weights(interpreter, pairs, masked, per_sample, labels, exclude):
+    check_weights(WIDE, pairs, masked, per_sample, labels, exclude)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_weights_of_rows_only(interpreter, per_sample):
+    check_weights(TALL, BF16, True, per_sample, True, False, columns=False)
+
+
+@pytest.mark.parametrize("k", [WIDE, TALL], ids=["wide", "tall"])
+@pytest.mark.parametrize("pairs", [BF16, FP32])
+def test_positives(interpreter, k, pairs):
+    check_positives(k, pairs, 128)
+
+
+def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
+    monkeypatch.setattr(vjp, "fused_backend", lambda *_: Fused(WIDE))
+    args, options, check = oracle.masked_retrieval(dtype=jnp.bfloat16)
+    loss = functools.partial(retrieval_loss, implementation="triton")
+    with jax.sharding.use_abstract_mesh(ALONE):
+        check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 2e-2)
+
+
+def test_infinite_references_are_exact_zeros(interpreter):
+    operands, _ = make(BF16, masked=True, per_sample=False, labels=False)
+    operands = operands._replace(row_reference=jnp.full(SHAPE[0], jnp.inf))
+    row, column = WIDE.sums(operands, WHOLE, BF16, exclude=False, columns=True, maxima=False)
+    assert not row.any()
+    assert not column.any()
+
+
+def test_sizes_must_be_multiples_of_the_tile():
+    operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
+    with pytest.raises(ValueError, match=r"in multiples of \(32, 64, 16\), got \(33, 192, 48\)"):
+        WIDE.sums(operands, dataclasses.replace(WHOLE, rows=33), BF16, exclude=False, columns=True, maxima=False)
+
+
+def test_windows_of_dS_are_limited():
+    operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
+    weights, window = Weights(jnp.ones(SHAPE[0]), None, None), dataclasses.replace(WHOLE, columns=1 << 25)
+    with pytest.raises(ValueError, match="less than 2\\^31 elements"):
+        WIDE.weights(operands, weights, window, BF16, exclude=False, parts=2, moments=False)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.7", "8.9", "9.0"])
+def test_gpus_from_ampere_to_hopper_have_tiles(capability):
+    k = kernels.TritonKernels.for_capability(capability)
+    assert k.compute_capability == float(capability) * 10
+    assert k.tile == (128, 128)
+
+
+@pytest.mark.parametrize("capability", ["7.5", "10.0"])
+def test_other_gpus_are_refused(capability):
+    with pytest.raises(ValueError, match=rf"compute capability 8\.0 to 9\.0, got {capability}"):
+        kernels.TritonKernels.for_capability(capability)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"triton": None}, r"need jax-triton >= 0.4.1 and triton >= 3.7; install them with"),
+        ({"triton": "3.6.0"}, r"need triton >= 3.7, got 3.6.0; install them with"),
+        ({"triton": "3.10.1", "jax_triton": None}, r"need jax-triton >= 0.4.1; install them with"),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch, modules, message):
+    kernels._load.cache_clear()
+    for name, version in modules.items():
+        module = version and types.SimpleNamespace(__version__=version, language=None)
+        monkeypatch.setitem(sys.modules, name, module)
+    operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
+    with pytest.raises(ImportError, match=message):
+        WIDE.sums(operands, WHOLE, BF16, exclude=False, columns=True, maxima=False)
+
+
+# Shared memory of a program, by compute capability, in KiB.
+LIMITS = {80: 163, 89: 99, 90: 227}
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax_triton import triton_lib
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Weights, Window
+from infcl_jax.ops.pairwise_lse.triton import TritonKernels
+
+def record(*args, compile=triton_lib.compile_ttir_to_ptx_inplace):
+    result = compile(*args)
+    print(result.shared_mem_bytes)
+    return result
+
+triton_lib.compile_ttir_to_ptx_inplace = record
+x, y = jnp.zeros((256, 192), jnp.bfloat16), jnp.zeros((384, 192), jnp.bfloat16)
+r, c, labels = jnp.zeros(256), jnp.zeros(384), jnp.zeros(256, jnp.int32)
+one, six = ((0, 0),), ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+k = TritonKernels.for_capability("CAPABILITY")
+
+def f(i):
+    shared, single = Operands(x, y, r, r, labels=labels), Operands(x, y, r, r, c, c, r, c, labels)
+    weights, w = Weights(r, c, r), Window(i, i, 128, 256)
+    return (
+        k.sums(shared, w, one, exclude=False, columns=True, maxima=False),
+        k.sums(single, w, six, exclude=True, columns=True, maxima=True),
+        k.weights(shared, weights, w, one, exclude=False, parts=1, moments=False),
+        k.weights(single, weights, w, six, exclude=True, parts=2, moments=True),
+        k.positives(x, x, six),
+    )
+
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+spec = jax.sharding.PartitionSpec("data")
+
+@jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+def sharded(x):
+    o = Operands(x, x, x[:, 0].astype(jnp.float32), jnp.zeros(128))
+    row, column = k.sums(o, Window(0, 0, 128, 128), one, exclude=False, columns=True, maxima=False)
+    out = row, column, k.positives(x, x, one)
+    assert all(jax.typeof(a).manual_axis_type.varying == {"data"} for a in out)
+    return out
+
+jax.eval_shape(sharded, x)
+text = jax.jit(f).trace(jnp.int32(0)).lower(lowering_platforms=("cuda",)).as_text()
+assert text.count("triton_kernel_call") == 5, text
+"""
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_kernels_compile_without_a_gpu(capability):
+    """Not run: in a process of its own, because the interpreter changes Triton for good."""
+    pytest.importorskip("triton", "3.7")
+    plugin = Path(sys.prefix, "cuda")  # see the Makefile
+    if not plugin.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("needs JAX's plugin for CUDA")
+    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{plugin}{os.pathsep}{env.get('PYTHONPATH', '')}"}
+    code = COMPILE.replace("CAPABILITY", f"{capability / 10}")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    sizes = [int(size) for size in done.stdout.split()]
+    assert len(sizes) == 5
+    assert max(sizes) <= LIMITS[capability] * 1024
+
+
+def device_kernels():
+    return kernels.TritonKernels.for_capability(jax.devices("gpu")[0].compute_capability)
+
+
+@pytest.mark.gpu
+@VARIANTS
+@pytest.mark.parametrize("shape", [(256, 384, 64), (1280, 640, 576)])
+def test_on_gpu(pairs, masked, per_sample, labels, exclude, shape):
+    k = device_kernels()
+    check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, part=128, shape=shape)
+    check_weights(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, rounding=1, part=128, shape=shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pairs", [BF16, FP32])
+def test_positives_on_gpu(pairs):
+    check_positives(device_kernels(), pairs, 1024)

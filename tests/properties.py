@@ -21,7 +21,7 @@ from infcl_jax import clip_loss, create_samples, global_contrastive_loss, pairwi
 ROWS = {1: 23, 4: 20, 8: 24}  # global batch by number of devices: strips and blocks of odd sizes
 DIM, EACH = 16, 2  # features; passages of each query
 EPS = float(jnp.finfo(jnp.float32).eps)
-ROUNDINGS = 8  # of logits, and of sums of exponentials
+LOGIT_ROUNDINGS, SUM_ROUNDINGS = 8, 40  # of logits relative to the scale; of sums of up to 48 equal terms
 LEAST_ERROR = 0.0  # allowed whatever the scale, where features or dS are split into bf16 parts
 JUNK = (0.0, np.nan, np.inf, -np.inf, 3e38)
 SAMPLES = 40
@@ -92,7 +92,7 @@ def assert_within(got, expected, magnitude, scale):
     """Within a few roundings of `magnitude`, the sum of absolute values, for logits of up to `scale`; finite."""
     got, expected, magnitude = (np.asarray(a, np.float64) for a in (got, expected, magnitude))
     assert np.isfinite(got).all()
-    bound = max(ROUNDINGS * EPS * (1 + scale), LEAST_ERROR)
+    bound = max(EPS * (SUM_ROUNDINGS + LOGIT_ROUNDINGS * scale), LEAST_ERROR)
     assert np.linalg.norm(got - expected) <= bound * np.linalg.norm(magnitude) + 1e-35
 
 

@@ -10,7 +10,7 @@ _SETUPTOOLS = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["set
 
 
 def _folders(library):
-    """Folders with Python files in a top-level folder and the folders above them, relative to the repository."""
+    """Relative paths of folders with Python files, and of their parents."""
     with_code = {path.parent.relative_to(_ROOT) for path in (_ROOT / library).rglob("*.py")}
     return {folder for inner in with_code for folder in (inner, *inner.parents) if folder.parts}
 

@@ -1,0 +1,42 @@
+"""Contents of the wheel: the packages and data files that pyproject.toml selects."""
+
+import fnmatch
+import pathlib
+import tomllib
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_LIBRARY = pathlib.PurePath("infcl_jax")
+_SETUPTOOLS = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def _folders(library):
+    """Relative paths of folders with Python files, and of their parents."""
+    with_code = {path.parent.relative_to(_ROOT) for path in (_ROOT / library).rglob("*.py")}
+    return {folder for inner in with_code for folder in (inner, *inner.parents) if folder.parts}
+
+
+def _is_package(folder):
+    return all((_ROOT / path / "__init__.py").is_file() for path in (folder, *folder.parents) if path.parts)
+
+
+def _found_packages():
+    """Packages of `setuptools.find_packages`, written out because the tests do not depend on setuptools."""
+    find = _SETUPTOOLS["packages"]["find"]
+    assert find.keys() == {"include", "namespaces"} and not find["namespaces"]
+    top_level = [path.name for path in _ROOT.iterdir() if (path / "__init__.py").is_file()]
+    packages = {".".join(folder.parts) for name in top_level for folder in _folders(name) if _is_package(folder)}
+    return {name for name in packages if any(fnmatch.fnmatchcase(name, pattern) for pattern in find["include"])}
+
+
+def test_wheel_holds_the_library_alone():
+    assert _found_packages() == {".".join(folder.parts) for folder in _folders(_LIBRARY)}
+
+
+def test_every_folder_has_an_init_file():
+    missing = [folder for folder in _folders(_LIBRARY) if not (_ROOT / folder / "__init__.py").is_file()]
+    assert missing == []
+
+
+def test_types_are_published():
+    patterns = _SETUPTOOLS["package-data"]["infcl_jax"]
+    assert [path.name for pattern in patterns for path in (_ROOT / _LIBRARY).glob(pattern)] == ["py.typed"]

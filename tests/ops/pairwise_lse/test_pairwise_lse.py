@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from infcl_jax import pairwise_lse
 from infcl_jax.ops.pairwise_lse import available_implementations, dense, xla_chunked
-from infcl_jax.ops.pairwise_lse.base import Block, Wanted
+from infcl_jax.ops.pairwise_lse.base import Block, NeedsGrad
 
 OPTIONS = [
     {"positives": positives, "scales": scales, "masked": special, "labelled": special != (positives == "exclude")}
@@ -24,8 +24,8 @@ OPTIONS = [
 
 def weighted_sum(result, weights):
     """A scalar with different cotangents for every output."""
-    parts = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
-    return sum(parts[1:], parts[0])
+    terms = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
+    return sum(terms[1:], terms[0])
 
 
 def case(options, devices, bx, by, dim=19):
@@ -181,29 +181,29 @@ def test_empty_sums_are_minus_infinity_with_zero_gradient(implementation):
 
 
 @pytest.mark.parametrize(
-    "wanted", [Wanted(y=False), Wanted(x=False), Wanted(x_scale=False), Wanted(y=False, x_scale=False)]
+    "needs_grad", [NeedsGrad(y=False), NeedsGrad(x=False), NeedsGrad(x_scale=False), NeedsGrad(y=False, x_scale=False)]
 )
-def test_backend_computes_only_what_is_wanted(wanted):
+def test_backend_computes_only_what_is_wanted(needs_grad):
     """A product that nobody asks for is not in the program: 2 b^2 D less for a locked tower."""
     x, y = oracle.features("random", 64, 64, 32)
-    names = [i for i, want in enumerate((wanted.x, wanted.y, wanted.x_scale)) if want]
+    names = [i for i, want in enumerate((needs_grad.x, needs_grad.y, needs_grad.x_scale)) if want]
 
     def value(*args):
         return pairwise_lse(*args, implementation="ring").row.sum()
 
     text = jax.jit(jax.grad(value, argnums=names)).lower(x, y, jnp.float32(9)).as_text()
     everything = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(x, y, jnp.float32(9)).as_text()
-    missing = 2 * (int(not wanted.x) + int(not wanted.y))  # in the shared and in the general way
+    missing = 2 * (int(not needs_grad.x) + int(not needs_grad.y))  # in the shared and in the general way
     assert everything.count("dot_general") - text.count("dot_general") == missing
 
 
 def test_merged_log_sums_lose_nothing():
-    parts = np.random.default_rng(0).normal(scale=60, size=(5, 8)).astype(np.float32)
-    sums = [xla_chunked._log_sum(jnp.asarray(p)[:, None], None, axis=1) for p in parts]
+    exponents = np.random.default_rng(0).normal(scale=60, size=(5, 8)).astype(np.float32)
+    sums = [xla_chunked._log_sum(jnp.asarray(p)[:, None], None, axis=1) for p in exponents]
     merged = sums[0]
     for other in sums[1:]:
         merged = merged.merge(other)
-    np.testing.assert_allclose(merged.log(), oracle.log_sum_exp(parts.astype(np.float64), 0), rtol=1e-6)
+    np.testing.assert_allclose(merged.log(), oracle.log_sum_exp(exponents.astype(np.float64), 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

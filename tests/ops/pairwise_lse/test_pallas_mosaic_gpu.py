@@ -19,13 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax import clip_loss, pairwise_lse, retrieval_loss
 from infcl_jax.ops.pairwise_lse import dense, fused, fused_operands, vjp
-from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, Wanted
+from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, NeedsGrad
 from infcl_jax.ops.pairwise_lse.fused import Fused
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Window
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import Tiles
 
-EVERYTHING = Wanted()
+EVERYTHING = NeedsGrad()
 DEADLOCK = 300  # seconds
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
@@ -116,7 +116,7 @@ def expected(block, weights, exclude, columns):
         return jax.device_get((found, gradients))
 
 
-def run(backend, block, weights, *, exclude=False, columns=True, wanted=EVERYTHING, dtype=jnp.float32):
+def run(backend, block, weights, *, exclude=False, columns=True, needs_grad=EVERYTHING, dtype=jnp.float32):
     sums = jax.jit(functools.partial(backend.forward, exclude=exclude, columns=columns))(block)
     row, column, positive = (jnp.asarray(w, jnp.float32) for w in weights)
     column = column if columns else None
@@ -124,9 +124,9 @@ def run(backend, block, weights, *, exclude=False, columns=True, wanted=EVERYTHI
 
     @jax.jit
     def backward(block, cotangents):
-        into = backend.accumulators(block, wanted, dtype)
+        into = backend.accumulators(block, needs_grad, dtype)
         found = backend.backward(block, cotangents, into, exclude=exclude)
-        return backend.gradient(block, cotangents, found, wanted)
+        return backend.gradient(block, cotangents, found, needs_grad)
 
     return sums, backward(block, cotangents)
 
@@ -142,9 +142,9 @@ def assert_sums(block, sums, found):
         assert oracle.relative_error(np.asarray(got)[keep], want[keep]) <= 1e-6
 
 
-def assert_gradients(block, gradient, want, *, wanted=EVERYTHING, cancelling=0.0):
+def assert_gradients(block, gradient, want, *, needs_grad=EVERYTHING, cancelling=0.0):
     for name, got in gradient._asdict().items():
-        if not getattr(wanted, name) or name not in want:
+        if not getattr(needs_grad, name) or name not in want:
             assert got is None
             continue
         exact = block.x.dtype == jnp.float32 or getattr(block, name).shape == (block.x.shape[0],)
@@ -152,13 +152,13 @@ def assert_gradients(block, gradient, want, *, wanted=EVERYTHING, cancelling=0.0
         assert oracle.absolute_error(got, want[name]) <= max(bound, cancelling)
 
 
-def check(backend, block, *, loss=False, exclude=False, columns=True, wanted=EVERYTHING, dtype=jnp.float32):
+def check(backend, block, *, loss=False, exclude=False, columns=True, needs_grad=EVERYTHING, dtype=jnp.float32):
     weights = cotangent_weights(block, loss)
-    sums, gradient = run(backend, block, weights, exclude=exclude, columns=columns, wanted=wanted, dtype=dtype)
+    sums, gradient = run(backend, block, weights, exclude=exclude, columns=columns, needs_grad=needs_grad, dtype=dtype)
     found, want = expected(block, weights, exclude, columns)
     assert_sums(block, sums, found)
     rounding = float(jnp.finfo(block.x.dtype).eps) * float(np.max(block.x_scale)) / np.sqrt(block.x.shape[0])
-    assert_gradients(block, gradient, want, wanted=wanted, cancelling=rounding * loss)
+    assert_gradients(block, gradient, want, needs_grad=needs_grad, cancelling=rounding * loss)
 
 
 @pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
@@ -198,10 +198,10 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wanted"), [(jnp.bfloat16, Wanted(x=False)), (jnp.float32, Wanted(x=False, y=False))]
+    ("dtype", "needs_grad"), [(jnp.bfloat16, NeedsGrad(x=False)), (jnp.float32, NeedsGrad(x=False, y=False))]
 )
-def test_only_wanted_gradients(interpreter, dtype, wanted):
-    check(Fused(PAIRS), make(dtype=dtype), wanted=wanted)
+def test_only_wanted_gradients(interpreter, dtype, needs_grad):
+    check(Fused(PAIRS), make(dtype=dtype), needs_grad=needs_grad)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_positives_are_the_tiles_own_values(interpreter, pairs):
     """Bit for bit: the largest similarity of an aligned pair is its positive."""
     parts = 1 + max(p for p, _ in pairs)
     x, y = oracle.features("aligned", 256, 256, 128)
-    x, y = (fused_operands._parts(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in (x, y))
+    x, y = (fused_operands._split_bf16(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in (x, y))
     ones, zeros = jnp.ones(256, jnp.float32), jnp.zeros(256, jnp.float32)
     window = Window(jnp.int32(0), jnp.int32(0), 256, 256)
     row, column = PAIRS.sums(Operands(x, y, ones, zeros), window, pairs, exclude=False, columns=True, maxima=True)

@@ -181,7 +181,10 @@ class RowTile:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def counted(self, group: int, layout: Any) -> jax.Array:
-        """Returns 1 for each of four rows that is in no earlier tile, else 0."""
+        """Returns 1 for new rows and 0 for rows of earlier tiles.
+
+        The result has one value for each of four rows.
+        """
         row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout) + (self.first + group)
         return (row >= self.new).astype(jnp.float32)
 
@@ -191,7 +194,7 @@ class RowTile:
 
 
 def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
-    """Layouts of four rows, of a vector of these rows and of a column vector.
+    """Layouts of a four-row tile, of its rows and of its columns.
 
     Each warp holds one row. Lanes alternate in vectors of up to 16 bytes.
     """
@@ -203,5 +206,5 @@ def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
 
 
 def spread(vector: jax.Array, axis: int, width: int) -> jax.Array:
-    """Broadcasts a vector of rows (axis 0) or columns (axis 1) to four rows."""
+    """Broadcasts a vector along `axis` (0: rows, 1: columns) to four rows."""
     return lax.broadcast_in_dim(vector, (WARPS, width), [axis])

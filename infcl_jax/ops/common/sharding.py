@@ -1,6 +1,6 @@
-"""Sharding of the batch for kernels and for sums in a fixed order.
+"""Sharding of kernels and of sums in a fixed order.
 
-The compiler cannot partition either.
+The compiler cannot partition either over the batch.
 """
 
 import math
@@ -40,7 +40,7 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
-    """Returns the rows of an array that each device passes to a Hopper kernel.
+    """Returns the rows per device, as input of a Hopper kernel.
 
     Args:
       shape: global shape `[..., width]`; the leading axis is sharded over the devices.

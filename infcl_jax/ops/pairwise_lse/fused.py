@@ -40,9 +40,9 @@ LARGE = 1 << 18
 PRECISE = 8
 # In a ring, bf16 features rotate with fp32 accumulators. A window then takes half the memory, and at most this many
 # pairs per row and feature.
-TRAVELLING = 6
-# Most row slices in a ring, and rows of each. Every slice has its own accumulator and no loop: XLA overlaps transfers
-# with GEMMs, but not with loops.
+RING_WINDOW = 6
+# Most row slices in a ring, and rows of each. Slices have separate accumulators and are unrolled, because XLA overlaps
+# transfers with GEMMs but not with loops.
 IN_LINE, IN_LINE_ROWS = 4, 1 << 14
 # Bytes of the fp32 column gradients that stay in memory during the loop over rows.
 PANEL = 128 << 20
@@ -181,7 +181,7 @@ class Fused:
                     operands, window, padded.pairs, exclude=exclude, columns=columns, maxima=maxima
                 )
                 return tuple(
-                    None if acc is None else _accumulate_rows(combine, acc, update, first)
+                    None if acc is None else _combine_rows(combine, acc, update, first)
                     for acc, update, first in zip(carry, window_sums, (row, column), strict=True)
                 )
 
@@ -233,7 +233,7 @@ class Fused:
                     d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
                 if moments:
                     acc = acc.with_moments(row_moment, column_moment, row, column)
-                # Serializes the windows, because concurrent ones would store several dS. The barrier covers the
+                # Serializes the windows: several dS would otherwise be in memory at once. The barrier includes the
                 # accumulated sums, not only the GEMMs.
                 d_x, d_y[i] = lax.optimization_barrier((d_x, d_y[i]))
                 ordered_row = row + zero_after((d_x, d_y[i]))
@@ -253,7 +253,7 @@ class Fused:
                 d_x_slice, acc = state
                 d_x = None if d_x_slice is None else like((count, padded.width), 0, jnp.float32)
                 d_x, acc = add_rows(first + row, count, first + row, column_slices, d_x, acc)
-                return None if d_x_slice is None else _accumulate_rows(jnp.add, d_x_slice, d_x, row), acc
+                return None if d_x_slice is None else _combine_rows(jnp.add, d_x_slice, d_x, row), acc
 
             return loop_over_slices(count, size[0], row_window, (d_x_slice, acc))
 
@@ -295,10 +295,10 @@ class Fused:
 
         sizes = []
         for windows in range(1, max(2, columns // tile_columns + 1)):
-            wide = split(columns, windows, tile_columns)
-            tall = max(tile_rows, limit // wide // tile_rows * tile_rows)
-            sizes.append((split(rows, -(-rows // tall), tile_rows), wide))
-            if wide <= min(columns, 4096):
+            window_columns = split(columns, windows, tile_columns)
+            window_rows = max(tile_rows, limit // window_columns // tile_rows * tile_rows)
+            sizes.append((split(rows, -(-rows // window_rows), tile_rows), window_columns))
+            if window_columns <= min(columns, 4096):
                 break
         return min((s for s in sizes if s[0] * s[1] <= limit or s == sizes[-1]), key=time)
 
@@ -346,10 +346,8 @@ class _Accumulators(NamedTuple):
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "_Accumulators":
         """Adds the moments of one window."""
         return self._replace(
-            row_moment=_accumulate_rows(jnp.add, self.row_moment, row, first_row),
-            column_moment=None
-            if column is None
-            else _accumulate_rows(jnp.add, self.column_moment, column, first_column),
+            row_moment=_combine_rows(jnp.add, self.row_moment, row, first_row),
+            column_moment=None if column is None else _combine_rows(jnp.add, self.column_moment, column, first_column),
         )
 
 
@@ -359,7 +357,7 @@ def _largest_window(rows: int, columns: int, padded: Padded, acc: _Accumulators)
     if padded.parts > 1:
         return limit // PRECISE
     fp32_accumulators = any(a is not None and a.dtype == jnp.float32 for a in (*(acc.x or ()), acc.y))
-    return min(WINDOW // 2, TRAVELLING * rows * padded.width) if fp32_accumulators else limit
+    return min(WINDOW // 2, RING_WINDOW * rows * padded.width) if fp32_accumulators else limit
 
 
 def _finite_shift(sums: LogSum | None) -> Array | None:
@@ -385,7 +383,7 @@ def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, p
     return functools.reduce(jnp.add, products)
 
 
-def _accumulate_rows(combine: Any, acc: Array, update: Array, first: Array) -> Array:
+def _combine_rows(combine: Any, acc: Array, update: Array, first: Array) -> Array:
     """Combines `update` with the rows of `acc` from row `first`."""
     if acc.shape == update.shape:
         return combine(acc, update.astype(acc.dtype))

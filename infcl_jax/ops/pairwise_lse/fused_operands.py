@@ -157,7 +157,7 @@ def extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
 
 
 def _split_bf16(features: Array, parts: int) -> Array:
-    """Splits features into bf16 parts that sum to them, concatenated."""
+    """Splits features into concatenated bf16 parts that sum to them."""
     terms, remainder = [], features
     for _ in range(parts):
         # Not a conversion to bf16 and back, which the compiler may remove.

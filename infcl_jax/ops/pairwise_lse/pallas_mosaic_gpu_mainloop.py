@@ -2,8 +2,8 @@
 
 One loop over similarity tiles serves every kernel. A producer warpgroup streams feature tiles into SMEM with TMA. Two
 compute warpgroups run `wgmma` and the epilogue of each tile in registers. CTAs work in clusters of two that share row
-tiles by multicast. They are persistent. The second warpgroup starts a few steps after the first, so that the epilogue
-of one overlaps with the GEMM of the other.
+tiles by multicast. Persistent CTAs stay on the GPU until all tiles are done. The second warpgroup starts a few steps
+after the first, so that the epilogue of one overlaps with the GEMM of the other.
 """
 
 import contextlib
@@ -210,7 +210,7 @@ class Place:
     def where_positive(self, pieces: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
         """Applies `change` to the positives of the piece at `[i, j]`.
 
-        `pieces` may be a pytree of pieces. The check is skipped for a tile outside the label range.
+        `pieces` may be a pytree of pieces. A tile outside the label range of its rows skips the comparison with labels.
         """
         first = _offset(self.refs, 1) + self.column
         number = lax.div(_offset(self.refs, 0) + self.row + i, RANGE)
@@ -232,7 +232,7 @@ class Place:
 
 
 def spread(vector: Array, axis: int) -> Array:
-    """Broadcasts a vector of rows (axis 0) or columns (axis 1) to a piece."""
+    """Broadcasts a vector along `axis` (0: rows, 1: columns) to a piece."""
     return lax.broadcast_in_dim(vector, (PIECE, PIECE), [axis])
 
 

@@ -35,8 +35,8 @@ from infcl_jax.ops.pairwise_lse.base import (
 
 # Unrolled steps need no copies of the carry; rings with more steps are unrolled in groups of this size.
 MAX_UNROLL = 16
-# Most panels (contiguous column ranges) of a block, columns up to which a block is cut into two panels only, and the
-# multiple to which panels are rounded up.
+# A block has at most PANELS panels (contiguous column ranges). For GEMM throughput a panel has at least LARGE_PANEL
+# columns, or half of the block if that is less. Widths are rounded up to a multiple of PANEL_COLUMNS.
 PANELS = 4
 LARGE_PANEL = 4096
 PANEL_COLUMNS = 256
@@ -185,15 +185,15 @@ def _step(
         panels[i], remote[i] = _shift((panels[i], remote[i]), axes, -1, number=i)
 
     for i, next_panel in enumerate([*range(1, len(panels)), 0]):
-        fetches, single_panel = next_panel or not last, next_panel == i
-        if fetches and not single_panel:
+        has_next, single_panel = next_panel or not last, next_panel == i
+        if has_next and not single_panel:
             if i:  # one transfer at a time
                 panels[next_panel], remote[next_panel] = _after(remote[i - 1], (panels[next_panel], remote[next_panel]))
             fetch(next_panel)
         if i:
             panels[i] = _after((local, remote[i - 1]), panels[i])
         local, remote[i] = compare(i, panels[i], local, remote[i], own)
-        if fetches and single_panel:
+        if has_next and single_panel:
             fetch(i)
     return panels, local, remote
 

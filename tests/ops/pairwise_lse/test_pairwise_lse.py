@@ -1,4 +1,4 @@
-"""Every option of the primitive, on every implementation, against the dense oracle in fp64."""
+"""All options of `pairwise_lse`, on all implementations, against a dense fp64 reference."""
 
 import itertools
 
@@ -23,7 +23,7 @@ OPTIONS = [
 
 
 def weighted_sum(result, weights):
-    """A scalar with different cotangents for every output."""
+    """Returns a scalar with a different cotangent for every output."""
     terms = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
     return sum(terms[1:], terms[0])
 
@@ -47,7 +47,7 @@ def case(options, devices, bx, by, dim=19):
 
 
 def expected(args, options, local, masks, weights, devices, by):
-    """Value and gradients through the dense oracle on the whole batch."""
+    """Computes value and gradients of the whole batch with `dense_lse`."""
     labels = jnp.asarray(local + np.repeat(np.arange(devices), len(local) // devices) * by, jnp.int32)
     columns = options["scales"] != "rows_only"
     x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
@@ -158,8 +158,11 @@ def test_oracle_against_plain_numpy(kind):
 
 @pytest.mark.parametrize("norm", [1.0, 40.0])
 @pytest.mark.parametrize("kind", ["random", "adversarial"])
-def test_guard_keeps_the_shared_reference_exact(kind, norm):
-    """Rows far below the shared reference, and features that are not normalised, take the general way."""
+def test_sums_out_of_range_of_the_shared_shift_are_exact(kind, norm):
+    """Sums out of range of the shared shift are recomputed with maxima.
+
+    Causes are rows far below the shared shift, and features that are not normalized.
+    """
     x, y = oracle.features(kind, 40, 30, 16)
     y = y * np.float32(norm)
     got = jax.jit(lambda x, y: pairwise_lse(x, y, 100.0, labels=np.zeros(40, np.int32)))(x, y)
@@ -183,8 +186,11 @@ def test_empty_sums_are_minus_infinity_with_zero_gradient(implementation):
 @pytest.mark.parametrize(
     "needs_grad", [NeedsGrad(y=False), NeedsGrad(x=False), NeedsGrad(x_scale=False), NeedsGrad(y=False, x_scale=False)]
 )
-def test_backend_computes_only_what_is_wanted(needs_grad):
-    """A product that nobody asks for is not in the program: 2 b^2 D less for a locked tower."""
+def test_backend_computes_only_needed_gradients(needs_grad):
+    """GEMMs of gradients that are not needed are absent from the program.
+
+    A frozen tower saves 2 b^2 D.
+    """
     x, y = oracle.features("random", 64, 64, 32)
     names = [i for i, want in enumerate((needs_grad.x, needs_grad.y, needs_grad.x_scale)) if want]
 
@@ -193,7 +199,7 @@ def test_backend_computes_only_what_is_wanted(needs_grad):
 
     text = jax.jit(jax.grad(value, argnums=names)).lower(x, y, jnp.float32(9)).as_text()
     everything = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(x, y, jnp.float32(9)).as_text()
-    missing = 2 * (int(not needs_grad.x) + int(not needs_grad.y))  # in the shared and in the general way
+    missing = 2 * (int(not needs_grad.x) + int(not needs_grad.y))  # in the shared and in the general path
     assert everything.count("dot_general") - text.count("dot_general") == missing
 
 

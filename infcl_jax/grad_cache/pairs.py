@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.grad_cache.chunks import Array, leading_rows, widen
-from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, finite_reference
+from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, finite_shift
 from infcl_jax.ops.pairwise_lse.checks import checked_labels
 
 ScoreFn = Callable[[Any, Any, Any], Array]
@@ -196,14 +196,14 @@ def _is_positive(row: _Rows, column: _Rows) -> Array:
 
 def _log_sum(scores: Array, axis: int) -> LogSum:
     reference = scores.max(axis)
-    terms = jnp.exp(scores - jnp.expand_dims(finite_reference(reference), axis))
+    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(reference), axis))
     return LogSum(reference, terms.sum(axis))
 
 
 def _share(scores: Array, log_sum: LogSum, axis: int) -> Array:
     """The softmax of a tile of scores, given the sums over the whole axis."""
-    total = jnp.where(log_sum.total > 0, log_sum.total, jnp.ones_like(log_sum.total))
-    terms = jnp.exp(scores - jnp.expand_dims(finite_reference(log_sum.reference), axis))
+    total = jnp.where(log_sum.sumexp > 0, log_sum.sumexp, jnp.ones_like(log_sum.sumexp))
+    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(log_sum.shift), axis))
     return terms / jnp.expand_dims(total, axis)
 
 

@@ -16,7 +16,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIPOutput
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS
-from infcl_jax.ops.pairwise_lse.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, TRAVELLING, WINDOW
+from infcl_jax.ops.pairwise_lse.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, RING_WINDOW, WINDOW
 from infcl_jax.ops.pairwise_lse.implementations import FUSED
 from infcl_jax.ops.pairwise_lse.ring import panel_columns
 from infcl_jax.training import make_loss
@@ -106,7 +106,7 @@ def _fused(rows: int, width: int, item: int, devices: int) -> int:
         pairs = min(rows * rows, window)
         accumulators = min(matrix, PANEL) + min(matrix, window // rows * width * _FP32)
         return 2 * pairs + accumulators + split + vectors + _LIBRARY
-    pairs = min(rows * panel_columns(rows), window // 2, TRAVELLING * rows * width)
+    pairs = min(rows * panel_columns(rows), window // 2, RING_WINDOW * rows * width)
     in_line = parts == 1 and rows <= IN_LINE * IN_LINE_ROWS
     products = 0 if in_line else rows * width * item
     return 2 * pairs + 2 * matrix + _travelling(rows, width, item, devices) + products + split + vectors + _LIBRARY

@@ -1,1 +1,1 @@
-"""GPU facts, sharding helpers and the row pipeline that the kernels of several operations share."""
+"""GPU properties, sharding helpers and the row pipeline shared by kernels."""

@@ -1,21 +1,21 @@
-"""Facts about the GPU that a program is traced for."""
+"""Properties of the GPU that a program is traced for."""
 
 from typing import Any
 
 import jax
 
-# Compute capability of H100 and H200, and the names under which described devices have it.
+# Compute capability of Hopper GPUs, and their device kinds in an abstract mesh.
 HOPPER = "9.0"
 HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
 
 
 def _device() -> Any:
-    """The device that is traced for: one that was only described, or the first of the default backend."""
+    """Returns the device of the abstract mesh, or the default device."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def compute_capability() -> str | None:
-    """CUDA compute capability of the device that is traced for, None without an NVIDIA GPU."""
+    """CUDA compute capability of the target GPU; None without an NVIDIA GPU."""
     device = _device()
     if isinstance(device, jax.sharding.AbstractDevice):
         return HOPPER if any(name in device.device_kind for name in HOPPER_NAMES) else None
@@ -23,6 +23,6 @@ def compute_capability() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Of that device, an NVIDIA GPU."""
+    """Number of SMs of the target, an NVIDIA GPU."""
     device = _device()
     return getattr(device, "core_count", None) or device.num_cores

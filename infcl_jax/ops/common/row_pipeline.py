@@ -1,7 +1,7 @@
-"""Rows of arrays on their way through a Hopper GPU's shared memory, for Pallas Mosaic GPU kernels.
+"""Pipeline of row tiles through Hopper SMEM, for Pallas Mosaic GPU kernels.
 
-A program owns a range of rows, which come in tiles of a few rows. Each of its four warps takes whole rows, so that what
-belongs to a row is found within a warp, and sums over rows are added up in registers.
+A program (CTA) processes a range of rows in tiles of a few rows. Each of its four warps processes whole rows, so that
+reductions along a row stay within a warp and sums over rows stay in registers.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS = 4  # of a program, and rows that it works on at a time
+WARPS = 4  # warps of a program, and rows that it processes at a time
 LANES = 32
-SHARED_MEMORY = 227 * 1024
-RESERVED = 2048  # bytes of a program's shared memory that are not for tiles
+SHARED_MEMORY = 227 * 1024  # bytes of SMEM available to kernels on one SM
+RESERVED = 2048  # bytes of a program's SMEM that are not for tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a kernel goes through the rows.
+    """Tile sizes of a kernel over rows.
 
     Attributes:
-      rows: of a tile, a multiple of 4.
-      stages: tiles in flight.
-      programs: per multiprocessor.
+      rows: rows of a tile, a multiple of 4.
+      stages: pipeline stages in SMEM.
+      programs: programs per SM.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class RowStream:
-    """Row tiles of arrays on their way through shared memory.
+    """Stream of row tiles of several arrays through SMEM.
 
     Attributes:
-      tiling: of the rows.
-      rows: of the arrays, at least those of a tile.
-      programs: in all, each with a range of about as many rows, at least those of a tile.
-      arrays: [rows, width] by name.
-      unit: rows that stay together: ranges and tiles begin at multiples of it. It divides `rows` and those of a tile.
+      tiling: tile sizes.
+      rows: rows of the arrays, at least the rows of a tile.
+      programs: total number of programs. Each has a range of nearly equally many rows, at least the rows of a tile.
+      arrays: shapes `[rows, width]` and dtypes by name.
+      unit: alignment of ranges and tiles in rows. It divides `rows` and the rows of a tile.
     """
 
     tiling: Tiling
@@ -61,10 +61,10 @@ class RowStream:
 
     @classmethod
     def of(cls, tiling: Tiling, rows: int, cores: int, arrays: dict[str, jax.Array], unit: int = 1) -> "RowStream":
-        """As many stages as fit."""
-        bytes_of_tile = sum(tiling.rows * a.shape[1] * a.dtype.itemsize for a in arrays.values())
-        room = SHARED_MEMORY // tiling.programs - RESERVED
-        tiling = dataclasses.replace(tiling, stages=max(1, min(tiling.stages, room // bytes_of_tile)))
+        """Creates a stream with as many pipeline stages as fit in SMEM."""
+        tile_bytes = sum(tiling.rows * a.shape[1] * a.dtype.itemsize for a in arrays.values())
+        available = SHARED_MEMORY // tiling.programs - RESERVED
+        tiling = dataclasses.replace(tiling, stages=max(1, min(tiling.stages, available // tile_bytes)))
         programs = min(tiling.programs * cores, rows // tiling.rows)
         shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
         return cls(tiling, rows, programs, shapes, unit)
@@ -76,13 +76,14 @@ class RowStream:
         *operands: jax.Array,
         approximate: bool = False,
     ) -> list[jax.Array]:
-        """Runs the kernel, which is given operands, results and what `run` needs.
+        """Launches the kernel with the operands, results and SMEM of `run`.
 
         Args:
-          kernel: the function.
-          out: shapes of its results.
-          *operands: arrays that it is given.
-          approximate: whether functions such as `exp2` are single instructions, in error by 2 units in the last place.
+          kernel: kernel function.
+          out: shapes and dtypes of the results.
+          *operands: arrays passed to the kernel.
+          approximate: whether functions such as `exp2` are single instructions with an error of 2 units in the last
+            place.
         """
         t = self.tiling
         manual = jax.typeof(operands[0]).manual_axis_type
@@ -101,16 +102,16 @@ class RowStream:
         )(*operands)
 
     def run(self, refs: dict[str, Any], shared: Any, body: Callable[["RowTile", Any], Any], carry: Any) -> Any:
-        """Calls `body(tile, carry)` on every tile of the program."""
+        """Runs `body(tile, carry) -> carry` on every tile of the program."""
         *tiles, arrived = shared
         stages = self.tiling.stages
 
         def fetch(number: jax.Array) -> None:
             slot = lax.rem(number, stages)
-            place = pl.ds(self.tile(number).first, self.tiling.rows)
+            rows = pl.ds(self.tile(number).first, self.tiling.rows)
             for ref, tile in zip(refs.values(), tiles, strict=True):
                 plgpu.copy_gmem_to_smem(
-                    ref.at[place], tile.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                    ref.at[rows], tile.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
                 )
 
         def step(number: jax.Array, carry: Any) -> Any:
@@ -131,18 +132,24 @@ class RowStream:
         return lax.fori_loop(0, self._tiles, step, carry)
 
     def tile(self, number: jax.Array) -> "RowTile":
-        """Where a tile is. The last one overlaps the one before rather than the next program's rows."""
+        """Returns tile `number` of the program.
+
+        The last tile overlaps the one before instead of the rows of the next program.
+        """
         begin, count = self._range
-        wanted = number * self.tiling.rows
-        first = jnp.maximum(jnp.minimum(wanted, count - self.tiling.rows), 0)
-        return RowTile(self, number, begin + first, begin + wanted)
+        start = number * self.tiling.rows
+        first = jnp.maximum(jnp.minimum(start, count - self.tiling.rows), 0)
+        return RowTile(self, number, begin + first, begin + start)
 
     @property
     def _range(self) -> tuple[jax.Array, jax.Array]:
-        """First row of the program and how many it has."""
+        """First row and number of rows of the program."""
         program = lax.axis_index("program")
-        each, more = divmod(self.rows // self.unit, self.programs)
-        first, count = program * each + jnp.minimum(program, more), each + (program < more).astype(jnp.int32)
+        units, remainder = divmod(self.rows // self.unit, self.programs)
+        first, count = (
+            program * units + jnp.minimum(program, remainder),
+            units + (program < remainder).astype(jnp.int32),
+        )
         return first * self.unit, count * self.unit
 
     @property
@@ -152,14 +159,14 @@ class RowStream:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile:
-    """A tile of rows.
+    """One tile of rows.
 
     Attributes:
-      stream: that it is of.
-      number: in the program.
-      first: row.
-      new: first row that no tile before had.
-      refs: in shared memory, by name.
+      stream: stream of the tile.
+      number: index of the tile in the program.
+      first: first row.
+      new: first row that is not in an earlier tile.
+      refs: SMEM references by name.
     """
 
     stream: RowStream
@@ -169,22 +176,28 @@ class RowTile:
     refs: dict[str, Any] | None = None
 
     def load(self, name: str, group: int, layout: Any) -> jax.Array:
-        """Four rows, float32."""
+        """Loads four rows as float32."""
         ref = self.refs[name].at[pl.ds(group, WARPS)]
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def counted(self, group: int, layout: Any) -> jax.Array:
-        """For four rows, 1 where no tile before had them, else 0."""
+        """Returns 1 for new rows and 0 for rows of earlier tiles.
+
+        The result has one value for each of four rows.
+        """
         row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout) + (self.first + group)
         return (row >= self.new).astype(jnp.float32)
 
     def after(self) -> "RowTile":
-        """The next tile, or again the last one."""
+        """Returns the next tile, or the last one again."""
         return self.stream.tile(self.number + 1)
 
 
 def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
-    """Of four rows, one to each warp, and of what belongs to rows and to columns: lanes have up to 16 bytes in turn."""
+    """Layouts of a four-row tile, of its rows and of its columns.
+
+    Each warp holds one row. Lanes alternate in vectors of up to 16 bytes.
+    """
     widest = max(jnp.dtype(d).itemsize for d in dtypes)
     vector = math.gcd(width // LANES, 16 // widest)
     tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
@@ -193,5 +206,5 @@ def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
 
 
 def spread(vector: jax.Array, axis: int, width: int) -> jax.Array:
-    """A vector of the rows (axis 0) or the columns (axis 1) over four rows."""
+    """Broadcasts a vector along `axis` (0: rows, 1: columns) to four rows."""
     return lax.broadcast_in_dim(vector, (WARPS, width), [axis])

@@ -1,4 +1,7 @@
-"""How the devices share a batch, for what the compiler cannot split: kernels, and sums in a fixed order."""
+"""Sharding of kernels and of sums in a fixed order.
+
+The compiler cannot partition either over the batch.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,21 +14,24 @@ from infcl_jax.ops.common import gpu
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Axes of the mesh in use over which the compiler shards arrays; the batch is taken to be sharded over all."""
+    """Names the mesh axes over which the compiler shards arrays.
+
+    The batch is assumed to be sharded over all of them.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
 
 
 def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function, applied to what each device has over `automatic_axes`.
+    """Applies `function` to each device's shards over `automatic_axes`.
 
     Args:
-      function: of arrays.
+      function: function of arrays.
       in_specs: `PartitionSpec`s of its arguments, as for `jax.shard_map`.
-      out_specs: of its results.
+      out_specs: `PartitionSpec`s of its results, as for `jax.shard_map`.
 
     Returns:
-      The function itself where the compiler shards over no axis.
+      The mapped function, or `function` itself if the compiler shards over no axis.
     """
     axes = automatic_axes()
     if not axes:
@@ -34,15 +40,15 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
-    """How many rows of an array each device gives to a kernel for Hopper GPUs.
+    """Returns the rows per device, as input of a Hopper kernel.
 
     Args:
-      shape: of the array, [..., width], whose leading axis the devices share.
+      shape: global shape `[..., width]`; the leading axis is sharded over the devices.
 
     Returns:
-      Their share; None without such a GPU or for a single row, or if it is not known that each device has whole rows.
-      It is if there is one device, or inside `shard_map`, or under the mesh (`jax.sharding.use_abstract_mesh`) over
-      which the leading axis is sharded.
+      Rows of one device. None without a Hopper GPU, for a one-dimensional array, or if whole rows per device cannot be
+      guaranteed. They are guaranteed on one device, inside `shard_map`, and under the mesh
+      (`jax.sharding.use_abstract_mesh`) over which the leading axis is sharded.
     """
     if gpu.compute_capability() != gpu.HOPPER or len(shape) < 2:
         return None

@@ -1,4 +1,7 @@
-"""Row and column log-sum-exp over all pairs of a sharded batch: the primitive under every loss. Imports jax alone."""
+"""Row and column log-sum-exp over all pairs of a sharded batch.
+
+Every loss of the package is built on this primitive. It depends on JAX only.
+"""
 
 from infcl_jax.ops.pairwise_lse.api import IMPLEMENTATIONS, PairwiseLSE, pairwise_lse
 from infcl_jax.ops.pairwise_lse.implementations import available_implementations

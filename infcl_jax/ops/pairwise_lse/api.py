@@ -1,4 +1,4 @@
-"""`pairwise_lse`: validation and choice of implementation."""
+"""Public function `pairwise_lse`: validation and dispatch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class PairwiseLSE(NamedTuple):
 
     Attributes:
       row: `[bx]` log-sum-exp of each row over all columns of all devices.
-      col: `[by]` log-sum-exp of each column over all rows, or None if not asked for.
-      positive: `[bx]` similarity of each row with its positive, not scaled, even where `y_mask` masks that positive.
+      col: `[by]` log-sum-exp of each column over all rows; None with `columns=False`.
+      positive: `[bx]` unscaled similarity of each row with its positive, even if `y_mask` masks that positive.
     """
 
     row: Array
@@ -45,39 +45,40 @@ def pairwise_lse(
     columns: bool = True,
     implementation: str | None = None,
 ) -> PairwiseLSE:
-    """Row and column log-sum-exp over all pairs of a batch, without storing the pair matrix.
+    """Computes row and column log-sum-exp over all pairs of a batch.
 
-    With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
+    The pair matrix is not stored. With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
 
         row_i = log sum_j exp(x_scale_i * s_ij)
         col_j = log sum_i exp(y_scale_j * s_ij)
         positive_i = s_{i, labels_i}
 
-    Every contrastive loss of this package is a function of these vectors. Differentiable in `x`, `y`, `x_scale` and
-    `y_scale`; only the gradients that are asked for are computed. Inside `shard_map` (with its default
-    `check_vma=True`) the gradient of a sum over all devices is exact, also that of arguments that all devices share.
+    Every contrastive loss of this package is a function of these vectors. The result is differentiable in `x`, `y`,
+    `x_scale` and `y_scale`. Only the gradients that the caller differentiates are computed. Inside `shard_map` (with
+    its default `check_vma=True`) the gradient of a sum over all devices is exact, including gradients of replicated
+    arguments.
 
-    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions from one sweep.
+    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions in one sweep.
 
     Args:
-      x: `[bx, D]` row features of this device, bf16, fp16, fp32 or fp64. Usually L2-normalised; need not be.
+      x: `[bx, D]` row features of this device, bf16, fp16, fp32 or fp64. L2 normalization is usual but not required.
       y: `[by, D]` column features of this device, same dtype.
       x_scale: inverse temperature of the rows, scalar or `[bx]`.
       y_scale: inverse temperature of the columns, scalar or `[by]`; `x_scale` if None.
-      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`; None for one device;
+      axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`. None for one device.
         `()` inside `shard_map` compares the rows of each device among themselves only.
-      positives: "include" them in the sums or "exclude" them.
+      positives: "include" or "exclude" positives in the sums.
       labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A label out of range
-        is an error where its value is known. Where it is traced, it makes that row's `row` and `positive` NaN, and the
-        gradients through `row`.
-      x_mask: bool `[bx]`, False for masked rows (padding): they are in no sum, and their results and gradients are 0.
-        Their features, labels and scales may hold anything, NaN included.
-      y_mask: bool `[by]`, the same for columns. A row whose positive is masked keeps the rest of its sum.
-      columns: False if only rows are needed (one-directional retrieval); `col` is None then.
-      implementation: None (the best for the platform) or one of `IMPLEMENTATIONS`.
+        is an error if its value is known. If it is traced, `row` and `positive` of that row and the gradients through
+        `row` are NaN.
+      x_mask: bool `[bx]`, False for masked rows (padding). They are in no sum, and their results and gradients are 0.
+        Their features, labels and scales may have any value, including NaN.
+      y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
+      columns: False to compute rows only (one-directional retrieval); `col` is then None.
+      implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
 
     Returns:
-      `PairwiseLSE`. A log-sum-exp over no pair at all is -inf, with zero gradient.
+      `PairwiseLSE`. An empty log-sum-exp is -inf, with zero gradient.
 
     Raises:
       ValueError: shapes, dtypes, labels, the axis name or the implementation are not as described, or `axis_name` is
@@ -91,16 +92,16 @@ def pairwise_lse(
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None
-    # Rows masked like their own columns need no similarity with a masked positive.
+    # With identical masks and default labels, a masked positive belongs to a masked row and is not needed.
     masked_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
     known_labels = is_known(labels)
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
     labels = checked_labels(labels, x.shape[0], y.shape[0], x_mask)
-    if x.dtype == jnp.float16:  # fp16's range is too narrow for products of probabilities
+    if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
-    given = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
-    block = _zero_masked_rows(given)
+    inputs = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
+    block = _zero_masked_rows(inputs)
     exclude = positives == "exclude"
     if implementation in _GATHERED:
         row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
@@ -108,7 +109,7 @@ def pairwise_lse(
         row, column, positive = blockwise(Plan(implementation, axis_name, exclude, columns), *block)
     if masked_positives:
         unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
-        positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, given.y, block.labels))
+        positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, inputs.y, block.labels))
     if not known_labels:
         row, positive = _nan_without_positive(block, row, positive)
     return PairwiseLSE(
@@ -117,7 +118,10 @@ def pairwise_lse(
 
 
 def _zero_masked_rows(block: Block) -> Block:
-    """The block with zeros for whatever masked rows and columns hold: 0 * NaN would be NaN in every gradient."""
+    """Sets masked rows and columns to zero.
+
+    They may contain NaN, and 0 * NaN would make every gradient NaN.
+    """
     x_scale, y_scale = block.x_scale, block.y_scale
     return block._replace(
         x=zero_masked(block.x, block.x_mask),
@@ -129,7 +133,10 @@ def _zero_masked_rows(block: Block) -> Block:
 
 
 def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
-    """`<x_i, y_{labels_i}>` `[bx]`; what is not finite counts as zero, so that no gradient is NaN."""
+    """Computes `<x_i, y_{labels_i}>` `[bx]`.
+
+    Non-finite values count as zero, so that no gradient is NaN.
+    """
     dtype = accumulation_dtype(x.dtype)
     y = _zero_unless_finite(jnp.take(y, labels, axis=0, mode="clip").astype(dtype))
     return _zero_unless_finite((x.astype(dtype) * y).sum(1))
@@ -140,7 +147,10 @@ def _zero_unless_finite(array: Array) -> Array:
 
 
 def _nan_without_positive(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
-    """`row` and `positive` with NaN where a label is out of range, and NaN in the gradients through `row`."""
+    """Sets `row` and `positive` to NaN for labels out of range.
+
+    Gradients through `row` are NaN there too.
+    """
     in_range = (block.labels >= 0) & (block.labels < block.y.shape[0])
     nan = jnp.full_like(positive, jnp.nan)
     return row * jnp.where(in_range, jnp.ones_like(nan), nan), jnp.where(in_range, positive, nan)

@@ -1,7 +1,7 @@
-"""The contract between the strategies that move features (ring, gather) and the backends that compare them.
+"""Interface between communication strategies (ring, all-gather) and compute backends.
 
-A backend compares the rows of one `Block` with its columns on one device. It knows no mesh and no collective; a
-strategy knows no kernel. What they exchange is defined here.
+A backend computes one `Block` on one device, without a mesh or collectives. A strategy moves blocks between devices,
+without kernels. This module defines the data that they exchange.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -15,18 +15,18 @@ AxisName = str | tuple[str, ...]
 
 
 class Block(NamedTuple):
-    """The rows and columns that one device compares in one call.
+    """Rows and columns that one device compares in one call.
 
     Attributes:
       x: row features `[bx, D]`, bf16, fp32 or fp64.
       y: column features `[by, D]`, same dtype.
-      x_scale: inverse temperature of the rows in the accumulation dtype, `[bx]`; or `[]`, in which case it is the
-        inverse temperature of every row and every column ("shared scale") and `y_scale` is None.
-      y_scale: inverse temperature of the columns `[by]`, or None (shared scale, or no columns are asked for).
-      x_mask: bool `[bx]`, False for rows that take part in nothing; None: all take part.
-      y_mask: likewise for columns, `[by]`.
+      x_scale: inverse temperature of the rows `[bx]` in the accumulation dtype. A scalar `[]` is a shared scale: it
+        applies to every row and every column, and `y_scale` is None.
+      y_scale: inverse temperature of the columns `[by]`. None with a shared scale or without column sums.
+      x_mask: bool `[bx]`, False for masked rows; None: no row is masked.
+      y_mask: bool `[by]`, False for masked columns; None: no column is masked.
       labels: int32 `[bx]`, the column of each row's positive. A value outside `[0, by)` means that the row's positive
-        is in another block. None: the block holds no positives at all.
+        is in another block. None: the block contains no positives.
     """
 
     x: Array
@@ -39,46 +39,52 @@ class Block(NamedTuple):
 
 
 class LogSum(NamedTuple):
-    """A log-sum-exp as the pair (reference, total): `lse = reference + log(total)`.
+    """Log-sum-exp as the pair (shift, sumexp): `lse = shift + log(sumexp)`.
 
-    Kept apart so that no digits are lost: at scale 100 an fp32 `lse` is rounded to 8e-6, which would hide the gradient
-    of a well-aligned pair, whose probability differs from one by less. A sum over nothing is (-inf, 0).
+    The pair keeps full precision. At scale 100 an fp32 `lse` is rounded to 8e-6. The probability of a well-aligned pair
+    differs from one by less, so the rounding would hide its gradient. An empty sum is (-inf, 0).
     """
 
-    reference: Array
-    total: Array
+    shift: Array
+    sumexp: Array
 
     def log(self) -> Array:
-        """The log-sum-exp itself; -inf for a sum over nothing."""
-        return self.reference + jnp.log(self.total)
+        """Returns the log-sum-exp; -inf for an empty sum."""
+        return self.shift + jnp.log(self.sumexp)
 
     def merge(self, other: "LogSum") -> "LogSum":
-        """The log-sum-exp over both sets of terms."""
-        reference = jnp.maximum(self.reference, other.reference)
-        finite = finite_reference(reference)
-        total = self.total * jnp.exp(self.reference - finite) + other.total * jnp.exp(other.reference - finite)
-        return LogSum(reference, total)
+        """Returns the log-sum-exp over both sets of terms."""
+        shift = jnp.maximum(self.shift, other.shift)
+        finite = finite_shift(shift)
+        sumexp = self.sumexp * jnp.exp(self.shift - finite) + other.sumexp * jnp.exp(other.shift - finite)
+        return LogSum(shift, sumexp)
 
 
-def finite_reference(reference: Array) -> Array:
-    """The reference with -inf (a sum over nothing) replaced by 0, so that differences with it are numbers."""
-    return jnp.where(jnp.isneginf(reference), jnp.zeros_like(reference), reference)
+def finite_shift(shift: Array) -> Array:
+    """Replaces -inf, the shift of an empty sum, by 0.
+
+    The result can be subtracted from exponents without NaN.
+    """
+    return jnp.where(jnp.isneginf(shift), jnp.zeros_like(shift), shift)
 
 
 def empty_log_sum(like: Array) -> LogSum:
-    """The log-sum-exp over nothing for every element of `like`, varying over the same mesh axes."""
+    """Returns empty log-sum-exps shaped like `like`.
+
+    They vary over the same mesh axes as `like`.
+    """
     zeros = constant(like.shape, 0, like.dtype, varying_like=like)
     return LogSum(zeros - jnp.inf, zeros)
 
 
 class Sums(NamedTuple):
-    """What a forward comparison finds.
+    """Forward results of one block.
 
     Attributes:
       row: log-sum-exp of each row over the columns `[bx]`.
-      column: log-sum-exp of each column over the rows `[by]`, or None when columns were not asked for.
-      positive: similarity of each row's positive `[bx]`, from the same products as the sums, so that their rounding
-        errors cancel in the loss; 0 for a row whose positive is in another block.
+      column: log-sum-exp of each column over the rows `[by]`; None without column sums.
+      positive: similarity of each row with its positive `[bx]`; 0 if the positive is in another block. It comes from
+        the same GEMM as the sums, so that rounding errors cancel in the loss.
     """
 
     row: LogSum
@@ -87,15 +93,17 @@ class Sums(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward block needs of the forward results and of their cotangents; vectors in the accumulation dtype.
+    """Forward results and their cotangents, as inputs of the backward pass.
+
+    Vectors are in the accumulation dtype.
 
     Attributes:
-      row: the rows' final `LogSum` over all blocks `[bx]`.
+      row: final `LogSum` of the rows over all blocks `[bx]`.
       row_weight: dL / d row_lse `[bx]`.
-      column: the columns' final `LogSum` `[by]`, or None when columns were not asked for.
-      column_weight: dL / d col_lse `[by]` or None.
-      positive: the rows' similarities with their positives `[bx]`; like `positive_weight` only read with labels.
-      positive_weight: dL / d positive `[bx]`.
+      column: final `LogSum` of the columns `[by]`; None without column sums.
+      column_weight: dL / d col_lse `[by]`; None without column sums.
+      positive: similarity of each row with its positive `[bx]`; only read with labels.
+      positive_weight: dL / d positive `[bx]`; only read with labels.
     """
 
     row: LogSum
@@ -107,13 +115,15 @@ class Cotangents(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradients as they accumulate; None for what was not wanted. Scales in the accumulation dtype.
+    """Gradients or their accumulators; None for gradients that are not needed.
+
+    Gradients of scales are in the accumulation dtype.
 
     Attributes:
-      x: `[bx, D]`; accumulators are whatever the backend makes of it.
+      x: `[bx, D]`; its accumulator may be any pytree that the backend chooses.
       y: `[by, D]`.
-      x_scale: shaped like `Block.x_scale`.
-      y_scale: shaped like `Block.y_scale`.
+      x_scale: same shape as `Block.x_scale`.
+      y_scale: same shape as `Block.y_scale`.
     """
 
     x: Any
@@ -122,8 +132,11 @@ class Gradient(NamedTuple):
     y_scale: Array | None
 
 
-class Wanted(NamedTuple):
-    """Which gradients are asked for (static); a locked tower, say, needs none for its features."""
+class NeedsGrad(NamedTuple):
+    """Static flags of the required gradients.
+
+    A frozen tower, for example, needs no gradient of its features.
+    """
 
     x: bool = True
     y: bool = True
@@ -132,72 +145,82 @@ class Wanted(NamedTuple):
 
 
 class Backend(Protocol):
-    """Compares one block on one device, exactly, whatever its size."""
+    """Exact computation of one block of any size on one device."""
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Row sums over the block's columns, column sums over its rows if `columns`, and its positives.
+        """Computes row sums, column sums (if `columns`) and positives of a block.
 
         `exclude` leaves the positives out of both sums. Sums of masked rows or columns are arbitrary but never NaN.
-        With a shared scale all sums are taken against the shared reference, be they exact or not (see `references`).
+        With a shared scale all sums use the shared shift, whether they are exact or not (see `stabilization`).
         """
 
-    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
-        """Zeros to add to, those for features in `dtype`; what exactly they add up is the backend's affair.
+    def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+        """Returns zero accumulators; those of the features in `dtype`.
 
-        Columns are on the first axis of theirs, perhaps with padding after the last.
+        The backend chooses their layout. The first axis of the column accumulator is the columns, optionally padded at
+        the end.
         """
 
-    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
-        """`into` with the block's contribution added, in place where that saves memory.
+    def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
+        """Adds the block's gradients to `acc`, in place where that saves memory.
 
         Masked rows and columns contribute nothing. The largest cotangents are about one.
         """
 
-    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
-        """The wanted gradients for this device's rows, columns and scales, when all contributions are in `found`.
+    def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
+        """Converts complete accumulators into the gradients of rows, columns and scales.
 
-        The scale's sum over all devices counts: its parts may be any.
+        Only the sum of the scale gradient over all devices is defined. The share of one device is arbitrary.
         """
 
 
-def no_gradient(block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
-    """Zeros for every gradient that is wanted, those of the features in `dtype`."""
+def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+    """Returns zeros for every needed gradient; those of the features in `dtype`."""
 
-    def zeros(like: Array | None, kept: bool, dtype: jnp.dtype) -> Array | None:
-        return constant(like.shape, 0, dtype, varying_like=block.x) if kept and like is not None else None
+    def zeros(like: Array | None, needed: bool, dtype: jnp.dtype) -> Array | None:
+        return constant(like.shape, 0, dtype, varying_like=block.x) if needed and like is not None else None
 
     return Gradient(
-        zeros(block.x, wanted.x, dtype),
-        zeros(block.y, wanted.y, dtype),
-        zeros(block.x_scale, wanted.x_scale, block.x_scale.dtype),
-        zeros(block.y_scale, wanted.y_scale, block.x_scale.dtype),
+        zeros(block.x, needs_grad.x, dtype),
+        zeros(block.y, needs_grad.y, dtype),
+        zeros(block.x_scale, needs_grad.x_scale, block.x_scale.dtype),
+        zeros(block.y_scale, needs_grad.y_scale, block.x_scale.dtype),
     )
 
 
 def zero_masked(array: Array, mask: Array | None) -> Array:
-    """`array` `[n, ...]` with zeros in the rows where `mask` `[n]` is False; all rows are kept if it is None."""
+    """Sets the masked rows of `array` `[n, ...]` to zero.
+
+    `mask` is bool `[n]`, False for masked rows; None leaves `array` unchanged.
+    """
     if mask is None:
         return array
     return jnp.where(jnp.expand_dims(mask, range(1, array.ndim)), array, jnp.zeros_like(array))
 
 
 def add_trees(a: Any, b: Any) -> Any:
-    """Leaf by leaf sum of two pytrees, in the dtypes of the first."""
+    """Adds two pytrees leaf by leaf, in the dtypes of the first."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """fp32 for bf16 and fp32 features, fp64 for fp64 features."""
+    """Returns fp32 for bf16 and fp32 features, fp64 for fp64 features."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def similarities(x: Array, y: Array) -> Array:
-    """All `<x_i, y_j>` `[bx, by]` in the accumulation dtype, never through TF32."""
+    """Computes all `<x_i, y_j>` `[bx, by]`, never in TF32.
+
+    The result is in the accumulation dtype.
+    """
     return matmul(x, y, contract=(1, 1))
 
 
 def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Product over one dimension of each operand, accumulated and returned in the accumulation dtype."""
+    """Contracts one axis of each operand, in the accumulation dtype.
+
+    `contract` holds the axes of `a` and `b`. fp32 operands are never rounded to TF32.
+    """
     return lax.dot_general(
         a,
         b,
@@ -208,28 +231,34 @@ def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def as_varying(array: Array, axes: frozenset[str]) -> Array:
-    """`array` typed as different on each device along `axes`, so that its gradient is summed over them by JAX."""
+    """Marks `array` as varying over the mesh axes `axes`.
+
+    JAX then sums its gradient over these axes.
+    """
     missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """`as_varying` over the axes of `axis_name`, for a pytree; nothing to do for None."""
+    """Applies `as_varying` over `axis_name` to a pytree; a no-op for None."""
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     return jax.tree.map(lambda a: as_varying(a, frozenset(axes)), tree)
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:
-    """`jnp.full`, typed as varying over the same mesh axes as `varying_like`."""
+    """Creates a constant array that varies over the axes of `varying_like`."""
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
 
 
 def zero_after(done: Any) -> Array:
-    """int32 0 that cannot be known before the arrays of `done`: barriers are gone when XLA schedules."""
+    """Returns int32 0 with a data dependency on the arrays of `done`.
+
+    XLA removes optimization barriers before it schedules, so an order must be a data dependency.
+    """
     first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
     return jnp.minimum(sum(first, jnp.float32(0)), 0).astype(jnp.int32)
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The next multiple."""
+    """Rounds `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple

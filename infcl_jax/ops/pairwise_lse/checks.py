@@ -1,4 +1,7 @@
-"""Validation of what users pass: one line saying what was expected and what was got, while the call is traced."""
+"""Input validation of `pairwise_lse` at trace time.
+
+Errors are one line: what was expected and what was got.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,10 @@ from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
 
 def check_features(x: Array, y: Array) -> None:
-    """Raises `ValueError` unless `x` and `y` are non-empty floating matrices of one dtype and width."""
+    """Raises `ValueError` unless the features are valid matrices.
+
+    `x` and `y` must be non-empty, floating, and of the same dtype and width.
+    """
     if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"expected features [bx, D] and [by, D] with the same D, got {x.shape} and {y.shape}")
     if 0 in x.shape or 0 in y.shape:
@@ -20,14 +26,14 @@ def check_features(x: Array, y: Array) -> None:
 
 
 def check_axis(axis_name: AxisName | None, *features: Array) -> None:
-    """Checks the axis over which the batch is sharded.
+    """Checks the mesh axes over which the batch is sharded.
 
     Args:
-      axis_name: axis (or axes) of an enclosing `shard_map`, `()` for none of them; None for one device.
+      axis_name: axis (or axes) of an enclosing `shard_map`; `()` for no axis; None for one device.
       features: arrays of the batch. They reveal a missing axis name, except under `check_vma=False`.
 
     Raises:
-      ValueError: no such axis, or None for features that differ between devices.
+      ValueError: the axis does not exist, or it is None although the features differ between devices.
     """
     if axis_name is None:
         if varying := sorted(set().union(*(jax.typeof(a).manual_axis_type.varying for a in features))):
@@ -47,10 +53,10 @@ def check_axis(axis_name: AxisName | None, *features: Array) -> None:
 
 
 def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array | None = None) -> Array:
-    """Labels as int32 `[x_rows]`, row i for row i by default.
+    """Returns labels as int32 `[x_rows]`, `arange(x_rows)` by default.
 
     Raises:
-      ValueError: not integers of that shape, or known to be out of range in a row that `mask` keeps.
+      ValueError: labels are not integers of that shape, or a known label of an unmasked row is out of range.
     """
     if labels is None:
         if y_rows < x_rows:
@@ -63,10 +69,13 @@ def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array |
 
 
 def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
-    """Raises `ValueError` if a known (not traced) label of a row that `mask` keeps is outside `[0, y_rows)`."""
+    """Raises `ValueError` if a known label is outside `[0, y_rows)`.
+
+    Traced labels and labels of masked rows are not checked.
+    """
     if not all(map(is_known, (labels, mask))):
         return
-    kept = np.asarray(labels)  # under jit, jax.numpy would trace even this
+    kept = np.asarray(labels)  # NumPy, because jax.numpy would trace even this under jit
     kept = kept if mask is None else kept[np.asarray(mask)]
     if kept.size and (kept.min() < 0 or kept.max() >= y_rows):
         raise ValueError(
@@ -75,10 +84,10 @@ def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> 
 
 
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
-    """The mask as an array.
+    """Returns the mask as an array.
 
     Raises:
-      ValueError: not bool of shape `[rows]`.
+      ValueError: the mask is not bool of shape `[rows]`.
     """
     if mask is not None and (mask.shape != (rows,) or mask.dtype != bool):
         raise ValueError(f"expected {name} to be bool of shape ({rows},), got {mask.dtype}{list(mask.shape)}")
@@ -88,10 +97,12 @@ def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
 def checked_scales(
     x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
 ) -> tuple[Array, Array | None]:
-    """Both scales as `tiles.Block` wants them: a scalar and None where one is shared, else vectors.
+    """Returns both scales in the format of `base.Block`.
+
+    A shared scale is a scalar and None; other scales are vectors.
 
     Raises:
-      ValueError: a scale that is neither a scalar nor one per sample, or one without a meaning.
+      ValueError: a scale is neither a scalar nor one value per sample, or has no effect.
     """
     if y_scale is not None and not columns:
         raise ValueError("y_scale has no meaning with columns=False; leave one of them out")

@@ -1,22 +1,28 @@
-"""The oracle: the same quantities from the whole pair matrix, differentiated by JAX, in fp64 when given fp64."""
+"""Dense reference implementation, differentiated by JAX.
+
+It computes the whole pair matrix, in fp64 for fp64 features.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.ops.pairwise_lse.base import Array, Block, accumulation_dtype, finite_reference, similarities
+from infcl_jax.ops.pairwise_lse.base import Array, Block, accumulation_dtype, finite_shift, similarities
 from infcl_jax.ops.pairwise_lse.chunking import is_positive, positives, valid_pairs
 
 
 def dense_lse(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple[Array, Array | None, Array]:
-    """Row log-sum-exp `[bx]`, column log-sum-exp `[by]` and positives `[bx]` of one block held whole.
+    """Computes row and column log-sum-exps and positives from the full pair matrix.
 
-    Features are promoted to at least fp32 first, so the gradients of both terms of a positive meet before any rounding.
-    Sums over nothing are -inf, positives that are not in the block 0. Columns use `y_scale`, the shared scale if None.
+    Features are promoted to at least fp32 first, so that both gradient terms of a positive are added before rounding.
+    Empty sums are -inf. Positives outside the block are 0. Columns use `y_scale`, or the shared scale if it is None.
 
     Args:
       block: rows and columns to compare; labels are required.
-      exclude: leave the positives out of the sums.
-      columns: whether column sums are asked for (None is returned otherwise).
+      exclude: leave positives out of the sums.
+      columns: whether to compute column sums.
+
+    Returns:
+      Row log-sum-exp `[bx]`, column log-sum-exp `[by]` (None without `columns`) and positives `[bx]`.
     """
     x, y = (a.astype(accumulation_dtype(a.dtype)) for a in (block.x, block.y))
     s = similarities(x, y)
@@ -37,8 +43,8 @@ def dense_lse(block: Block, *, exclude: bool = False, columns: bool = True) -> t
 
 def _masked_log_sum_exp(z: Array, valid: Array, axis: int) -> Array:
     z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
-    reference = finite_reference(jax.lax.stop_gradient(z.max(axis)))
-    total = jnp.where(valid, jnp.exp(z - jnp.expand_dims(reference, axis)), jnp.zeros_like(z)).sum(axis)
-    some = total > 0
-    log = jnp.log(jnp.where(some, total, jnp.ones_like(total)))
-    return jnp.where(some, reference + log, jnp.full_like(log, -jnp.inf))
+    shift = finite_shift(jax.lax.stop_gradient(z.max(axis)))
+    sumexp = jnp.where(valid, jnp.exp(z - jnp.expand_dims(shift, axis)), jnp.zeros_like(z)).sum(axis)
+    nonempty = sumexp > 0
+    log = jnp.log(jnp.where(nonempty, sumexp, jnp.ones_like(sumexp)))
+    return jnp.where(nonempty, shift + log, jnp.full_like(log, -jnp.inf))

@@ -1,7 +1,7 @@
-"""The backend around fused GPU kernels: any block, window by window, in constant memory.
+"""Backend around the fused GPU kernels, in constant memory.
 
-The kernels know tiles of bf16 operands (`kernels`, made by `padding`); this module keeps the exponentials in range,
-cuts a block into windows and turns what comes back into `tiles.Sums` and `tiles.Gradient`.
+The kernels process windows: row and column ranges of a block, in tiles of bf16 operands (see `fused_kernel_api` and
+`fused_operands`). This module selects the max-shift, splits a block into windows and reduces their results.
 """
 
 import dataclasses
@@ -17,147 +17,159 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     LogSum,
+    NeedsGrad,
     Sums,
-    Wanted,
     constant,
-    finite_reference,
+    finite_shift,
     matmul,
-    no_gradient,
     round_up,
     zero_after,
+    zero_gradients,
 )
-from infcl_jax.ops.pairwise_lse.chunking import march, written
+from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Kernels, Operands, Weights, Window
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded
-from infcl_jax.ops.pairwise_lse.stabilization import against, factor, is_shared, shared_reference, within_range
+from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum, within_range
 
-# Pairs of a window: 256 MiB of dS in bf16, and as much for partial sums at most (one per 128 columns).
+# Pairs of a window: 256 MiB of dS in bf16, and at most as much for partial sums (one per 128 columns).
 WINDOW, FORWARD_WINDOW = 1 << 27, 1 << 32
-# Rows and columns beyond which the vectors that belong to them take half of that place.
+# Rows plus columns above which the vectors of rows and columns take half of that memory.
 LARGE = 1 << 18
-# How much smaller windows are with fp32 features: tensor cores truncate as they add, which shows in long products.
+# Factor by which windows shrink with fp32 features: tensor cores truncate at every accumulation, and the error grows
+# with the length of a GEMM.
 PRECISE = 8
-# Accumulators in fp32 travel with bf16 features: in a ring a window takes half that place, and at most so many elements
-# for each of the rows' features.
-TRAVELLING = 6
-# In a ring rows are taken in so many parts at most, of so many rows, each with its accumulators, without a loop around
-# them: XLA moves transfers beside products, not beside loops.
+# In a ring, bf16 features rotate with fp32 accumulators. A window then takes half the memory, and at most this many
+# pairs per row and feature.
+RING_WINDOW = 6
+# Most row slices in a ring, and rows of each. Slices have separate accumulators and are unrolled, because XLA overlaps
+# transfers with GEMMs but not with loops.
 IN_LINE, IN_LINE_ROWS = 4, 1 << 14
-# Bytes of the columns' fp32 gradient that are kept while the rows go by.
+# Bytes of the fp32 column gradients that stay in memory during the loop over rows.
 PANEL = 128 << 20
-# Multiprocessors, and rows and columns of the tiles of library products, by which windows are chosen.
-BLOCKS, LIBRARY_TILE = 132, (128, 256)
+# SMs of an H100 or H200 (SXM), and the tile of a library GEMM; both select the window size.
+SM_COUNT, GEMM_TILE = 132, (128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Compares a block with fused kernels.
+    """Computes a block with fused kernels.
 
     Attributes:
-      kernels: for the device at hand.
+      kernels: kernels of the default device.
     """
 
     kernels: Kernels
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """See `tiles.Backend.forward`."""
+        """Implements `base.Backend.forward`."""
         padded = Padded.of(block, self.kernels)
         bx, by = block.x.shape[0], block.y.shape[0]
-        usual = shared_reference(block.x_scale), None if block.y_scale is None else shared_reference(block.y_scale)
-        row, column = self._sweep(padded.operands(block, *usual), padded, exclude, columns)
-        references = usual
+        shared = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
+        row, column = self._sweep(padded.operands(block, *shared), padded, exclude, columns)
+        shifts = shared
         if not is_shared(block):
             exact = within_range(row[:bx], block.x_mask, by)
             if columns:
                 exact &= within_range(column[:by], block.y_mask, bx)
-            row, column, *references = lax.cond(
-                exact, lambda: (row, column, *usual), lambda: self._against_maxima(block, padded, exclude, columns)
+            row, column, *shifts = lax.cond(
+                exact, lambda: (row, column, *shared), lambda: self._max_shifted_sums(block, padded, exclude, columns)
             )
         elif columns:
-            references = usual[0], usual[0]
+            shifts = shared[0], shared[0]
         return Sums(
-            against(references[0], row[:bx]),
-            against(references[1], column[:by]) if columns else None,
+            shifted_log_sum(shifts[0], row[:bx]),
+            shifted_log_sum(shifts[1], column[:by]) if columns else None,
             self._positives(block, padded),
         )
 
-    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
-        """See `tiles.Backend.accumulators`: padded, and none for a shared scale, see `gradient`."""
+    def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+        """Implements `base.Backend.accumulators`, with padding.
+
+        A shared scale needs no accumulator, see `gradient`.
+        """
         shared = is_shared(block)
         padded = Padded.of(block, self.kernels)
-        x = wanted.x or (shared and wanted.x_scale and not wanted.y)
-        kept = Wanted(x, wanted.y, wanted.x_scale and not shared, wanted.y_scale)
+        x = needs_grad.x or (shared and needs_grad.x_scale and not needs_grad.y)
+        stored = NeedsGrad(x, needs_grad.y, needs_grad.x_scale and not shared, needs_grad.y_scale)
         features = [a[:, : padded.width] for a in (padded.x, padded.y)]
-        found = no_gradient(block._replace(x=features[0], y=features[1]), kept, dtype)
-        if found.x is None:
-            return found
-        rows = part = found.x.shape[0]
+        acc = zero_gradients(block._replace(x=features[0], y=features[1]), stored, dtype)
+        if acc.x is None:
+            return acc
+        rows = slice_rows = acc.x.shape[0]
         if padded.parts == 1 and dtype == jnp.float32 and rows <= IN_LINE * IN_LINE_ROWS:
-            part = max(round_up(-(-rows // IN_LINE), self.kernels.tile[0]), IN_LINE_ROWS // 2)
-        return found._replace(x=tuple(found.x[n : n + part] for n in range(0, rows, part)))
+            slice_rows = max(round_up(-(-rows // IN_LINE), self.kernels.tile[0]), IN_LINE_ROWS // 2)
+        return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
 
-    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
-        """See `tiles.Backend.backward`."""
+    def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
+        """Implements `base.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
         row_weight, column_weight = factor(cotangents.row, cotangents.row_weight), None
         if cotangents.column is not None:
             column_weight = factor(cotangents.column, cotangents.column_weight)
         if is_shared(block):
-            operands = padded.operands(block, shared_reference(block.x_scale), None)
+            operands = padded.operands(block, shared_shift(block.x_scale), None)
             scales = block.x_scale, block.x_scale
         else:
-            operands = padded.operands(block, _reference(cotangents.row), _reference(cotangents.column))
+            operands = padded.operands(block, _finite_shift(cotangents.row), _finite_shift(cotangents.column))
             scales = block.x_scale, block.y_scale
         weights = Weights(
             scales[0] * row_weight,
             None if column_weight is None else scales[1] * column_weight,
             None if block.labels is None else cotangents.positive_weight,
         )
-        moments = into.x_scale is not None or into.y_scale is not None
-        found = self._gradients(operands, padded, weights, _Found(into.x, into.y), exclude=exclude, moments=moments)
-        into = into._replace(x=found.x, y=found.y)
-        if into.x_scale is not None:
-            into = into._replace(x_scale=into.x_scale + found.row_moment[: padded.bx] * row_weight)
-        if into.y_scale is not None:
-            into = into._replace(y_scale=into.y_scale + found.column_moment[: padded.by] * column_weight)
-        return into
+        moments = acc.x_scale is not None or acc.y_scale is not None
+        grads = self._gradients(
+            operands, padded, weights, _Accumulators(acc.x, acc.y), exclude=exclude, moments=moments
+        )
+        acc = acc._replace(x=grads.x, y=grads.y)
+        if acc.x_scale is not None:
+            acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_weight)
+        if acc.y_scale is not None:
+            acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_weight)
+        return acc
 
-    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
-        """See `tiles.Backend.gradient`: the gradient of a shared scale comes from those of the features."""
+    def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
+        """Implements `base.Backend.gradient`.
+
+        The gradient of a shared scale is derived from the feature gradients.
+        """
         padded = Padded.of(block, self.kernels)
-        scale, x_scale = block.x_scale, found.x_scale
-        if found.x is not None:
-            found = found._replace(x=jnp.concatenate(found.x))
-        if wanted.x_scale and is_shared(block):
-            # sum_ij dS_ij s_ij, without the positives' own weights, is scale times the gradient of the scale.
-            features, d = (padded.x, found.x) if found.x is not None else (padded.y, found.y)
-            here = (block.labels >= 0) & (block.labels < block.y.shape[0])
+        scale, x_scale = block.x_scale, acc.x_scale
+        if acc.x is not None:
+            acc = acc._replace(x=jnp.concatenate(acc.x))
+        if needs_grad.x_scale and is_shared(block):
+            # sum_ij dS_ij s_ij, without the positives' weights, is scale times the gradient of the scale.
+            features, d = (padded.x, acc.x) if acc.x is not None else (padded.y, acc.y)
+            in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
             positive = jnp.where(
-                here, cotangents.positive_weight * cotangents.positive, jnp.zeros_like(here, scale.dtype)
+                in_block, cotangents.positive_weight * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
             )
             x_scale = (padded.dot(features, d) - positive.sum()) / scale
         return Gradient(
-            found.x[: padded.bx, : padded.features] if wanted.x else None,
-            found.y[: padded.by, : padded.features] if wanted.y else None,
+            acc.x[: padded.bx, : padded.features] if needs_grad.x else None,
+            acc.y[: padded.by, : padded.features] if needs_grad.y else None,
             x_scale,
-            found.y_scale,
+            acc.y_scale,
         )
 
-    def _against_maxima(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
-        """Sums of rows and columns against the maximum of each, and these references."""
+    def _max_shifted_sums(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
+        """Computes row and column sums with per-row and per-column maxima as shifts.
+
+        Returns the sums and the shifts.
+        """
         unshifted = padded.operands(block, jnp.zeros_like(block.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
         maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
-        top = [None if t is None else finite_reference(t) / LOG2E for t in maxima]
-        top = [None if t is None else t[:n] for t, n in zip(top, (padded.bx, padded.by), strict=True)]
-        row, column = self._sweep(padded.operands(block, *top), padded, exclude, columns)
-        return row, column, *top
+        shifts = [None if t is None else finite_shift(t) / LOG2E for t in maxima]
+        shifts = [None if t is None else t[:n] for t, n in zip(shifts, (padded.bx, padded.by), strict=True)]
+        row, column = self._sweep(padded.operands(block, *shifts), padded, exclude, columns)
+        return row, column, *shifts
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
     ) -> tuple[Array, Array | None]:
-        """Sums, or maxima, of all exponentials over columns and over rows."""
+        """Computes all row and column sums, or maxima, window by window."""
         combine = jnp.maximum if maxima else jnp.add
-        start = -jnp.inf if maxima else 0.0
+        init = -jnp.inf if maxima else 0.0
         limit = FORWARD_WINDOW // len(padded.pairs)
         rows, cols = operands.x.shape[0], operands.y.shape[0]
         size = self._window(rows, cols, limit, padded.width)
@@ -165,38 +177,47 @@ class Fused:
         def row_window(row: Array, count: int, carry: tuple) -> tuple:
             def column_window(column: Array, width: int, carry: tuple) -> tuple:
                 window = Window(row, column, count, width)
-                found = self.kernels.sums(
+                window_sums = self.kernels.sums(
                     operands, window, padded.pairs, exclude=exclude, columns=columns, maxima=maxima
                 )
                 return tuple(
-                    None if total is None else _combined(combine, total, part, at)
-                    for total, part, at in zip(carry, found, (row, column), strict=True)
+                    None if acc is None else _combine_rows(combine, acc, update, first)
+                    for acc, update, first in zip(carry, window_sums, (row, column), strict=True)
                 )
 
-            return march(cols, size[1], column_window, carry)
+            return loop_over_slices(cols, size[1], column_window, carry)
 
-        empty = tuple(
-            constant((n,), start, jnp.float32, varying_like=operands.x) if kept else None
-            for n, kept in ((rows, True), (cols, columns))
+        accs = tuple(
+            constant((n,), init, jnp.float32, varying_like=operands.x) if needed else None
+            for n, needed in ((rows, True), (cols, columns))
         )
-        return march(rows, size[0], row_window, empty)
+        return loop_over_slices(rows, size[0], row_window, accs)
 
     def _gradients(
-        self, operands: Operands, padded: Padded, weights: Weights, found: "_Found", *, exclude: bool, moments: bool
-    ) -> "_Found":
-        """Adds up gradients, panel after panel of columns, and in each window after window of rows."""
+        self,
+        operands: Operands,
+        padded: Padded,
+        weights: Weights,
+        acc: "_Accumulators",
+        *,
+        exclude: bool,
+        moments: bool,
+    ) -> "_Accumulators":
+        """Accumulates gradients over column panels, and row windows within each."""
         weights = padded.weights(weights)
         rows, cols = operands.x.shape[0], operands.y.shape[0]
-        limit = _largest_window(rows, cols, padded, found)
-        size = self._window(found.x[0].shape[0] if found.x else rows, cols, limit, padded.width)
+        limit = _largest_window(rows, cols, padded, acc)
+        size = self._window(acc.x[0].shape[0] if acc.x else rows, cols, limit, padded.width)
         panel = max(size[1], PANEL // (4 * padded.width) // size[1] * size[1])
         like = functools.partial(constant, varying_like=operands.x)
 
-        def add_row(row: Array, count: int, turn: Array, places: list, d_x: Array | None, found: _Found) -> tuple:
-            """Adds what the windows at all `places` of the columns make of some rows."""
-            d_y = list(found.y)
-            for i, (column, width) in enumerate(places):
-                window = Window(turn, column, count, width)
+        def add_rows(
+            row: Array, count: int, ordered_row: Array, column_slices: list, d_x: Array | None, acc: _Accumulators
+        ) -> tuple:
+            """Adds the windows of some rows and all `column_slices` to the gradients."""
+            d_y = list(acc.y)
+            for i, (column, width) in enumerate(column_slices):
+                window = Window(ordered_row, column, count, width)
                 d_s, row_moment, column_moment = self.kernels.weights(
                     operands,
                     weights,
@@ -211,53 +232,61 @@ class Fused:
                 if d_y[i] is not None:
                     d_y[i] = d_y[i] + _product(d_s, operands.x, row, count, 0, padded)
                 if moments:
-                    found = found.with_moments(row_moment, column_moment, row, column)
-                # One window after the other, or their dS would be in memory together; with the sums, not only products.
+                    acc = acc.with_moments(row_moment, column_moment, row, column)
+                # Serializes the windows: several dS would otherwise be in memory at once. The barrier includes the
+                # accumulated sums, not only the GEMMs.
                 d_x, d_y[i] = lax.optimization_barrier((d_x, d_y[i]))
-                turn = row + zero_after((d_x, d_y[i]))
-            return d_x, found._replace(y=tuple(d_y))
+                ordered_row = row + zero_after((d_x, d_y[i]))
+            return d_x, acc._replace(y=tuple(d_y))
 
-        def add_part(first: int, places: list, part: Array | None, found: _Found, before: tuple) -> tuple:
-            """Adds what all windows make of the rows whose accumulators `part` is, after those `before`."""
-            count = rows if part is None else part.shape[0]
-            if part is not None and part.dtype == jnp.float32 and count <= size[0]:
-                # The products go straight into the accumulators.
-                turn = first + zero_after((before, found.y)) if before else jnp.int32(first)
-                return add_row(jnp.int32(first), count, turn, places, part, found)
+        def add_row_slice(
+            first: int, column_slices: list, d_x_slice: Array | None, acc: _Accumulators, previous: tuple
+        ) -> tuple:
+            """Adds all windows of the rows of `d_x_slice`, after slice `previous`."""
+            count = rows if d_x_slice is None else d_x_slice.shape[0]
+            if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= size[0]:
+                # The GEMMs accumulate in place.
+                ordered_row = first + zero_after((previous, acc.y)) if previous else jnp.int32(first)
+                return add_rows(jnp.int32(first), count, ordered_row, column_slices, d_x_slice, acc)
 
             def row_window(row: Array, count: int, state: tuple) -> tuple:
-                part, found = state
-                d_x = None if part is None else like((count, padded.width), 0, jnp.float32)
-                d_x, found = add_row(first + row, count, first + row, places, d_x, found)
-                return None if part is None else _combined(jnp.add, part, d_x, row), found
+                d_x_slice, acc = state
+                d_x = None if d_x_slice is None else like((count, padded.width), 0, jnp.float32)
+                d_x, acc = add_rows(first + row, count, first + row, column_slices, d_x, acc)
+                return None if d_x_slice is None else _combine_rows(jnp.add, d_x_slice, d_x, row), acc
 
-            return march(count, size[0], row_window, (part, found))
+            return loop_over_slices(count, size[0], row_window, (d_x_slice, acc))
 
-        def panel_step(first: Array, width: int, found: _Found) -> _Found:
-            x, y = found.x, found.y
-            places = [(first + c, min(size[1], width - c)) for c in range(0, width, size[1])]
-            d_y = (None if y is None else _rows(y, place, part).astype(jnp.float32) for place, part in places)
-            found, row = found._replace(x=None, y=tuple(d_y)), 0
-            parts: tuple = ()
-            for part in x or (None,):
-                part, found = add_part(row, places, part, found, parts[-1:])
-                parts, row = (*parts, part), row + (0 if part is None else part.shape[0])
-            for d, (place, _) in zip(found.y, places, strict=True) if y is not None else ():
-                y = written(y, d, place)
-            return found._replace(x=x and parts, y=y)
+        def panel_step(first: Array, width: int, acc: _Accumulators) -> _Accumulators:
+            x, y = acc.x, acc.y
+            column_slices = [(first + c, min(size[1], width - c)) for c in range(0, width, size[1])]
+            d_y = (
+                None if y is None else _rows(y, column, count).astype(jnp.float32) for column, count in column_slices
+            )
+            acc, row = acc._replace(x=None, y=tuple(d_y)), 0
+            d_x_slices: tuple = ()
+            for d_x in x or (None,):
+                d_x, acc = add_row_slice(row, column_slices, d_x, acc, d_x_slices[-1:])
+                d_x_slices, row = (*d_x_slices, d_x), row + (0 if d_x is None else d_x.shape[0])
+            for d, (column, _) in zip(acc.y, column_slices, strict=True) if y is not None else ():
+                y = update_rows(y, d, column)
+            return acc._replace(x=x and d_x_slices, y=y)
 
-        start = found._replace(
+        init = acc._replace(
             row_moment=like((rows,), 0, jnp.float32) if moments else None,
             column_moment=like((cols,), 0, jnp.float32) if moments and weights.column is not None else None,
         )
-        return march(cols, panel, panel_step, start)
+        return loop_over_slices(cols, panel, panel_step, init)
 
     def _window(self, rows: int, columns: int, limit: int, width: int) -> tuple[int, int]:
-        """Rows and columns of a window: as few windows of at most `limit` pairs as can be, filling the device."""
+        """Chooses the rows and columns of a window by estimated time.
+
+        There are as few windows of at most `limit` pairs as possible, with GEMMs that fill the GPU.
+        """
         tile_rows, tile_columns = self.kernels.tile
 
-        def split(total: int, parts: int, tile: int) -> int:
-            return round_up(-(-total // parts), tile)
+        def split(length: int, windows: int, tile: int) -> int:
+            return round_up(-(-length // windows), tile)
 
         def time(size: tuple[int, int]) -> float:
             products = [(size[0], size[1]), (size[1], size[0])]
@@ -265,93 +294,103 @@ class Fused:
             return -(-rows // size[0]) * -(-columns // size[1]) * (work + WINDOW_COST)
 
         sizes = []
-        for parts in range(1, max(2, columns // tile_columns + 1)):
-            wide = split(columns, parts, tile_columns)
-            tall = max(tile_rows, limit // wide // tile_rows * tile_rows)
-            sizes.append((split(rows, -(-rows // tall), tile_rows), wide))
-            if wide <= min(columns, 4096):
+        for windows in range(1, max(2, columns // tile_columns + 1)):
+            window_columns = split(columns, windows, tile_columns)
+            window_rows = max(tile_rows, limit // window_columns // tile_rows * tile_rows)
+            sizes.append((split(rows, -(-rows // window_rows), tile_rows), window_columns))
+            if window_columns <= min(columns, 4096):
                 break
         return min((s for s in sizes if s[0] * s[1] <= limit or s == sizes[-1]), key=time)
 
     def _positives(self, block: Block, padded: Padded) -> Array:
-        """Each row's similarity with its positive, 0 for a row whose positive is elsewhere."""
+        """Computes each row's positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:
             return jnp.zeros_like(block.x[:, 0], jnp.float32)
         labels = padded.labels(block)
-        total = padded.x.shape[0]
-        size = min(total, POSITIVES)
-        found = constant((total,), 0, jnp.float32, varying_like=padded.x)
+        padded_rows = padded.x.shape[0]
+        size = min(padded_rows, POSITIVES)
+        positive = constant((padded_rows,), 0, jnp.float32, varying_like=padded.x)
 
-        def rows(first: Array, count: int, found: Array) -> Array:
+        def rows(first: Array, count: int, positive: Array) -> Array:
             x = lax.dynamic_slice_in_dim(padded.x, first, count)
-            at = lax.dynamic_slice_in_dim(labels, first, count)
-            part = self.kernels.positives(x, jnp.take(padded.y, at, axis=0, mode="clip"), padded.pairs)
-            return lax.dynamic_update_slice_in_dim(found, part, first, 0)
+            row_labels = lax.dynamic_slice_in_dim(labels, first, count)
+            update = self.kernels.positives(x, jnp.take(padded.y, row_labels, axis=0, mode="clip"), padded.pairs)
+            return lax.dynamic_update_slice_in_dim(positive, update, first, 0)
 
-        found = march(total, size, rows, found)[:bx] * padded.gain
-        return jnp.where((block.labels >= 0) & (block.labels < by), found, jnp.zeros_like(found))
+        positive = loop_over_slices(padded_rows, size, rows, positive)[:bx] * padded.gain
+        return jnp.where((block.labels >= 0) & (block.labels < by), positive, jnp.zeros_like(positive))
 
 
 # Rows whose positives are gathered at a time.
 POSITIVES = 1 << 15
-# What starting the kernels of a window costs, in products of one wave.
+# Launch overhead of one window, as the depth of a GEMM of one wave.
 WINDOW_COST = 512
 
 
-class _Found(NamedTuple):
-    """Gradients as they accumulate, padded; None for what is not wanted. Those of the rows in parts."""
+class _Accumulators(NamedTuple):
+    """Padded accumulators; None for gradients that are not needed.
+
+    Attributes:
+      x: row gradients, in row slices.
+      y: column gradients.
+      row_moment: fp32 `sum_j er_ij s_ij` of each row.
+      column_moment: fp32 `sum_i ec_ij s_ij` of each column.
+    """
 
     x: tuple[Array, ...] | None
     y: Any
     row_moment: Array | None = None
     column_moment: Array | None = None
 
-    def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "_Found":
+    def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "_Accumulators":
         """Adds the moments of one window."""
         return self._replace(
-            row_moment=_combined(jnp.add, self.row_moment, row, first_row),
-            column_moment=None if column is None else _combined(jnp.add, self.column_moment, column, first_column),
+            row_moment=_combine_rows(jnp.add, self.row_moment, row, first_row),
+            column_moment=None if column is None else _combine_rows(jnp.add, self.column_moment, column, first_column),
         )
 
 
-def _largest_window(rows: int, columns: int, padded: Padded, found: _Found) -> int:
-    """Most pairs of a window of dS."""
+def _largest_window(rows: int, columns: int, padded: Padded, acc: _Accumulators) -> int:
+    """Returns the maximum number of pairs in a window of dS."""
     limit = WINDOW if rows + columns < LARGE else WINDOW // 2
     if padded.parts > 1:
         return limit // PRECISE
-    travelling = any(a is not None and a.dtype == jnp.float32 for a in (*(found.x or ()), found.y))
-    return min(WINDOW // 2, TRAVELLING * rows * padded.width) if travelling else limit
+    fp32_accumulators = any(a is not None and a.dtype == jnp.float32 for a in (*(acc.x or ()), acc.y))
+    return min(WINDOW // 2, RING_WINDOW * rows * padded.width) if fp32_accumulators else limit
 
 
-def _reference(sums: LogSum | None) -> Array | None:
-    return None if sums is None else finite_reference(sums.reference)
+def _finite_shift(sums: LogSum | None) -> Array | None:
+    return None if sums is None else finite_shift(sums.shift)
 
 
 def _waves(rows: int, width: int) -> int:
-    """How many tiles of a product `[rows, width]` follow each other on a multiprocessor."""
-    return -(-(-(-rows // LIBRARY_TILE[0]) * -(-width // LIBRARY_TILE[1])) // BLOCKS)
+    """Number of GEMM waves on the GPU for a result `[rows, width]`."""
+    return -(-(-(-rows // GEMM_TILE[0]) * -(-width // GEMM_TILE[1])) // SM_COUNT)
 
 
 def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, padded: Padded) -> Array:
-    """`dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, fp32: `count` rows of the features from `first` on."""
+    """Computes the GEMM of a window of dS with features, in fp32.
+
+    The result is `dS @ y` (axis 1) or `dS.T @ x` (axis 0), with `count` rows of the features from row `first`.
+    """
     rows = lax.dynamic_slice_in_dim(features, first, count)
-    parts = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.parts)]
+    terms = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.parts)]
     length = d_s.shape[1] // padded.d_s_parts
     products = (
-        matmul(d_s[:, p * length : (p + 1) * length], parts[q], contract=(axis, 0)) for p, q in padded.gradient_pairs
+        matmul(d_s[:, p * length : (p + 1) * length], terms[q], contract=(axis, 0)) for p, q in padded.gradient_pairs
     )
     return functools.reduce(jnp.add, products)
 
 
-def _combined(combine: Any, whole: Array, part: Array, first: Array) -> Array:
-    """`whole` with `part` added (or otherwise combined) from row `first`; simply `part` if that is all of it."""
-    if whole.shape == part.shape:
-        return combine(whole, part.astype(whole.dtype))
-    before = lax.dynamic_slice_in_dim(whole, first, part.shape[0])
-    after = combine(before.astype(part.dtype), part).astype(whole.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, after, first, 0)
+def _combine_rows(combine: Any, acc: Array, update: Array, first: Array) -> Array:
+    """Combines `update` with the rows of `acc` from row `first`."""
+    if acc.shape == update.shape:
+        return combine(acc, update.astype(acc.dtype))
+    old = lax.dynamic_slice_in_dim(acc, first, update.shape[0])
+    new = combine(old.astype(update.dtype), update).astype(acc.dtype)
+    return lax.dynamic_update_slice_in_dim(acc, new, first, 0)
 
 
-def _rows(whole: Array, first: Array, count: int) -> Array:
-    return whole if whole.shape[0] == count else lax.dynamic_slice_in_dim(whole, first, count)
+def _rows(array: Array, first: Array, count: int) -> Array:
+    return array if array.shape[0] == count else lax.dynamic_slice_in_dim(array, first, count)

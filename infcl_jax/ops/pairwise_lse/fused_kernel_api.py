@@ -1,4 +1,7 @@
-"""The contract between the fused backend and the GPU kernels: what they get, in bf16 and base 2, and must find."""
+"""Interface between the fused backend and its GPU kernels.
+
+Operands are in bf16, exponents in base 2.
+"""
 
 import dataclasses
 import functools
@@ -8,33 +11,34 @@ import jax
 
 from infcl_jax.ops.pairwise_lse.base import Array
 
-# Rows whose labels are summed up as a range, so that tiles without positives are told at once.
+# Rows per label range. The range tells a tile without positives at once.
 RANGE = 64
 
 Pairs = tuple[tuple[int, int], ...]
 
 
 class Operands(NamedTuple):
-    """What the kernels need of a block, in bf16 and base 2.
+    """Kernel operands of a block, in bf16 and base 2.
 
-    With `s_ij` the fp32 sum of the products of the operands' parts, the exponentials are
+    `s_ij` is the fp32 sum of the GEMMs over the operands' bf16 parts. A reference is a max-shift in base 2. The
+    exponentials are
 
         shared scale:       e_ij  = exp2(row_scale_i s_ij - row_reference_i - column_reference_j) for rows and columns
         per-sample scales:  er_ij = exp2(row_scale_i s_ij - row_reference_i - column_masked_j) for rows
                             ec_ij = exp2(column_scale_j s_ij - column_reference_j - row_masked_i) for columns
 
     Attributes:
-      x: bf16 `[bx, parts * K]`, the parts of features that bf16 cannot hold side by side.
-      y: bf16 `[by, parts * K]`.
+      x: bf16 `[bx, parts * K]`; the bf16 parts of the features are concatenated.
+      y: bf16 `[by, parts * K]`; the bf16 parts of the features are concatenated.
       row_scale: fp32 `[bx]`.
       row_reference: fp32 `[bx]`, +inf for masked rows.
       column_reference: fp32 `[by]`, +inf for masked columns; None for zeros.
-      column_scale: fp32 `[by]`; None: shared scale.
+      column_scale: fp32 `[by]`; None with a shared scale.
       row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
       column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
-      labels: int32 `[bx]`, column of each row's positive, -1 if not in the block; None: no positives.
-      lowest: int32 `[bx / RANGE]`, the lowest label of so many rows that is not -1; None without labels.
-      highest: likewise the highest.
+      labels: int32 `[bx]`, column of each row's positive, -1 if it is not in the block; None: no positives.
+      lowest: int32 `[bx / RANGE]`, lowest label other than -1 of each range of rows; None without labels.
+      highest: int32 `[bx / RANGE]`, highest label of each range of rows; None without labels.
     """
 
     x: Array
@@ -51,7 +55,9 @@ class Operands(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Factors of the exponentials in dS, fp32: `er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`.
+    """Factors of the exponentials in dS, fp32.
+
+    `dS_ij = er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`.
 
     Attributes:
       row: `[bx]`.
@@ -67,13 +73,13 @@ class Weights(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some rows and columns of a block.
+    """Rows and columns of a block that one kernel call processes.
 
     Attributes:
-      row: the first row, an int32 scalar.
-      column: the first column.
-      rows: how many, static.
-      columns: how many, static.
+      row: first row, an int32 scalar.
+      column: first column, an int32 scalar.
+      rows: number of rows, static.
+      columns: number of columns, static.
     """
 
     row: Array
@@ -83,20 +89,24 @@ class Window:
 
 
 class Kernels(Protocol):
-    """What a GPU has to provide. Everything is bitwise reproducible."""
+    """GPU kernels of the fused backend; all results are bitwise reproducible."""
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Windows are multiples of this many rows and columns."""
+        """Row and column multiples of every window."""
 
     @property
     def depth(self) -> int:
-        """K is a multiple of this."""
+        """Multiple to which K is padded."""
 
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Sums of the window's exponentials over columns `[rows]` and rows `[columns]`; or maxima of the exponents."""
+        """Computes the window's sums of exponentials, or maxima of exponents if `maxima`.
+
+        Returns:
+          Reductions over columns `[rows]` and over rows `[columns]`.
+        """
 
     def weights(
         self,
@@ -109,7 +119,11 @@ class Kernels(Protocol):
         parts: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """The window of dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij`, `sum_i ec_ij s_ij`."""
+        """Computes the window of dS, and moments if `moments`.
+
+        Returns:
+          dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
+        """
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """`s_ii` fp32 `[rows]`, bit for bit as the other kernels see it."""
+        """Computes `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""

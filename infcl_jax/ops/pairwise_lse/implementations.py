@@ -1,4 +1,4 @@
-"""Which implementations run on the device at hand, and which of them is the best."""
+"""Selection of the implementations that run on the default device."""
 
 import functools
 import importlib.metadata
@@ -19,25 +19,28 @@ TRITON = ("8.0", "8.6", "8.7", "8.9", HOPPER)
 def available_implementations() -> tuple[str, ...]:
     """Names of `pairwise_lse`'s implementations that run on the default device."""
     capability = compute_capability()
-    found = [*PORTABLE]
+    names = [*PORTABLE]
     if capability == HOPPER:
-        found.append("mosaic_gpu")
+        names.append("mosaic_gpu")
     if capability in TRITON and _has_triton():
-        found.append("triton")
-    return tuple(found)
+        names.append("triton")
+    return tuple(names)
 
 
 def best_implementation() -> str:
-    """The fastest implementation of constant memory on the default device; on a GPU without kernels it says so once."""
+    """Returns the fastest constant-memory implementation for the default device.
+
+    Warns once on a GPU without fused kernels.
+    """
     available = available_implementations()
     best = next((name for name in FUSED if name in available), "xla")
     if best == "xla" and compute_capability() is not None:
-        _say_no_kernels(compute_capability())
+        _warn_no_kernels(compute_capability())
     return best
 
 
 def check_device(implementation: str, dtype: jnp.dtype) -> None:
-    """Raises `ValueError` if the implementation does not run on the default device, or not with this dtype."""
+    """Raises `ValueError` if the default device or dtype is not supported."""
     if implementation in PORTABLE:
         return
     if implementation not in available_implementations():
@@ -50,17 +53,19 @@ def check_device(implementation: str, dtype: jnp.dtype) -> None:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
 
 
-def fused_backend(implementation: str, alone: bool) -> Backend:
-    """The backend around the fused kernels of that name, for the default device.
+def fused_backend(implementation: str, single_device: bool) -> Backend:
+    """Returns the fused backend with the named kernels for the default device.
 
-    `alone`: nothing else runs beside the kernels, such as the transfers of a ring.
+    Args:
+      implementation: one of `FUSED`.
+      single_device: whether the kernels never overlap with collectives, such as the transfers of a ring.
     """
-    return _fused_backend(implementation, alone, compute_capability(), multiprocessors())
+    return _fused_backend(implementation, single_device, compute_capability(), multiprocessors())
 
 
 @functools.cache
-def _fused_backend(implementation: str, alone: bool, capability: str, cores: int) -> Backend:
-    # Imported here, since only GPUs need them.
+def _fused_backend(implementation: str, single_device: bool, capability: str, sm_count: int) -> Backend:
+    # Imported lazily, because only GPUs need these modules.
     from infcl_jax.ops.pairwise_lse.fused import Fused
 
     if implementation == "triton":
@@ -69,8 +74,8 @@ def _fused_backend(implementation: str, alone: bool, capability: str, cores: int
         return Fused(TritonKernels.for_capability(capability))
     from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 
-    # Where transfers take multiprocessors, a thread block that stays would make everyone wait for its late start.
-    return Fused(MosaicGpu(blocks=cores, persistent=alone))
+    # Collectives occupy SMs. A persistent CTA that waits for such an SM starts late and delays the whole kernel.
+    return Fused(MosaicGpu(blocks=sm_count, persistent=single_device))
 
 
 def _has_triton() -> bool:
@@ -79,11 +84,11 @@ def _has_triton() -> bool:
         importlib.metadata.version("jax-triton")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 7)
+    return tuple(int(number) for number in version.split(".")[:2]) >= (3, 7)
 
 
 @functools.cache
-def _say_no_kernels(capability: str) -> None:
+def _warn_no_kernels(capability: str) -> None:
     warnings.warn(
         f"no fused kernels for a GPU of compute capability {capability} with the packages installed; the loss runs as "
         "strips in plain XLA",

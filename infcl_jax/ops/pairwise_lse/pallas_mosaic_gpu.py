@@ -1,7 +1,7 @@
-"""Fused kernels for Hopper GPUs: what happens to a tile of similarities while it is in registers.
+"""Fused Pallas Mosaic GPU kernels for Hopper: epilogues of the similarity tiles.
 
-Forward: one sweep over the tiles gives row and column sums from one exponential. Backward: the same tiles again, turned
-into dS, and two products with the features.
+Forward: one sweep over the tiles reduces one exponential to row and column sums. Backward: the tiles are recomputed and
+converted to dS, followed by two GEMMs with the features.
 """
 
 import dataclasses
@@ -21,29 +21,32 @@ from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import DEPTH, PIECE, TILE, Loop, Place, Tiles, run, spread
 
-# Measured on an H200: docs/benchmarks.md.
+# Tile sizes were measured on an H200, see docs/benchmarks.md.
 FORWARD = Tiles()
 BACKWARD = ((512, Tiles(pieces=1)), (math.inf, Tiles(pieces=2)))
 PER_SAMPLE = Tiles(columns=64, pieces=2)
-BLOCKS = 132  # multiprocessors of an H100 or H200 (SXM)
+BLOCKS = 132  # SMs of an H100 or H200 (SXM)
 
 
 def _traced_once(method: Callable) -> Callable:
-    """One trace and one lowering for all windows of a size: arguments that are no arrays are static."""
+    """Shares one trace and one lowering between windows of equal size.
+
+    Non-array arguments are static.
+    """
     static = {"self", "pairs", "exclude", "columns", "maxima", "parts", "moments"}
     return jax.jit(method, static_argnames=[name for name in inspect.signature(method).parameters if name in static])
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu:
-    """`kernels.Kernels` for Hopper GPUs.
+    """Implements `fused_kernel_api.Kernels` for Hopper GPUs.
 
     Attributes:
-      forward: tiles of the sums.
-      backward: tiles of dS for features up to a width each, the last for any width.
-      per_sample: tiles of both with per-sample scales, which take more registers.
-      blocks: multiprocessors of the device.
-      persistent: see `mosaic_loop.Loop`.
+      forward: tile sizes of the sums.
+      backward: (largest feature width, tile sizes) of dS, in increasing order of width.
+      per_sample: tile sizes of both with per-sample scales, which need more registers.
+      blocks: number of SMs.
+      persistent: whether CTAs are persistent, see `Loop`.
     """
 
     forward: Tiles = FORWARD
@@ -54,20 +57,20 @@ class MosaicGpu:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of which windows are multiples."""
+        """Row and column multiples of every window."""
         tiles = (self.forward, self.per_sample, *(t for _, t in self.backward))
         return max(t.block_rows for t in tiles), max(t.cluster_columns for t in tiles)
 
     @property
     def depth(self) -> int:
-        """Features of which the padded width is a multiple."""
+        """Multiple to which the number of features is padded."""
         return DEPTH
 
     @_traced_once
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """See `kernels.Kernels.sums`."""
+        """Implements `Kernels.sums`."""
         loop = self._loop(self.forward, operands, window, pairs)
         combine = jnp.maximum if maxima else jnp.add
         start = -jnp.inf if maxima else 0.0
@@ -126,14 +129,14 @@ class MosaicGpu:
         parts: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """See `kernels.Kernels.weights`."""
+        """Implements `Kernels.weights`."""
         width = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
         tiles = next(t for widest, t in self.backward if width <= widest)
         loop = self._loop(tiles, operands, window, pairs)
         per_sample = operands.column_scale is not None
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
-        # A weight instead of a term leaves positives out of dS for no further registers; moments need exact zeros.
+        # Replacing dS at the positives excludes them without more registers. Moments need exact zeros instead.
         replace = exclude and not moments
         names = _column_names(operands) + ["column_weight"] * columns
 
@@ -192,7 +195,7 @@ class MosaicGpu:
 
     @_traced_once
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """See `kernels.Kernels.positives`."""
+        """Implements `Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         parts = 1 + max(p for p, _ in pairs)
         depth = x.shape[1] // parts
@@ -225,19 +228,19 @@ class MosaicGpu:
 
 
 class _Store:
-    """Rounds and stores a tile of dS piece by piece, through shared memory.
+    """Rounds and stores a tile of dS through SMEM, piece by piece.
 
     Attributes:
-      at: where the warpgroup is.
-      parts: bf16 parts to store, each what the ones before leave over.
+      at: position of the warpgroup.
+      parts: bf16 parts to store; each is the rounding residual of the ones before.
     """
 
     def __init__(self, at: Place, parts: int) -> None:
-        """Nothing is stored yet."""
+        """Starts with all SMEM slots free."""
         self.at, self.parts, self.stored = at, parts, 0
 
     def __call__(self, d_s: Array, i: int, j: int) -> None:
-        """Stores the piece from `[i, j]` of the tile."""
+        """Stores the piece of the tile at `[i, j]`."""
         at, slots = self.at, self.at.loop.tiles.pieces
         for part in range(self.parts):
             slot = self.stored % slots
@@ -256,7 +259,7 @@ class _Store:
 
 
 def _named(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
-    """The kernel's arrays by name, those about labels only where they are read."""
+    """Names the kernel operands; those of labels only if `labels`."""
     skipped = () if labels else ("labels", "lowest", "highest")
     return _first(window) | {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
 
@@ -269,7 +272,7 @@ def _first(window: Window) -> dict[str, Array]:
 
 
 def _pieces(per_piece: list) -> list[tuple[int, Any]]:
-    """Each piece's first row or column with what belongs to it."""
+    """Pairs each element with the first row or column of its piece."""
     return [(PIECE * number, own) for number, own in enumerate(per_piece)]
 
 
@@ -284,7 +287,10 @@ def _column_names(operands: Operands) -> list[str]:
 
 
 def _carried(at: Place, names: list[str]) -> list[dict[str, Array]]:
-    """Vectors of the columns, piece by piece, that stay in registers where there is room for them."""
+    """Loads column vectors that fit in registers for a whole task.
+
+    The list has one dict per piece, and is empty if there are too many vectors.
+    """
     if len(names) > 1:
         return []
     return [{name: at.columns(name, j) for name in names} for j in range(0, at.loop.tiles.columns, PIECE)]
@@ -293,7 +299,10 @@ def _carried(at: Place, names: list[str]) -> list[dict[str, Array]]:
 def _columns(
     at: Place, names: list[str], carried: list[dict[str, Array]] | None = None
 ) -> list[Callable[[], dict[str, Array]]]:
-    """Makes each piece's vectors of the columns: those that stay in registers, or loaded when they are needed."""
+    """Returns a loader of the column vectors for each piece.
+
+    Loaders return `carried` registers if there are any, else they load on demand.
+    """
     if carried:
         return [functools.partial(dict, own) for own in carried]
     places = range(0, at.loop.tiles.columns, PIECE)
@@ -305,7 +314,10 @@ def _columns(
 
 
 def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> tuple[Array, Array | None]:
-    """Exponents of the rows' sums and, where they differ (per-sample scales), of the columns'."""
+    """Computes the exponents of the row sums and of the column sums.
+
+    The second result is None if both are equal (shared scale).
+    """
     rows = {name: spread(v, 0) for name, v in rows.items()}
     columns = {name: spread(v, 1) for name, v in columns.items()}
     scaled, reference = s * rows["row_scale"], rows["row_reference"]
@@ -324,7 +336,7 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
 
 
 def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
-    """dS of a piece, without the positives' weights."""
+    """Computes dS of a piece without the positives' weights."""
     if column_weight is None:
         return row * row_weight
     if column is None:
@@ -333,13 +345,16 @@ def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight
 
 
 def _with_weight(at: Place, i: int, replace: bool, d_s: Array) -> Array:
-    """The positives' weights of a piece, alone (`replace`) or added to it."""
+    """Adds the positives' weights to a piece, or replaces it (`replace`)."""
     weight = spread(at.rows("positive_weight", i), 0)
     return weight if replace else d_s + weight
 
 
 def _fold(loop: Loop, value: float) -> tuple[Array, ...]:
-    """What column sums start from: a tile's rows are first added up in the registers that hold them."""
+    """Returns the initial value of the column reduction.
+
+    Rows of successive tiles are reduced elementwise in registers first.
+    """
     piece = jnp.full((PIECE, PIECE), value, jnp.float32)
     return tuple(plgpu.layout_cast(piece, TILE) for _ in range(0, loop.tiles.columns, PIECE))
 

@@ -1,10 +1,9 @@
-"""The main loop of the Hopper kernels, in Pallas Mosaic GPU.
+"""Warp-specialized main loop of the Hopper kernels, in Pallas Mosaic GPU.
 
-One warp-specialised loop over tiles of similarities serves every kernel: a producer warpgroup streams tiles of features
-into shared memory with the tensor memory accelerator, two compute warpgroups multiply them with `wgmma` and finish each
-tile while it is in registers. Thread blocks work in clusters of two that share the rows' tiles by multicast, and stay
-on the device until all tiles are done. The second warpgroup starts a little later than the first, so that what one does
-to a finished tile runs under the products of the other.
+One loop over similarity tiles serves every kernel. A producer warpgroup streams feature tiles into SMEM with TMA. Two
+compute warpgroups run `wgmma` and the epilogue of each tile in registers. CTAs work in clusters of two that share row
+tiles by multicast. Persistent CTAs stay on the GPU until all tiles are done. The second warpgroup starts a few steps
+after the first, so that the epilogue of one overlaps with the GEMM of the other.
 """
 
 import contextlib
@@ -25,15 +24,15 @@ from infcl_jax.ops.pairwise_lse.fused_kernel_api import RANGE, Pairs
 
 WARPGROUPS = 2
 PRODUCER = WARPGROUPS
-# Per thread: the producer needs few, the compute warpgroups get the rest of a multiprocessor's 64 Ki.
+# Registers per thread. The producer needs few; the compute warpgroups get the rest of the SM's 64 Ki.
 PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 SHARED_MEMORY = 232_448
-DEPTH = 64  # features of one step: with bf16 the 128 bytes of the widest swizzle
-PIECE = 64  # rows and columns that are stored at a time
-SEGMENTS = (8, 4, 2, 1)  # candidates for the row tiles of one task
-SEGMENT_COST = 0.25  # of ending a task, in row tiles
-BARRIERS = 1024  # bytes of shared memory kept for barriers
-REDUCTION = 16 * PIECE  # and for sums over the rows of a piece: fp32 from each of four warps
+DEPTH = 64  # features per step: the 128 bytes of the widest swizzle in bf16
+PIECE = 64  # rows and columns of one store
+SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
+SEGMENT_COST = 0.25  # cost of ending a task, in row tiles
+BARRIERS = 1024  # bytes of SMEM reserved for barriers
+REDUCTION = 16 * PIECE  # bytes of SMEM for row reductions of a piece: fp32 from each of four warps
 
 _SWIZZLED: Any = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -46,12 +45,12 @@ class Tiles:
     """Sizes of one kernel's main loop.
 
     Attributes:
-      rows: rows of one warpgroup's tile; a thread block's tile has two of them.
+      rows: rows of one warpgroup's tile; a CTA's tile has twice as many.
       columns: columns of a tile.
-      stages: steps in flight.
-      cluster: thread blocks that work on neighbouring panels and share the rows' tiles, 1 or 2.
-      lag: steps by which the second warpgroup starts later.
-      pieces: pieces of a finished tile of dS that can wait in shared memory for their store.
+      stages: pipeline stages in SMEM.
+      cluster: CTAs per cluster, 1 or 2. They work on adjacent column panels and share the row tiles.
+      lag: steps by which the second warpgroup starts after the first.
+      pieces: SMEM slots for pieces of dS that are being stored.
     """
 
     rows: int = 128
@@ -62,7 +61,7 @@ class Tiles:
     pieces: int = 0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for sizes that the hardware or the main loop cannot do."""
+        """Raises `ValueError` for sizes that the hardware does not support."""
         if self.rows % PIECE or self.columns % PIECE or self.columns > 256 or self.cluster not in (1, 2):
             raise ValueError(
                 f"expected rows and columns in multiples of {PIECE}, columns <= 256, cluster 1 or 2: {self}"
@@ -78,7 +77,7 @@ class Tiles:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a thread block's tile."""
+        """Rows of a CTA's tile."""
         return WARPGROUPS * self.rows
 
     @property
@@ -88,27 +87,27 @@ class Tiles:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory of one thread block."""
+        """Bytes of SMEM of one CTA."""
         steps = self.stages * (self.block_rows + self.columns) * DEPTH
         return 2 * (steps + WARPGROUPS * self.pieces * PIECE * PIECE) + REDUCTION + BARRIERS
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Which tiles one call computes, and in which order.
+    """Tile schedule of one kernel call.
 
-    A task is a segment of row tiles against one panel of columns, so that what belongs to columns stays in registers
-    for a while. The thread blocks of a cluster take neighbouring panels.
+    A task is a segment of row tiles and one panel of columns (the columns of one tile), so that column vectors stay in
+    registers. The CTAs of a cluster process adjacent panels.
 
     Attributes:
-      tiles: their sizes.
+      tiles: tile sizes.
       rows: rows of the result.
       columns: columns of the result.
-      depth: length of the products.
-      pairs: numbers of the operands' parts whose products are summed.
-      blocks: multiprocessors of the device.
-      persistent: thread blocks stay until all tasks are done; otherwise each does one task.
-      diagonal: only the tiles on the diagonal.
+      depth: contraction length of one GEMM.
+      pairs: pairs of operand parts whose GEMMs are summed.
+      blocks: number of SMs.
+      persistent: whether CTAs loop over tasks; otherwise each CTA runs one task.
+      diagonal: whether to compute the tiles on the diagonal only.
     """
 
     tiles: Tiles
@@ -127,37 +126,37 @@ class Loop:
 
     @property
     def clusters(self) -> int:
-        """Clusters on the device."""
+        """Number of clusters on the GPU."""
         return self.blocks // self.tiles.cluster
 
     @property
     def launched(self) -> int:
-        """Clusters of the grid."""
+        """Number of clusters in the grid."""
         return self.clusters if self.persistent else self.tasks
 
     @property
     def panels(self) -> int:
-        """Panels of columns."""
+        """Number of column panels."""
         return self.columns // self.tiles.columns
 
     @property
     def row_tiles(self) -> int:
-        """Row tiles of a cluster."""
+        """Number of row tiles of a cluster."""
         return 1 if self.diagonal else self.rows // self.tiles.block_rows
 
     @property
     def tasks(self) -> int:
-        """Tasks of all clusters."""
+        """Number of tasks of all clusters."""
         return self.row_tiles // self.segment * (self.columns // self.tiles.cluster_columns)
 
     @property
     def folds(self) -> int:
-        """Parts of a sum over all rows, one of each warpgroup in each segment."""
+        """Number of partial sums over rows, one per warpgroup and segment."""
         return self.rows // self.tiles.rows // self.segment
 
     @functools.cached_property
     def segment(self) -> int:
-        """Row tiles of one task: many, but such that the thread blocks finish together."""
+        """Row tiles of one task: as many as possible with balanced CTAs."""
 
         def time(length: int) -> float:
             tasks = self.row_tiles // length * (self.columns // self.tiles.cluster_columns)
@@ -168,16 +167,16 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a compute warpgroup is.
+    """Position of a compute warpgroup.
 
     Attributes:
-      loop: the main loop.
+      loop: tile schedule.
       refs: operands and results of the kernel by name.
-      warpgroup: 0 or 1.
-      fold: which part of a sum over all rows is this warpgroup's.
-      panel: which panel of columns.
-      first_tile: the first row tile of the task.
-      row_tile: which row tile; None at the ends of a task.
+      warpgroup: index of the warpgroup, 0 or 1.
+      fold: index of this warpgroup's partial sum over rows.
+      panel: index of the column panel.
+      first_tile: first row tile of the task.
+      row_tile: current row tile; None at the start and the end of a task.
     """
 
     loop: Loop
@@ -199,17 +198,20 @@ class Place:
         return self.panel * self.loop.tiles.columns
 
     def rows(self, name: str, i: int) -> Array:
-        """`[PIECE]` of an operand over all rows, from row `i` of the tile."""
+        """Loads `[PIECE]` of a row vector from row `i` of the tile."""
         at = pl.ds(_offset(self.refs, 0) + self.row + i, PIECE)
         return plgpu.load(self.refs[name].at[at], layout=ROW, optimized=False)
 
     def columns(self, name: str, j: int) -> Array:
-        """Likewise for columns."""
+        """Loads `[PIECE]` of a column vector from column `j` of the tile."""
         at = pl.ds(_offset(self.refs, 1) + self.column + j, PIECE)
         return plgpu.load(self.refs[name].at[at], layout=COLUMN, optimized=False)
 
     def where_positive(self, pieces: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
-        """The piece (or pieces) from `[i, j]` with `change` at the positives; free for a tile that cannot hold any."""
+        """Applies `change` to the positives of the piece at `[i, j]`.
+
+        `pieces` may be a pytree of pieces. A tile outside the label range of its rows skips the comparison with labels.
+        """
         first = _offset(self.refs, 1) + self.column
         number = lax.div(_offset(self.refs, 0) + self.row + i, RANGE)
         lowest, highest = self.refs["lowest"][number], self.refs["highest"][number]
@@ -223,14 +225,14 @@ class Place:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One warpgroup at a time: reductions over rows go through the same shared memory in both."""
+        """Serializes the warpgroups: their row reductions share one SMEM buffer."""
         plgpu.barrier_wait(self.refs["turn"].at[self.warpgroup])
         yield
         plgpu.barrier_arrive(self.refs["turn"].at[1 - self.warpgroup])
 
 
 def spread(vector: Array, axis: int) -> Array:
-    """A vector of the rows (axis 0) or the columns (axis 1) of a piece over the whole piece."""
+    """Broadcasts a vector along `axis` (0: rows, 1: columns) to a piece."""
     return lax.broadcast_in_dim(vector, (PIECE, PIECE), [axis])
 
 
@@ -249,17 +251,18 @@ def run(
     finish: Callable[[Place, Array, Any, Any], Any],
     end: Callable[[Place, Any], None],
 ) -> dict[str, Array]:
-    """Computes every tile of `x @ y.T` in the window and hands it, in registers, to the warpgroup it belongs to.
+    """Computes the tiles of `x @ y.T` and calls the epilogue on each.
 
     Args:
-      loop: the tiles.
-      operands: arrays by name: "x" and "y", the parts of their features side by side, "first_row" and "first_column"
-        of the window, int32 `[1]`, among them.
-      results: arrays to make.
-      begin: makes what a task carries from tile to tile.
-      prepare: loads what `finish` needs, ahead of the products.
-      finish: `finish(place, tile, prepared, carry) -> carry`; tiles are fp32 `[rows, columns]`.
-      end: what to do with the carry when the task ends.
+      loop: tile schedule.
+      operands: arrays by name, including "x" and "y" (concatenated bf16 parts of the features), and "first_row" and
+        "first_column" of the window, int32 `[1]`.
+      results: shapes and dtypes of the results by name.
+      begin: returns the initial carry of a task.
+      prepare: loads the inputs of `finish` before the GEMM.
+      finish: `finish(place, tile, prepared, carry) -> carry`, the epilogue; tiles are fp32 `[rows, columns]` in
+        registers.
+      end: stores the carry at the end of a task.
 
     Returns:
       The results by name.
@@ -275,7 +278,7 @@ def run(
         tasks = lax.div(loop.tasks - cluster + loop.launched - 1, loop.launched)
 
         def place(i: Array) -> Place:
-            """The i-th task of this thread block."""
+            """Returns the position of the i-th task of this CTA."""
             across = loop.columns // t.cluster_columns
             task = cluster + i * loop.launched
             segment, panel = lax.div(task, across), lax.rem(task, across) * t.cluster + member
@@ -319,7 +322,7 @@ def run(
 
             @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
             def _(step: Array) -> None:
-                # The other thread block of the cluster may still send tiles here and answer.
+                # The peer CTA may still multicast tiles to this CTA and signal its barriers.
                 plgpu.barrier_wait(empty.at[lax.rem(step, t.stages)])
 
         def compute() -> None:

@@ -1,10 +1,12 @@
-"""The ring: columns travel round the mesh, rows stay, and no device ever holds more than two blocks of features.
+"""Ring strategy: column blocks rotate around the mesh while row blocks stay.
 
-Cheng et al., "Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss" (Inf-CL), section
-3.3, with both directions in one trip. Only `shard_map`-level collectives here; the comparison itself is the backend's.
+A device holds at most two blocks of column features at a time. Source: Cheng et al., "Breaking the Memory Barrier: Near
+Infinite Batch Size Scaling for Contrastive Loss" (Inf-CL), section 3.3, here with both directions in one rotation. This
+module contains only the collectives, to be used inside `shard_map`. The backend computes the blocks.
 
-Several mesh axes make a ring of rings: blocks go round the last axis (the devices of a host) once for each step along
-the axis before it (the hosts), so that few blocks take the slow links, with a whole round's comparisons to hide it.
+Several mesh axes form a hierarchical ring. Blocks go around the last axis (the devices of a host) once for each step
+along the axis before it (the hosts). Few blocks then use the slow links, and each of these transfers overlaps with the
+compute of a whole inner rotation.
 """
 
 from collections.abc import Callable
@@ -23,18 +25,18 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     LogSum,
+    NeedsGrad,
     Sums,
-    Wanted,
     accumulation_dtype,
     add_trees,
     round_up,
     zero_after,
 )
 
-# Straight-line code needs no copies between the steps; longer rings are unrolled in pieces.
+# Unrolled steps need no copies of the carry; rings with more steps are unrolled in groups of this size.
 MAX_UNROLL = 16
-# A block's columns travel in so many panels at most, or fewer but at least two for products of so many columns; in
-# multiples of some.
+# A block has at most PANELS panels (contiguous column ranges). For GEMM throughput a panel has at least LARGE_PANEL
+# columns, or half of the block if that is less. Widths are rounded up to a multiple of PANEL_COLUMNS.
 PANELS = 4
 LARGE_PANEL = 4096
 PANEL_COLUMNS = 256
@@ -44,156 +46,163 @@ Merge = Callable[[Any, Any], Any]
 Accumulate = Callable[[int, Any, Any, Any, bool], tuple[Any, Any]]
 
 
-def sweep(compare: Compare, travelling: Any, merge: Merge, axis_name: AxisName | None) -> tuple[Any, Any]:
-    """Shows every device's `travelling` to every device and merges what they make of it.
+def sweep(compare: Compare, columns: Any, merge: Merge, axis_name: AxisName | None) -> tuple[Any, Any]:
+    """Rotates column blocks around the ring and merges local and remote contributions.
 
-    While a device compares one block, the next one arrives and what the previous step found leaves. Only the last hop
-    of what was found has no comparison beside it: for contributions that are small.
+    The compute of one block overlaps with two transfers: the next block and the remote contributions of the previous
+    step. Only the last transfer of the remote contributions is exposed. Use it for contributions that are small.
 
     Args:
-      compare: `compare(travelling, own) -> (home, away)`: contributions that stay on this device, and contributions
-        that belong to the owner of `travelling`. `own` (static) is True in the step in which this device owns it.
-      travelling: pytree of this device's arrays.
+      compare: `compare(columns, own) -> (local, remote)`: contributions that stay on this device, and contributions
+        that belong to the device that owns `columns`. `own` (static) is True in the step in which this device owns
+        `columns`.
+      columns: pytree of this device's arrays to rotate.
       merge: associative merge of two contributions of the same structure.
-      axis_name: mesh axis of the ring; or several, slowest links first; None for a single device.
+      axis_name: mesh axis of the ring, or several with the slowest links first; None for a single device.
 
     Returns:
-      `(home, away)`: all contributions, each merged on the device where it belongs.
+      `(local, remote)`: all contributions, each merged on the device that owns it.
     """
     axes = ring_axes(axis_name)
-    home, away = _sweep(compare, travelling, merge, axes, own=True)
-    return home, _shift(away, axes, 1)
+    local, remote = _rotate_sweep(compare, columns, merge, axes, own=True)
+    return local, _shift(remote, axes, 1)
 
 
-def _sweep(compare: Compare, travelling: Any, merge: Merge, axes: tuple[str, ...], *, own: bool) -> tuple[Any, Any]:
-    """One trip along all axes, from the own block (if `own`) to the furthest one.
+def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str, ...], *, own: bool) -> tuple[Any, Any]:
+    """Rotates once around all axes; starts with the own block if `own`.
 
-    `away` is left where its block is compared last: one hop short of its owner along every axis.
+    `remote` stays on the last device that compares its block, which is one hop before its owner along every axis.
     """
     if not axes:
-        return compare(travelling, own)
+        return compare(columns, own)
     size, inner = lax.axis_size(axes[0]), axes[1:]
 
-    def visit(travelling: Any, own: bool) -> tuple[Any, Any]:
-        return _sweep(compare, travelling, merge, inner, own=own)
+    def compare_block(columns: Any, own: bool) -> tuple[Any, Any]:
+        return _rotate_sweep(compare, columns, merge, inner, own=own)
 
-    def hop(tree: Any) -> Any:
+    def send(tree: Any) -> Any:
         return _shift(tree, axes[:1], 1)
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
-        travelling, away, home = carry
-        following, leaving = hop(travelling), hop(away)
-        more_home, more_away = visit(travelling, False)
-        # A step's hops and comparison belong together: a hop combined with one of the next step would start too late.
-        return lax.optimization_barrier((following, merge(leaving, more_away), merge(home, more_home))), None
+        columns, remote, local = carry
+        next_columns, sent = send(columns), send(remote)
+        local_update, remote_update = compare_block(columns, False)
+        # The barrier keeps the transfers and the compute of one step together. XLA would otherwise combine a transfer
+        # with one of the next step, which starts too late to overlap.
+        return lax.optimization_barrier((next_columns, merge(sent, remote_update), merge(local, local_update))), None
 
-    following = hop(travelling)
-    home, away = visit(travelling, own)
-    carry = lax.optimization_barrier((following, away, home))
+    next_columns = send(columns)
+    local, remote = compare_block(columns, own)
+    carry = lax.optimization_barrier((next_columns, remote, local))
     if size > 2:
         unroll = 1 if inner else min(size - 2, MAX_UNROLL)
         carry, _ = lax.scan(step, carry, length=size - 2, unroll=unroll)
-    travelling, away, home = carry
-    leaving = hop(away)
-    more_home, more_away = visit(travelling, False)
-    return merge(home, more_home), merge(leaving, more_away)
+    columns, remote, local = carry
+    sent = send(remote)
+    local_update, remote_update = compare_block(columns, False)
+    return merge(local, local_update), merge(sent, remote_update)
 
 
 def accumulate(
-    compare: Accumulate, panels: list, home: Any, away: list, axis_name: AxisName | None
+    compare: Accumulate, panels: list, local: Any, remote: list, axis_name: AxisName | None
 ) -> tuple[Any, list]:
-    """Shows every device's panels to every device, which adds to accumulators in place.
+    """Rotates panels and their accumulators around the ring and accumulates in place.
 
-    For accumulators that are larger than what they belong to: they travel along with their panels, so that none is ever
-    held beside a contribution to it. While a device compares one panel the next one arrives, and only that one is in
-    memory twice. The own block comes last; only the first panel's first hop has no comparison beside it.
+    Accumulators move together with their panels, so that no device stores a contribution in addition to its
+    accumulator. Use it for accumulators that are larger than their panels. The next panel arrives during the compute of
+    the current one, and only that panel is in memory twice. The own block comes last. Only the first transfer of the
+    first panel is exposed.
 
     Args:
-      compare: `compare(i, panel, home, away, own) -> (home, away)` adds panel number `i` (static) to this device's
-        accumulators and to those of the panel's owner. `own` (static) is True where this device is the owner.
+      compare: `compare(i, panel, local, remote, own) -> (local, remote)` adds the contributions of panel number `i`
+        (static) to the accumulators of this device and of the panel's owner. `own` (static) is True where this device
+        is the owner.
       panels: pytrees of this device's arrays, one for each panel.
-      home: pytree of this device's accumulators.
-      away: pytrees of accumulators that belong to the panels, zeros.
-      axis_name: mesh axis of the ring; or several, slowest links first; None for a single device.
+      local: pytree of this device's accumulators.
+      remote: pytrees of zero-initialized accumulators, one for each panel.
+      axis_name: mesh axis of the ring, or several with the slowest links first; None for a single device.
 
     Returns:
-      `(home, away)` with everyone's contributions, each on the device where it belongs.
+      `(local, remote)` with the contributions of all devices, each on the device that owns it.
     """
     axes = ring_axes(axis_name)
     if not axes:
         for i, panel in enumerate(panels):
-            home, away[i] = compare(i, panel, home, away[i], True)
-        return home, away
+            local, remote[i] = compare(i, panel, local, remote[i], True)
+        return local, remote
     first, *others = panels
     panels = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
-    return _tour(compare, panels, home, away, axes, own=True)
+    return _rotate_accumulate(compare, panels, local, remote, axes, own=True)
 
 
-def _tour(
-    compare: Accumulate, panels: list, home: Any, away: list, axes: tuple[str, ...], *, own: bool
+def _rotate_accumulate(
+    compare: Accumulate, panels: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
 ) -> tuple[Any, list]:
-    """One trip along all axes, from the furthest block to the nearest one, which is the own one if `own`.
+    """Rotates once around all axes; ends with the own block if `own`.
 
-    The first panel starts where it is compared first, the others one hop along the last axis before. `away` is left
-    where its block is compared last.
+    Blocks come from the furthest device to the nearest. The first panel starts on the device that compares it first.
+    The other panels start one hop before it along the last axis. `remote` stays on the last device that compares its
+    block.
     """
     size, inner = lax.axis_size(axes[0]), axes[1:]
     if not inner:
 
-        def visit(state: tuple, _: None) -> tuple[tuple, None]:
+        def flat_step(state: tuple, _: None) -> tuple[tuple, None]:
             return _step(compare, state, axes, own=False, last=False), None
 
-        state, _ = lax.scan(visit, (panels, home, away), length=size - 1)
+        state, _ = lax.scan(flat_step, (panels, local, remote), length=size - 1)
         return _step(compare, state, axes, own=own, last=True)[1:]
-    nothing = jax.tree.map(jnp.zeros_like, away)
+    zeros = jax.tree.map(jnp.zeros_like, remote)
 
-    def hop(tree: Any) -> Any:
+    def send(tree: Any) -> Any:
         return _shift(tree, axes[:1], -1)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        panels, home, away = carry
-        following, leaving = hop(panels), hop(away)
-        home, more = _tour(compare, panels, home, nothing, inner, own=False)
-        return (following, home, add_trees(leaving, more)), None
+        panels, local, remote = carry
+        next_panels, sent = send(panels), send(remote)
+        local, remote_update = _rotate_accumulate(compare, panels, local, zeros, inner, own=False)
+        return (next_panels, local, add_trees(sent, remote_update)), None
 
-    following = hop(panels)
-    home, away = _tour(compare, panels, home, nothing, inner, own=False)
-    (panels, home, away), _ = lax.scan(step, (following, home, away), length=size - 2)
-    leaving = hop(away)
-    home, more = _tour(compare, panels, home, nothing, inner, own=own)
-    return home, add_trees(leaving, more)
+    next_panels = send(panels)
+    local, remote = _rotate_accumulate(compare, panels, local, zeros, inner, own=False)
+    (panels, local, remote), _ = lax.scan(step, (next_panels, local, remote), length=size - 2)
+    sent = send(remote)
+    local, remote_update = _rotate_accumulate(compare, panels, local, zeros, inner, own=own)
+    return local, add_trees(sent, remote_update)
 
 
 def _step(
     compare: Accumulate, state: tuple[list, Any, list], axes: tuple[str, ...], *, own: bool, last: bool
 ) -> tuple[list, Any, list]:
-    """Compares every panel once; each arrives while the one before it is compared, the first one for the next step.
+    """Compares every panel once while the next one arrives.
 
-    The state is what `accumulate` is given: `(panels, home, away)`.
+    During the last panel, the first panel of the next step arrives, unless this is the last step. The state is
+    `(panels, local, remote)`, see `accumulate`.
     """
-    panels, home, away = list(state[0]), state[1], list(state[2])
+    panels, local, remote = list(state[0]), state[1], list(state[2])
 
     def fetch(i: int) -> None:
-        panels[i], away[i] = _shift((panels[i], away[i]), axes, -1, number=i)
+        panels[i], remote[i] = _shift((panels[i], remote[i]), axes, -1, number=i)
 
-    for i, following in enumerate([*range(1, len(panels)), 0]):
-        more, alone = following or not last, following == i
-        if more and not alone:
-            if i:  # one panel on its way at a time
-                panels[following], away[following] = _after(away[i - 1], (panels[following], away[following]))
-            fetch(following)
+    for i, next_panel in enumerate([*range(1, len(panels)), 0]):
+        has_next, single_panel = next_panel or not last, next_panel == i
+        if has_next and not single_panel:
+            if i:  # one transfer at a time
+                panels[next_panel], remote[next_panel] = _after(remote[i - 1], (panels[next_panel], remote[next_panel]))
+            fetch(next_panel)
         if i:
-            panels[i] = _after((home, away[i - 1]), panels[i])
-        home, away[i] = compare(i, panels[i], home, away[i], own)
-        if more and alone:
+            panels[i] = _after((local, remote[i - 1]), panels[i])
+        local, remote[i] = compare(i, panels[i], local, remote[i], own)
+        if has_next and single_panel:
             fetch(i)
-    return panels, home, away
+    return panels, local, remote
 
 
 def _after(done: Any, tree: Any) -> Any:
-    """`tree`, whose matrices have to wait for `done`: a row is written onto itself at a place that comes from `done`.
+    """Adds a data dependency on `done` to the matrices of `tree`.
 
-    XLA would start all transfers at once and make one product of those of several panels.
+    Row 0 is written onto itself at an index computed from `done`. Without the dependency, XLA would start all transfers
+    at once and merge the GEMMs of several panels.
     """
     if not jax.tree.leaves(done):
         return tree
@@ -202,7 +211,10 @@ def _after(done: Any, tree: Any) -> Any:
 
 
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
-    """What belongs to the columns of a block as panels, each with the number of its first column; alone as one."""
+    """Splits a pytree of column arrays into panels.
+
+    Each panel comes with the index of its first column. On a single device there is one panel.
+    """
     if not ring_axes(axis_name):
         return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
@@ -211,20 +223,21 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
 
 
 def panel_columns(columns: int) -> int:
-    """Columns of a panel of a block with so many, fewer in the last one."""
+    """Returns the columns of a panel; the last panel may have fewer."""
     return min(columns, round_up(max(-(-columns // PANELS), min(-(-columns // 2), LARGE_PANEL)), PANEL_COLUMNS))
 
 
 def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
-    """Mesh axes of a ring that have several devices, slowest links first."""
+    """Returns the mesh axes with several devices, slowest links first."""
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
-    """Every device's arrays to the device whose coordinates along all of `axes` are larger by `by`.
+    """Sends arrays to the device with coordinates larger by `by` along `axes`.
 
-    XLA makes one transfer of shifts that list the same pairs of devices: those of different `number` stay apart.
+    XLA combines permutes with identical lists of device pairs. Each `number` orders the list differently, so that its
+    transfers stay separate.
     """
     if not axes:
         return tree
@@ -236,22 +249,22 @@ def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
 
 
 def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
-    """Sums of this device's rows over all columns, of its columns over all rows, and its rows' positives.
+    """Computes this device's row sums, column sums and positives over all devices.
 
     Args:
-      backend: compares one block.
-      block: this device's rows and columns; its labels index into its own columns.
-      axis_name: the ring's mesh axis (or axes, see `sweep`), None for one device.
-      exclude: leave positives out.
-      columns: whether column sums are asked for.
+      backend: computes one block.
+      block: this device's rows and columns; labels index its own columns.
+      axis_name: mesh axis (or axes) of the ring, see `sweep`; None for one device.
+      exclude: leave positives out of the sums.
+      columns: whether to compute column sums.
     """
 
-    def compare(travelling: tuple, own: bool) -> tuple[tuple[LogSum, Array], LogSum | None]:
-        here = _arrived(block, travelling, block.labels if own else None)
-        part = backend.forward(here, exclude=exclude, columns=columns)
-        return (part.row, part.positive), part.column
+    def compare(operands: tuple, own: bool) -> tuple[tuple[LogSum, Array], LogSum | None]:
+        step_block = _with_columns(block, operands, block.labels if own else None)
+        sums = backend.forward(step_block, exclude=exclude, columns=columns)
+        return (sums.row, sums.positive), sums.column
 
-    (row, positive), column = sweep(compare, _travelling(block), _merge, axis_name)
+    (row, positive), column = sweep(compare, _column_operands(block), _merge, axis_name)
     return Sums(row, column, positive)
 
 
@@ -262,52 +275,56 @@ def backward(
     *,
     axis_name: AxisName | None,
     exclude: bool,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
 ) -> Gradient:
-    """Gradients of this device's rows, columns and scales; the columns' accumulators travel with the columns.
+    """Computes the gradients of this device's rows, columns and scales.
+
+    The column accumulators rotate with the columns.
 
     Args:
-      backend: compares one block.
-      block: as for `forward`.
-      cotangents: of this device's rows and columns.
-      axis_name: as for `forward`.
-      exclude: as for `forward`.
-      wanted: which gradients.
+      backend: computes one block.
+      block: this device's rows and columns; labels index its own columns.
+      cotangents: forward results and cotangents of this device's rows and columns.
+      axis_name: mesh axis (or axes) of the ring, see `sweep`; None for one device.
+      exclude: leave positives out of the sums.
+      needs_grad: flags of the required gradients.
 
     Returns:
-      Those of the features in the accumulation dtype, or in their own on a single device.
+      Gradients. Those of the features are in the accumulation dtype, or in the features' dtype on a single device.
     """
-    alone = not ring_axes(axis_name)
-    # What is added up hop by hop keeps full precision; a whole gradient is rounded at once, without a copy.
-    into = backend.accumulators(block, wanted, block.x.dtype if alone else accumulation_dtype(block.x.dtype))
-    travelling = _travelling(block), (cotangents.column, cotangents.column_weight), (into.y, into.y_scale)
-    parts = split(travelling, axis_name)
+    single_device = not ring_axes(axis_name)
+    # Accumulation over ring steps needs full precision. On a single device, rounding once needs no fp32 copy.
+    init = backend.accumulators(
+        block, needs_grad, block.x.dtype if single_device else accumulation_dtype(block.x.dtype)
+    )
+    column_state = _column_operands(block), (cotangents.column, cotangents.column_weight), (init.y, init.y_scale)
+    sliced = split(column_state, axis_name)
 
-    def compare(i: int, panel: tuple, home: Gradient, away: tuple, own: bool) -> tuple[Gradient, tuple]:
+    def compare(i: int, panel: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
         columns, (column, column_weight) = panel
-        here = _arrived(block, columns, block.labels - parts[i][0] if own else None)
-        arrived = cotangents._replace(column=column, column_weight=column_weight)
-        found = home._replace(y=away[0], y_scale=away[1])
-        found = backend.backward(here, arrived, found, exclude=exclude)
-        return found._replace(y=None, y_scale=None), (found.y, found.y_scale)
+        step_block = _with_columns(block, columns, block.labels - sliced[i][0] if own else None)
+        step_cotangents = cotangents._replace(column=column, column_weight=column_weight)
+        acc = local._replace(y=remote[0], y_scale=remote[1])
+        acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
+        return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
 
-    panels, away = [part[:2] for _, part in parts], [part[2] for _, part in parts]
-    home, away = accumulate(compare, panels, into._replace(y=None, y_scale=None), away, axis_name)
-    d_y, d_y_scale = jax.tree.map(lambda *parts: jnp.concatenate(parts), *away)
-    return backend.gradient(block, cotangents, home._replace(y=d_y, y_scale=d_y_scale), wanted)
+    panels, remote = [state[:2] for _, state in sliced], [state[2] for _, state in sliced]
+    local, remote = accumulate(compare, panels, init._replace(y=None, y_scale=None), remote, axis_name)
+    d_y, d_y_scale = jax.tree.map(lambda *sliced: jnp.concatenate(sliced), *remote)
+    return backend.gradient(block, cotangents, local._replace(y=d_y, y_scale=d_y_scale), needs_grad)
 
 
-def _travelling(block: Block) -> tuple:
+def _column_operands(block: Block) -> tuple:
     return block.y, block.y_scale, block.y_mask
 
 
-def _arrived(block: Block, travelling: tuple, labels: Array | None) -> Block:
-    y, y_scale, y_mask = travelling
+def _with_columns(block: Block, operands: tuple, labels: Array | None) -> Block:
+    y, y_scale, y_mask = operands
     return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels)
 
 
 def _merge(a: Any, b: Any) -> Any:
-    """Log-sum-exps are merged, everything else is added."""
+    """Merges log-sum-exps and adds all other leaves."""
 
     def is_log_sum(value: Any) -> bool:
         return isinstance(value, LogSum)

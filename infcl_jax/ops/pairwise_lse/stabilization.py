@@ -1,8 +1,8 @@
-"""How exponentials are kept in range: one reference for all of them, or a maximum for each row and column.
+"""Max-shift of the exponentials, shared or per row and column.
 
-With one scale for all pairs and features in the usual range, every exponential is taken against one shared reference,
-so that a single one serves the row sum, the column sum and both gradients. Sums that leave the range in which that is
-exact, or per-sample scales, take the general way: maxima, and two exponentials.
+With a shared scale and normalized features, all exponentials use one shared shift. A single exponential then serves the
+row sum, the column sum and both gradients. Per-sample scales, and sums outside the exact range of the shared shift, use
+the general path: maxima, and two exponentials per pair.
 """
 
 import math
@@ -11,56 +11,68 @@ import jax.numpy as jnp
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, LogSum, Sums
 
-# exp(scale * s - reference) is at most e^60 for normalised features: summed over 1e10 pairs still finite in fp32.
+# exp(scale * s - shift) is at most e^60 for normalized features: a sum over 1e10 pairs is still finite in fp32.
 SHARED_TOP = 60.0
-# Terms under e^-87 vanish in fp32. A sum of n terms at least n * e^-71 has lost less than e^-16 of itself.
+# Terms below e^-87 underflow in fp32. A sum of n terms that is at least n * e^-71 has lost less than e^-16 of its
+# value.
 LOST_BELOW = -87.0
 NEGLIGIBLE = -16.0
-# Keeps the reciprocal of a sum a normal fp32 number.
+# Largest sum whose reciprocal is a normal fp32 number.
 LARGEST_SUM = 1e37
-# Under it the fused kernels cannot take the scale's gradient from a quotient by the scale.
+# Smallest scale by which the fused kernels can divide to get the gradient of the scale.
 SMALLEST_SCALE = 1e-6
 
 
-def shared_reference(scale: Array) -> Array:
-    """The reference `c` of the shared way: `exp(scale * s - c)` stays under `e^60` for normalised features."""
+def shared_shift(scale: Array) -> Array:
+    """Returns the shared shift `c`.
+
+    `exp(scale * s - c)` stays below `e^60` for normalized features.
+    """
     return jnp.maximum(scale - SHARED_TOP, jnp.zeros_like(scale))
 
 
 def is_shared(block: Block) -> bool:
-    """Whether one scale serves all rows and columns."""
+    """Returns whether one scale applies to all rows and columns."""
     return block.x_scale.ndim == 0
 
 
 def per_sample(block: Block, columns: bool) -> Block:
-    """The same block with its shared scale written out per row and per column."""
+    """Broadcasts the shared scale of a block to its rows and columns."""
     x_scale = jnp.broadcast_to(block.x_scale, block.x.shape[:1])
     return block._replace(
         x_scale=x_scale, y_scale=jnp.broadcast_to(block.x_scale, block.y.shape[:1]) if columns else None
     )
 
 
-def against(reference: Array, total: Array) -> LogSum:
-    """A sum taken against the shared reference; a sum over nothing must not claim that reference when merged."""
-    return LogSum(jnp.where(total > 0, reference, -jnp.inf), total)
+def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
+    """Returns a sum with the shared shift as `LogSum`.
+
+    The shift of an empty sum becomes -inf, so that it does not affect later merges.
+    """
+    return LogSum(jnp.where(sumexp > 0, shift, -jnp.inf), sumexp)
 
 
-def within_range(total: Array, mask: Array | None, terms: int) -> Array:
-    """Whether all sums of at most so many terms that count are exact (see the constants above)."""
+def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
+    """Returns whether all unmasked sums of up to `terms` terms are exact.
+
+    The limits are the constants above.
+    """
     smallest = terms * math.exp(LOST_BELOW - NEGLIGIBLE)
-    good = (total >= smallest) & (total <= LARGEST_SUM)
-    return jnp.all(good if mask is None else good | ~mask)
+    in_range = (sumexp >= smallest) & (sumexp <= LARGEST_SUM)
+    return jnp.all(in_range if mask is None else in_range | ~mask)
 
 
 def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
-    """Whether this device's sums over all devices, taken against the shared reference, are exact."""
-    exact = within_range(sums.row.total, block.x_mask, block.y.shape[0] * devices)
+    """Returns whether this device's final sums with the shared shift are exact."""
+    exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
-        exact &= within_range(sums.column.total, block.y_mask, block.x.shape[0] * devices)
+        exact &= within_range(sums.column.sumexp, block.y_mask, block.x.shape[0] * devices)
     return exact & (block.x_scale > SMALLEST_SCALE)
 
 
 def factor(sums: LogSum, weight: Array) -> Array:
-    """`weight / total`, zero for a sum over nothing."""
-    some = sums.total > 0
-    return jnp.where(some, weight, jnp.zeros_like(weight)) / jnp.where(some, sums.total, jnp.ones_like(sums.total))
+    """Returns `weight / sumexp`, zero for an empty sum."""
+    nonempty = sums.sumexp > 0
+    return jnp.where(nonempty, weight, jnp.zeros_like(weight)) / jnp.where(
+        nonempty, sums.sumexp, jnp.ones_like(sums.sumexp)
+    )

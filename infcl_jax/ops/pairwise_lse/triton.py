@@ -1,11 +1,11 @@
-"""Fused kernels in Triton, called through jax-triton: for Ampere and Ada GPUs, and a second opinion on Hopper.
+"""Fused Triton kernels through jax-triton, for Ampere, Ada and Hopper GPUs.
 
-One main loop and one epilogue serve every step. A program computes one tile of similarities in registers and turns it
-into partial sums (forward) or into a tile of dS (backward). Tiles are small enough for two programs per multiprocessor,
-so that one's exponentials run under the other's products. Every output element is written by exactly one program:
-results are the same from run to run.
+On Hopper they are an alternative to the Mosaic GPU kernels. One main loop and one epilogue serve every kernel. A
+program computes one tile of similarities in registers and converts it to partial sums (forward) or to a tile of dS
+(backward). Two programs fit on an SM, so that the exponentials of one overlap with the GEMM of the other. Every output
+element is written by exactly one program, so results are bitwise reproducible.
 
-Triton and jax-triton are imported when a kernel is first called.
+Triton and jax-triton are imported at the first kernel call.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ from infcl_jax.ops.pairwise_lse.base import Array, as_varying
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window
 
 INSTALL = "install them with: pip install 'jax-triton>=0.4.1' 'triton>=3.7'"
-# Of the generated code: the oldest that knows these GPUs, so that any driver since CUDA 12.0 accepts it.
+# PTX version of the generated code: the oldest with support for these GPUs, which any driver since CUDA 12.0 accepts.
 PTX_VERSION = 80
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Block sizes of the main loop.
+    """Tile sizes of the main loop.
 
     Attributes:
       rows: rows of a tile.
       columns: columns of a tile.
-      depth: features multiplied in one step.
-      stages: steps in flight.
+      depth: features of one step.
+      stages: pipeline stages.
       warps: warps of one program.
-      group: row tiles that are visited together, so that their operands stay in the L2 cache.
+      group: row tiles per group of the tile order, for L2 reuse.
     """
 
     rows: int = 128
@@ -45,8 +45,8 @@ class Tiles:
     group: int = 8
 
 
-# By the first compute capability they are for. Two programs fit into a multiprocessor's shared memory: 164 KiB (8.0),
-# 100 KiB (8.6, 8.9) or 228 KiB (9.0).
+# Keys are the lowest compute capability. Two programs fit in an SM's SMEM: 164 KiB (8.0), 100 KiB (8.6, 8.9) or 228 KiB
+# (9.0).
 TILES = {
     80: Tiles(),
     86: Tiles(depth=32, stages=4),
@@ -56,11 +56,13 @@ TILES = {
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernels:
-    """`kernels.Kernels` for GPUs from Ampere to Hopper; the gradients are library products.
+    """Implements `fused_kernel_api.Kernels` for GPUs from Ampere to Hopper.
+
+    The gradients are library GEMMs.
 
     Attributes:
-      tiles: block sizes of the sums and of dS.
-      compute_capability: of the GPU, 10 * major + minor.
+      tiles: tile sizes of the sums and of dS.
+      compute_capability: 10 * major + minor of the GPU.
     """
 
     tiles: Tiles
@@ -68,10 +70,10 @@ class TritonKernels:
 
     @classmethod
     def for_capability(cls, capability: str) -> "TritonKernels":
-        """The kernels for GPUs of a CUDA compute capability.
+        """Creates the kernels for a CUDA compute capability.
 
         Raises:
-          ValueError: another GPU than Ampere, Ada or Hopper.
+          ValueError: the GPU is not Ampere, Ada or Hopper.
         """
         number = int(capability.replace(".", ""))
         if not 80 <= number <= 90:
@@ -80,19 +82,22 @@ class TritonKernels:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of which windows are multiples; of both, so that tiles on the diagonal are whole."""
+        """Row and column multiples of every window.
+
+        Both are equal, so that tiles on the diagonal are complete.
+        """
         size = max(self.tiles.rows, self.tiles.columns)
         return size, size
 
     @property
     def depth(self) -> int:
-        """Features of which the padded width is a multiple."""
+        """Multiple to which the number of features is padded."""
         return self.tiles.depth
 
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """See `kernels.Kernels.sums`."""
+        """Implements `Kernels.sums`."""
         operands = operands if exclude else operands._replace(labels=None)
         wanted = {"row_parts": True, "column_parts": columns}
         found = self._sweep(operands, None, window, pairs, wanted, EXCLUDE=exclude, MAXIMA=maxima)
@@ -110,7 +115,7 @@ class TritonKernels:
         parts: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """See `kernels.Kernels.weights`."""
+        """Implements `Kernels.weights`."""
         if self.tiles.rows * parts * window.columns >= 1 << 31:
             raise ValueError(f"expected a window whose tiles of dS span less than 2^31 elements, got {window}")
         column_moment = moments and weights.column is not None
@@ -120,7 +125,7 @@ class TritonKernels:
         return found["d_s"], row, found["column_parts"].sum(0) if column_moment else None
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """See `kernels.Kernels.positives`."""
+        """Implements `Kernels.positives`."""
         rows = x.shape[0]
         tiles = rows // min(self.tiles.rows, self.tiles.columns)
         out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
@@ -137,7 +142,10 @@ class TritonKernels:
         MAXIMA: bool = False,
         D_S_PARTS: int = 0,
     ) -> dict[str, Array]:
-        """All tiles of a window; sums and maxima are per tile, to be reduced over their first axis."""
+        """Computes all tiles of a window.
+
+        Sums and maxima are per tile, to be reduced over the first axis.
+        """
         size = window.rows, window.columns
         row_tiles, column_tiles = size[0] // self.tiles.rows, size[1] // self.tiles.columns
         out = {
@@ -162,7 +170,7 @@ class TritonKernels:
             },
             {name: kind for name, kind in out.items() if wanted.get(name)},
             pairs,
-            # Two exponentials, or two parts of dS, need the registers of twice the warps.
+            # Two exponentials, or two parts of dS, need twice the registers, hence twice the warps.
             self.tiles.warps * (1 if operands.column_scale is None and D_S_PARTS < 2 else 2),
             GROUP=self.tiles.group,
             EXCLUDE=EXCLUDE,
@@ -181,7 +189,7 @@ class TritonKernels:
         warps: int,
         **constants: int,
     ) -> dict[str, Array]:
-        """Calls a kernel; operands and results by the names of its parameters."""
+        """Calls a kernel with operands and results by parameter name."""
         t, width = self.tiles, operands["x"].shape[1]
         features = width // (1 + max(p for p, _ in pairs))
         if size[0] % t.rows or size[1] % t.columns or features % t.depth:
@@ -211,7 +219,7 @@ class TritonKernels:
             COLUMNS=t.columns,
             DEPTH=t.depth,
         )
-        # What varies over which devices: jax-triton leaves it out.
+        # jax-triton drops the varying mesh axes of its operands.
         varying = frozenset().union(
             *(jax.typeof(a).manual_axis_type.varying for a in operands.values() if a is not None)
         )
@@ -219,16 +227,16 @@ class TritonKernels:
 
 
 def _digits(parts: list[int]) -> int:
-    """The numbers as hexadecimal digits, the first one lowest."""
+    """Packs the numbers into hexadecimal digits, the first one lowest."""
     return sum(part << 4 * place for place, part in enumerate(parts))
 
 
 @functools.cache
 def _load() -> tuple[Any, dict[str, Any]]:
-    """The module jax_triton and the kernels by name.
+    """Returns the module jax_triton and the kernels by name.
 
     Raises:
-      ImportError: not installed, or a triton with which jax-triton silently does nothing.
+      ImportError: a package is missing, or its version silently computes nothing.
     """
     try:
         import triton
@@ -258,7 +266,10 @@ def _load() -> tuple[Any, dict[str, Any]]:
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
     ):
-        """The tile of s `[ROWS, COLUMNS]` from one row and column, by one loop over the steps of all pairs of parts."""
+        """Computes one tile of s `[ROWS, COLUMNS]`.
+
+        A single loop covers the steps of all pairs of parts.
+        """
         k = tl.arange(0, DEPTH)
         x += row.to(tl.int64) * WIDTH + tl.arange(0, ROWS)[:, None] * WIDTH + k[None, :]
         y += column.to(tl.int64) * WIDTH + tl.arange(0, COLUMNS)[None, :] * WIDTH + k[:, None]
@@ -281,7 +292,10 @@ def _load() -> tuple[Any, dict[str, Any]]:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """The end of `sweep`; `label` is None for a tile without positives, else relative to the tile."""
+        """Epilogue of `sweep`.
+
+        `label` is relative to the tile; None for a tile without positives.
+        """
         row = tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
         rows = row_tiles.to(tl.int64) * ROWS
@@ -340,7 +354,10 @@ def _load() -> tuple[Any, dict[str, Any]]:
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
     ):  # fmt: skip
-        """One tile: of sums of e or maxima of its exponents (no `row_weight`), or of dS with sums of e * s."""
+        """Computes one tile of sums or maxima, or of dS with moments.
+
+        Without `row_weight` the results are sums of e or maxima of its exponents, else dS and sums of e * s.
+        """
         row_tiles = tl.load(window + 2)
         column_tiles = tl.load(window + 3)
         tile = tl.program_id(0)
@@ -351,7 +368,7 @@ def _load() -> tuple[Any, dict[str, Any]]:
         first_column = tl.load(window + 1) + column_tile * COLUMNS
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
-        # Loaded ahead of the main loop, not to be waited for after it.
+        # Loaded before the main loop to hide the latency.
         k = tl.load(row_scale + row)
         c = tl.load(row_reference + row)
         d = None if column_reference is None else tl.load(column_reference + column)
@@ -370,7 +387,7 @@ def _load() -> tuple[Any, dict[str, Any]]:
                 a, b, w, None, row_parts, column_parts, d_s, EXCLUDE, MAXIMA, D_S_PARTS, ROWS, COLUMNS,
             )  # fmt: skip
         else:
-            # Few tiles hold positives: only these compare every pair with the labels.
+            # Few tiles contain positives. Only these compare every pair with the labels.
             label = tl.load(labels + row) - first_column
             if tl.max(((label >= 0) & (label < COLUMNS)).to(tl.int32), 0) > 0:
                 finish(
@@ -397,7 +414,7 @@ def _load() -> tuple[Any, dict[str, Any]]:
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
     ):
-        """The part of the diagonal that is in one tile."""
+        """Computes the part of the diagonal in one tile."""
         start = tl.program_id(0) * min(ROWS, COLUMNS)
         first_row = start // ROWS * ROWS
         first_column = start // COLUMNS * COLUMNS

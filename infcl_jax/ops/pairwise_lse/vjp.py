@@ -1,4 +1,7 @@
-"""The strategies that go block by block: which way their exponentials stay in range, and the rule of their gradient."""
+"""Custom VJP of the blockwise strategies, with the choice of max-shift.
+
+The shared max-shift is tried first. If its sums are not exact, the general path recomputes them (see `stabilization`).
+"""
 
 import dataclasses
 import functools
@@ -18,12 +21,12 @@ from infcl_jax.ops.pairwise_lse.base import (
     Block,
     Cotangents,
     Gradient,
+    NeedsGrad,
     Sums,
-    Wanted,
     constant,
     varying_over,
 )
-from infcl_jax.ops.pairwise_lse.chunking import march, written
+from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
 from infcl_jax.ops.pairwise_lse.implementations import FUSED, fused_backend
 from infcl_jax.ops.pairwise_lse.stabilization import all_within_range, is_shared, per_sample
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
@@ -31,7 +34,7 @@ from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy whose gradient is written by hand, with the backend that compares its blocks."""
+    """Communication strategy with a hand-written gradient, and its backend."""
 
     backend: Backend
     forward: Callable
@@ -45,19 +48,19 @@ _PORTABLE = {
 }
 BLOCKWISE = (*_PORTABLE, *FUSED)
 # Rows of a gradient that are scaled at a time.
-PART = 1 << 15
+SCALED_ROWS = 1 << 15
 
 
 def _strategy(plan: "Plan") -> Strategy:
     if plan.implementation in FUSED:
-        alone = not ring.ring_axes(plan.axis_name)
-        return Strategy(fused_backend(plan.implementation, alone), ring.forward, ring.backward)
+        single_device = not ring.ring_axes(plan.axis_name)
+        return Strategy(fused_backend(plan.implementation, single_device), ring.forward, ring.backward)
     return _PORTABLE[plan.implementation]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static part of one call."""
+    """Static arguments of one call."""
 
     implementation: str
     axis_name: AxisName | None
@@ -76,18 +79,18 @@ def blockwise(
     y_mask: Array | None,
     labels: Array,
 ) -> tuple[Array, Array | None, Array]:
-    """Log-sum-exp of rows and columns, and positives, of what `tiles.Block` describes."""
+    """Computes row and column log-sum-exps and positives of a `base.Block`."""
     sums = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
     return _logarithms(sums.final)
 
 
-class _Found(NamedTuple):
-    """Sums of a block.
+class _ForwardSums(NamedTuple):
+    """Forward sums of this device over all devices.
 
     Attributes:
-      first: as found at first, with a shared scale against the shared reference.
-      exact: whether those of all devices are exact; None where no scale is shared.
-      final: those that are exact.
+      first: sums of the first attempt, with the shared shift if the scale is shared.
+      exact: whether the first sums of all devices are exact; None with per-sample scales.
+      final: exact sums.
     """
 
     first: Sums
@@ -95,8 +98,8 @@ class _Found(NamedTuple):
     final: Sums
 
 
-def _sums(plan: Plan, block: Block) -> _Found:
-    """Of this device's rows and columns over all devices."""
+def _sums(plan: Plan, block: Block) -> _ForwardSums:
+    """Computes the sums of this device's rows and columns over all devices."""
     strategy, axis_name = _strategy(plan), plan.axis_name
 
     def sums(block: Block) -> Sums:
@@ -104,23 +107,23 @@ def _sums(plan: Plan, block: Block) -> _Found:
             strategy.backend, block, axis_name=axis_name, exclude=plan.exclude, columns=plan.columns
         )
 
-    found = sums(block)
+    first = sums(block)
     if not is_shared(block):
-        return _Found(found, None, found)
-    # Once for all blocks and devices: they wait for each other anyway, and for the host where it has to decide.
-    exact = all_within_range(block, found, 1 if axis_name is None else lax.axis_size(axis_name))
+        return _ForwardSums(first, None, first)
+    # One decision for all blocks and devices: it costs one collective and, on GPUs, one host synchronization.
+    exact = all_within_range(block, first, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
-    return _Found(found, exact, _or_else(exact, found, lambda: sums(per_sample(block, plan.columns))))
+    return _ForwardSums(first, exact, _unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
 
 
-def _or_else[T](exact: Array, found: T, other: Callable[[], T]) -> T:
-    """What is found if it is exact, or else `other()`.
+def _unless_exact[T](exact: Array, value: T, recompute: Callable[[], T]) -> T:
+    """Returns `value` if `exact`, else `recompute()`.
 
-    The host decides, on GPUs, and has to wait for `exact`: nothing that does not need the result waits with it. Unlike
-    a conditional, a loop that does not run leaves what is found where it is.
+    On GPUs the host evaluates the condition and must wait for `exact`. Only consumers of the result wait with it. A
+    loop with zero iterations returns `value` without a copy, unlike a conditional.
     """
-    return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), other()), (exact, found))[1]
+    return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), recompute()), (exact, value))[1]
 
 
 def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
@@ -129,53 +132,55 @@ def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _StaticWanted:
-    """Carries the static `Wanted` from the forward rule to the backward rule."""
+class _StaticNeedsGrad:
+    """Passes the static `NeedsGrad` from the forward to the backward rule."""
 
-    wanted: Wanted
+    needs_grad: NeedsGrad
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
     block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
-    wanted = Wanted(*(p is not None and p.perturbed for p in primals[:4]))
+    needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
     sums = _sums(plan, block)
-    return _logarithms(sums.final), (block, sums, _StaticWanted(wanted))
+    return _logarithms(sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     block, sums, static = residuals
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
-    size = _largest((d_row, d_column, d_positive), plan.axis_name)
-    d_row, d_column, d_positive = (None if d is None else d / size for d in (d_row, d_column, d_positive))
+    grad_scale = _power_of_two_bound((d_row, d_column, d_positive), plan.axis_name)
+    d_row, d_column, d_positive = (None if d is None else d / grad_scale for d in (d_row, d_column, d_positive))
     strategy = _strategy(plan)
 
-    def gradient(block: Block, sums: Sums, wanted: Wanted) -> Gradient:
-        found = strategy.backward(
+    def gradient(block: Block, sums: Sums, needs_grad: NeedsGrad) -> Gradient:
+        grads = strategy.backward(
             strategy.backend,
             block,
             Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
             axis_name=plan.axis_name,
             exclude=plan.exclude,
-            wanted=wanted,
+            needs_grad=needs_grad,
         )
-        # The mean's 1/b is in `size`: applied last and exactly, nothing small is ever rounded.
-        d_x, d_y = (None if g is None else _times(g, size, block.x.dtype) for g in (found.x, found.y))
-        x_scale, y_scale = (None if g is None else g * size for g in (found.x_scale, found.y_scale))
+        # `grad_scale` is a power of two and contains the mean's 1/b. Multiplying last is exact and keeps small values
+        # from being rounded.
+        d_x, d_y = (None if g is None else _scaled(g, grad_scale, block.x.dtype) for g in (grads.x, grads.y))
+        x_scale, y_scale = (None if g is None else g * grad_scale for g in (grads.x_scale, grads.y_scale))
         return Gradient(d_x, d_y, x_scale, y_scale)
 
-    def general() -> Gradient:
-        wanted = static.wanted._replace(y_scale=static.wanted.x_scale)
-        found = gradient(per_sample(block, plan.columns), sums.final, wanted)
-        if not wanted.x_scale:
-            return found
-        x_scale = found.x_scale.sum()
-        return found._replace(x_scale=x_scale if found.y_scale is None else x_scale + found.y_scale.sum(), y_scale=None)
+    def recompute() -> Gradient:
+        needs_grad = static.needs_grad._replace(y_scale=static.needs_grad.x_scale)
+        grads = gradient(per_sample(block, plan.columns), sums.final, needs_grad)
+        if not needs_grad.x_scale:
+            return grads
+        x_scale = grads.x_scale.sum()
+        return grads._replace(x_scale=x_scale if grads.y_scale is None else x_scale + grads.y_scale.sum(), y_scale=None)
 
-    # From the first sums, whether exact or not: so the backward pass is on its way before the host is asked.
-    found = gradient(block, sums.first, static.wanted)
+    # Uses the first sums before they are known to be exact, so that the backward pass is enqueued before the host
+    # synchronizes.
+    grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
-        found = _or_else(sums.exact, found, general)
-    return *found, None, None, None
+        grads = _unless_exact(sums.exact, grads, recompute)
+    return *grads, None, None, None
 
 
 blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -191,20 +196,26 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
     return cotangent
 
 
-def _times(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
-    """The product, rounded once; in place, part by part, if it keeps its dtype: XLA would hold a copy of the whole."""
+def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
+    """Multiplies by `factor` and rounds once to `dtype`.
+
+    If the dtype stays the same, slices are updated in place, because XLA would allocate a copy of the whole array.
+    """
     if array.dtype != dtype:
         return (array * factor).astype(dtype)
 
     def multiply(first: Array, count: int, array: Array) -> Array:
-        part = lax.dynamic_slice_in_dim(array, first, count)
-        return written(array, part.astype(factor.dtype) * factor, first)
+        rows = lax.dynamic_slice_in_dim(array, first, count)
+        return update_rows(array, rows.astype(factor.dtype) * factor, first)
 
-    return march(array.shape[0], min(array.shape[0], PART), multiply, array)
+    return loop_over_slices(array.shape[0], min(array.shape[0], SCALED_ROWS), multiply, array)
 
 
-def _largest(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
-    """The power of two above the largest absolute cotangent of all devices, 1 if all are zero."""
+def _power_of_two_bound(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
+    """Returns the power of two above the largest absolute cotangent.
+
+    The maximum is over all devices. The result is 1 if all cotangents are zero.
+    """
     largest = jnp.stack([jnp.abs(c).max() for c in cotangents if c is not None]).max()
     if axis_name is not None:
         largest = lax.pmax(varying_over(largest, axis_name), axis_name)

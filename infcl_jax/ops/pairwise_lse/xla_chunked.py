@@ -1,4 +1,7 @@
-"""The backend that runs anywhere: strips of rows in plain XLA, with one exponential or two (see `references`)."""
+"""Portable backend in plain XLA that loops over strips of rows.
+
+It computes one or two exponentials per pair, see `stabilization`.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,16 +14,16 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     LogSum,
+    NeedsGrad,
     Sums,
-    Wanted,
     accumulation_dtype,
     add_trees,
     constant,
     empty_log_sum,
-    finite_reference,
+    finite_shift,
     matmul,
-    no_gradient,
     similarities,
+    zero_gradients,
 )
 from infcl_jax.ops.pairwise_lse.chunking import (
     STRIP_ROWS,
@@ -30,48 +33,48 @@ from infcl_jax.ops.pairwise_lse.chunking import (
     scan_strips,
     valid_pairs,
 )
-from infcl_jax.ops.pairwise_lse.stabilization import against, factor, is_shared, shared_reference
+from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaStrips:
-    """Compares a block strip by strip.
+    """Computes a block strip by strip.
 
     Attributes:
-      rows: rows of one strip, which holds `rows * by` similarities at a time; None: the whole block at once.
+      rows: rows of one strip, which holds `rows * by` similarities at a time; None: one strip for the whole block.
     """
 
     rows: int | None = STRIP_ROWS
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """See `tiles.Backend.forward`."""
+        """Implements `base.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
 
-    def accumulators(self, block: Block, wanted: Wanted, dtype: jnp.dtype) -> Gradient:
-        """See `tiles.Backend.accumulators`."""
-        return no_gradient(block, wanted, dtype)
+    def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+        """Implements `base.Backend.accumulators`."""
+        return zero_gradients(block, needs_grad, dtype)
 
-    def backward(self, block: Block, cotangents: Cotangents, into: Gradient, *, exclude: bool) -> Gradient:
-        """See `tiles.Backend.backward`."""
+    def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
+        """Implements `base.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         backward = self._shared_backward if is_shared(block) else self._general_backward
-        wanted = Wanted(*(a is not None for a in into))
-        return add_trees(into, backward(block, cotangents, exclude, wanted))
+        needs_grad = NeedsGrad(*(a is not None for a in acc))
+        return add_trees(acc, backward(block, cotangents, exclude, needs_grad))
 
-    def gradient(self, block: Block, cotangents: Cotangents, found: Gradient, wanted: Wanted) -> Gradient:
-        """See `tiles.Backend.gradient`."""
-        return found
+    def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
+        """Implements `base.Backend.gradient`."""
+        return acc
 
     def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
-        reference = shared_reference(block.x_scale)
+        shift = shared_shift(block.x_scale)
 
         def strip(column: Array, rows: _Rows) -> tuple[Array, tuple[Array, Array]]:
-            s, e = _shared_exponentials(block, rows, reference, exclude)
+            s, e = _shared_exponentials(block, rows, shift, exclude)
             return column + e.sum(0), (e.sum(1), _positives(s, rows.labels))
 
         column, (row, positive) = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
-        return Sums(against(reference, row), against(reference, column) if columns else None, positive)
+        return Sums(shifted_log_sum(shift, row), shifted_log_sum(shift, column) if columns else None, positive)
 
     def _general_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, tuple[LogSum, Array]]:
@@ -86,28 +89,31 @@ class XlaStrips:
         column, (row, positive) = scan_strips(strip, start, _rows(block), self.rows)
         return Sums(row, column, positive)
 
-    def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
-        scale, reference = block.x_scale, shared_reference(block.x_scale)
+    def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, needs_grad: NeedsGrad) -> Gradient:
+        scale, shift = block.x_scale, shared_shift(block.x_scale)
         column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.column_weight)
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
             d_y, d_scale = carry
-            s, e = _shared_exponentials(block, rows.rows, reference, exclude)
-            both = factor(rows.sums, rows.weight)[:, None]
+            s, e = _shared_exponentials(block, rows.rows, shift, exclude)
+            row_col_factor = factor(rows.sums, rows.weight)[:, None]
             if column_factor is not None:
-                both = both + column_factor[None, :]
-            probability = e * both
+                row_col_factor = row_col_factor + column_factor[None, :]
+            probability = e * row_col_factor
             d_s = _with_positive(block, rows, scale * probability)
             if d_scale is not None:
                 d_scale = d_scale + (probability * s).sum()
-            d_y, d_x = _products(block, rows, d_s, d_y, wanted)
+            d_y, d_x = _products(block, rows, d_s, d_y, needs_grad)
             return (d_y, d_scale), d_x
 
-        start = (_zeros(block, block.y.shape) if wanted.y else None, _zeros(block, ()) if wanted.x_scale else None)
+        start = (
+            _zeros(block, block.y.shape) if needs_grad.y else None,
+            _zeros(block, ()) if needs_grad.x_scale else None,
+        )
         (d_y, d_scale), d_x = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
         return Gradient(d_x, d_y, d_scale, None)
 
-    def _general_backward(self, block: Block, cotangents: Cotangents, exclude: bool, wanted: Wanted) -> Gradient:
+    def _general_backward(self, block: Block, cotangents: Cotangents, exclude: bool, needs_grad: NeedsGrad) -> Gradient:
         column = cotangents.column
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, tuple]:
@@ -123,17 +129,17 @@ class XlaStrips:
                 d_s = d_s + beta * p_column
                 if d_y_scale is not None:
                     d_y_scale = d_y_scale + (p_column * s).sum(0)
-            d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, wanted)
-            return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if wanted.x_scale else None)
+            d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, needs_grad)
+            return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if needs_grad.x_scale else None)
 
-        want_y_scale = wanted.y_scale and column is not None
-        start = (_zeros(block, block.y.shape) if wanted.y else None, _column_zeros(block) if want_y_scale else None)
+        want_y_scale = needs_grad.y_scale and column is not None
+        start = (_zeros(block, block.y.shape) if needs_grad.y else None, _column_zeros(block) if want_y_scale else None)
         (d_y, d_y_scale), (d_x, d_x_scale) = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
         return Gradient(d_x, d_y, d_x_scale, d_y_scale)
 
 
 class _Rows(NamedTuple):
-    """What belongs to the rows of a block, and is cut into strips."""
+    """Row operands of a block, to be split into strips."""
 
     x: Array
     scale: Array | None
@@ -157,9 +163,9 @@ def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
     return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
 
 
-def _shared_exponentials(block: Block, rows: _Rows, reference: Array, exclude: bool) -> tuple[Array, Array]:
+def _shared_exponentials(block: Block, rows: _Rows, shift: Array, exclude: bool) -> tuple[Array, Array]:
     s = similarities(rows.x, block.y)
-    e = jnp.exp(block.x_scale * s - reference)
+    e = jnp.exp(block.x_scale * s - shift)
     valid = _valid(block, rows, exclude)
     return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
 
@@ -176,28 +182,34 @@ def _positives(s: Array, labels: Array | None) -> Array:
 def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     if valid is not None:
         z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
-    reference = z.max(axis)
-    total = jnp.exp(z - jnp.expand_dims(finite_reference(reference), axis)).sum(axis)
-    return LogSum(reference, total)
+    shift = z.max(axis)
+    sumexp = jnp.exp(z - jnp.expand_dims(finite_shift(shift), axis)).sum(axis)
+    return LogSum(shift, sumexp)
 
 
 def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
-    """`weight * exp(z - lse)` without rounding the log-sum-exp; 0 for a sum over nothing, whatever `z`."""
-    reference = jnp.where(sums.total > 0, sums.reference, jnp.full_like(sums.reference, jnp.inf))
-    p = jnp.exp(z - reference) * factor(sums, weight)
+    """Computes `weight * exp(z - lse)` without rounding the log-sum-exp.
+
+    The result is 0 for an empty sum, whatever `z` is.
+    """
+    shift = jnp.where(sums.sumexp > 0, sums.shift, jnp.full_like(sums.shift, jnp.inf))
+    p = jnp.exp(z - shift) * factor(sums, weight)
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 
 def _column_vector(sums: LogSum) -> LogSum:
-    return LogSum(sums.reference[:, None], sums.total[:, None])
+    return LogSum(sums.shift[:, None], sums.sumexp[:, None])
 
 
 def _row_vector(sums: LogSum) -> LogSum:
-    return LogSum(sums.reference[None, :], sums.total[None, :])
+    return LogSum(sums.shift[None, :], sums.sumexp[None, :])
 
 
 def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
-    """Adds the positives' term in full precision: probability minus one cancels, rounding first would leave noise."""
+    """Adds the positives' term in the accumulation dtype, before rounding.
+
+    Probability minus one cancels, so rounding first would leave only noise.
+    """
     if rows.positive_weight is None or rows.rows.labels is None:
         return d_s
     return d_s + jnp.where(
@@ -208,12 +220,12 @@ def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
 
 
 def _products(
-    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, wanted: Wanted
+    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, needs_grad: NeedsGrad
 ) -> tuple[Array | None, Array | None]:
     d_s = d_s.astype(block.x.dtype)
     if d_y is not None:
         d_y = d_y + matmul(d_s, rows.rows.x, contract=(0, 0))
-    return d_y, matmul(d_s, block.y, contract=(1, 0)) if wanted.x else None
+    return d_y, matmul(d_s, block.y, contract=(1, 0)) if needs_grad.x else None
 
 
 def _zeros(block: Block, shape: tuple[int, ...]) -> Array:

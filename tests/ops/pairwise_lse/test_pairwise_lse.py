@@ -1,4 +1,4 @@
-"""Every option of the primitive, on every implementation, against the dense oracle in fp64."""
+"""All options of `pairwise_lse`, on all implementations, against a dense fp64 reference."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from infcl_jax import pairwise_lse
 from infcl_jax.ops.pairwise_lse import available_implementations, dense, xla_chunked
-from infcl_jax.ops.pairwise_lse.base import Block, Wanted
+from infcl_jax.ops.pairwise_lse.base import Block, NeedsGrad
 
 OPTIONS = [
     {"positives": positives, "scales": scales, "masked": special, "labelled": special != (positives == "exclude")}
@@ -23,9 +23,9 @@ OPTIONS = [
 
 
 def weighted_sum(result, weights):
-    """A scalar with different cotangents for every output."""
-    parts = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
-    return sum(parts[1:], parts[0])
+    """Returns a scalar with a different cotangent for every output."""
+    terms = [(a * w).sum() for a, w in zip(result, weights, strict=True) if a is not None]
+    return sum(terms[1:], terms[0])
 
 
 def case(options, devices, bx, by, dim=19):
@@ -47,7 +47,7 @@ def case(options, devices, bx, by, dim=19):
 
 
 def expected(args, options, local, masks, weights, devices, by):
-    """Value and gradients through the dense oracle on the whole batch."""
+    """Computes value and gradients of the whole batch with `dense_lse`."""
     labels = jnp.asarray(local + np.repeat(np.arange(devices), len(local) // devices) * by, jnp.int32)
     columns = options["scales"] != "rows_only"
     x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
@@ -158,8 +158,11 @@ def test_oracle_against_plain_numpy(kind):
 
 @pytest.mark.parametrize("norm", [1.0, 40.0])
 @pytest.mark.parametrize("kind", ["random", "adversarial"])
-def test_guard_keeps_the_shared_reference_exact(kind, norm):
-    """Rows far below the shared reference, and features that are not normalised, take the general way."""
+def test_sums_out_of_range_of_the_shared_shift_are_exact(kind, norm):
+    """Sums out of range of the shared shift are recomputed with maxima.
+
+    Causes are rows far below the shared shift, and features that are not normalized.
+    """
     x, y = oracle.features(kind, 40, 30, 16)
     y = y * np.float32(norm)
     got = jax.jit(lambda x, y: pairwise_lse(x, y, 100.0, labels=np.zeros(40, np.int32)))(x, y)
@@ -181,29 +184,32 @@ def test_empty_sums_are_minus_infinity_with_zero_gradient(implementation):
 
 
 @pytest.mark.parametrize(
-    "wanted", [Wanted(y=False), Wanted(x=False), Wanted(x_scale=False), Wanted(y=False, x_scale=False)]
+    "needs_grad", [NeedsGrad(y=False), NeedsGrad(x=False), NeedsGrad(x_scale=False), NeedsGrad(y=False, x_scale=False)]
 )
-def test_backend_computes_only_what_is_wanted(wanted):
-    """A product that nobody asks for is not in the program: 2 b^2 D less for a locked tower."""
+def test_backend_computes_only_needed_gradients(needs_grad):
+    """GEMMs of gradients that are not needed are absent from the program.
+
+    A frozen tower saves 2 b^2 D.
+    """
     x, y = oracle.features("random", 64, 64, 32)
-    names = [i for i, want in enumerate((wanted.x, wanted.y, wanted.x_scale)) if want]
+    names = [i for i, want in enumerate((needs_grad.x, needs_grad.y, needs_grad.x_scale)) if want]
 
     def value(*args):
         return pairwise_lse(*args, implementation="ring").row.sum()
 
     text = jax.jit(jax.grad(value, argnums=names)).lower(x, y, jnp.float32(9)).as_text()
     everything = jax.jit(jax.grad(value, argnums=(0, 1, 2))).lower(x, y, jnp.float32(9)).as_text()
-    missing = 2 * (int(not wanted.x) + int(not wanted.y))  # in the shared and in the general way
+    missing = 2 * (int(not needs_grad.x) + int(not needs_grad.y))  # in the shared and in the general path
     assert everything.count("dot_general") - text.count("dot_general") == missing
 
 
 def test_merged_log_sums_lose_nothing():
-    parts = np.random.default_rng(0).normal(scale=60, size=(5, 8)).astype(np.float32)
-    sums = [xla_chunked._log_sum(jnp.asarray(p)[:, None], None, axis=1) for p in parts]
+    exponents = np.random.default_rng(0).normal(scale=60, size=(5, 8)).astype(np.float32)
+    sums = [xla_chunked._log_sum(jnp.asarray(p)[:, None], None, axis=1) for p in exponents]
     merged = sums[0]
     for other in sums[1:]:
         merged = merged.merge(other)
-    np.testing.assert_allclose(merged.log(), oracle.log_sum_exp(parts.astype(np.float64), 0), rtol=1e-6)
+    np.testing.assert_allclose(merged.log(), oracle.log_sum_exp(exponents.astype(np.float64), 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rings over one and over several mesh axes: the same results, few hops on the slow links, hops beside comparisons."""
+"""Rings over one or several mesh axes: results, transfers and overlap."""
 
 import re
 
@@ -30,7 +30,11 @@ def mesh_of(shape):
     ids=str,
 )
 def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
-    """Shared scale; or per-sample scales, masks, labels and positives left out; with 4 and 2 panels of a block."""
+    """Compares any mesh shape with the dense reference.
+
+    General cases have per-sample scales, masks, labels and excluded positives, and two panels per block instead of
+    four.
+    """
     monkeypatch.setattr(ring, "PANEL_COLUMNS", columns)
     monkeypatch.setattr(ring, "LARGE_PANEL", columns)
     devices, bx, by = 8, 3, 4
@@ -48,8 +52,8 @@ def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
     def value(x, y, *scales):
         def inside(x, y, scales, labels, masks, weights):
             kept = dict(zip(("x_mask", "y_mask"), masks, strict=True))
-            found = pairwise_lse(x, y, *scales, axis_name=mesh.axis_names, labels=labels, **kept, **options)
-            return jax.lax.psum(sum((a * w).sum() for a, w in zip(found, weights, strict=True)), mesh.axis_names)
+            result = pairwise_lse(x, y, *scales, axis_name=mesh.axis_names, labels=labels, **kept, **options)
+            return jax.lax.psum(sum((a * w).sum() for a, w in zip(result, weights, strict=True)), mesh.axis_names)
 
         specs = (batch, batch, batch if general else P(), batch, batch, batch)
         sharded = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=P())
@@ -58,10 +62,10 @@ def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
     def expected(x, y, *scales):
         labels = jnp.asarray(local + np.repeat(np.arange(devices), bx) * by, jnp.int32)
         x_scale, y_scale = scales if general else (*scales, None)
-        found = dense.dense_lse(Block(x, y, x_scale, y_scale, *masks, labels), exclude=general)
+        result = dense.dense_lse(Block(x, y, x_scale, y_scale, *masks, labels), exclude=general)
         keep = (masks[0], masks[1], masks[0]) if general else (True,) * 3
-        parts = (jnp.where(k, a, jnp.zeros_like(a)) * w for a, k, w in zip(found, keep, weights, strict=True))
-        return sum(part.sum() for part in parts)
+        terms = (jnp.where(k, a, jnp.zeros_like(a)) * w for a, k, w in zip(result, keep, weights, strict=True))
+        return sum(term.sum() for term in terms)
 
     with jax.enable_x64(True):
         args = tuple(jnp.asarray(a) for a in (x, y, *scales))
@@ -89,12 +93,15 @@ def test_ring_of_rings_matches_flat_ring(loss, shape, masked):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
 
 
-def hops(inside, shape, operands):
-    """Of each permute of a program, in order: (dimensions, between hosts, number of comparisons it waits for)."""
+def permutes_of(inside, shape, operands):
+    """Lists the permutes of a program in order.
+
+    Each is (operand, whether between hosts, number of comparisons it waits for).
+    """
     mesh = mesh_of(shape)
     f = jax.shard_map(inside, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names))
     text = jax.jit(f).lower(*operands).as_text(dialect="hlo")
-    waits, found = {}, []
+    waits, permutes = {}, []
     for name, kind, opcode, operands, rest in re.findall(r"(\S+) = (\S+?\]|\().*? ([\w-]+)\((.*?)\)(.*)", text):
         waits[name] = set().union(*(waits.get(a.split(" ")[-1], set()) for a in operands.split(", ")))
         if opcode == "dot":
@@ -102,65 +109,74 @@ def hops(inside, shape, operands):
         if opcode == "collective-permute":
             pairs = re.findall(r"\{(\d+),(\d+)\}", rest)
             between = any(int(a) // shape[-1] != int(b) // shape[-1] for a, b in pairs)
-            found.append(("y" if ",5]" in kind else "away", between, len(waits[name])))
-    return found
+            permutes.append(("y" if ",5]" in kind else "remote", between, len(waits[name])))
+    return permutes
 
 
-def hops_of_sweep(shape):
+def permutes_of_sweep(shape):
     def inside(x, y):
-        def compare(travelling, own):
-            s = x @ travelling.T
+        def compare(columns, own):
+            s = x @ columns.T
             return s.sum(1), s.sum(0)
 
         return ring.sweep(compare, y, jnp.add, mesh_of(shape).axis_names)
 
-    return hops(inside, shape, (jnp.ones((16, 5)), jnp.ones((16, 5))))
+    return permutes_of(inside, shape, (jnp.ones((16, 5)), jnp.ones((16, 5))))
 
 
-def test_hops_run_beside_comparisons():
-    """What arrives for step t + 1 waits for the comparisons before step t only: all of step t can hide it."""
-    found = hops_of_sweep((8,))
-    y, away = ([wait for what, _, wait in found if what == kind] for kind in ("y", "away"))
+def test_transfers_overlap_with_the_compute_of_a_step():
+    """A step's transfers depend only on comparisons before the previous step.
+
+    Transfers for step t + 1 can overlap with all of step t.
+    """
+    permutes = permutes_of_sweep((8,))
+    y, remote = ([wait for what, _, wait in permutes if what == kind] for kind in ("y", "remote"))
     assert y == list(range(7))
-    assert away == list(range(1, 9))
+    assert remote == list(range(1, 9))
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("panels", [1, 2, 4])
-def test_panels_arrive_beside_the_comparison_before_theirs(panels, last):
-    """And not earlier, so that only one of them is in memory twice; alone, a panel has to wait for itself."""
+def test_panels_arrive_during_the_compute_of_the_panel_before(panels, last):
+    """Only one panel at a time is in memory twice.
+
+    A single panel must wait for its own comparison.
+    """
 
     def inside(x, *panels):
-        def compare(i, panel, home, away, own):
+        def compare(i, panel, local, remote, own):
             s = x @ panel.T
-            return home + s.sum(1, keepdims=True), away + s.sum(0)[:, None]
+            return local + s.sum(1, keepdims=True), remote + s.sum(0)[:, None]
 
         zeros = [0 * panel[:, :1] for panel in panels]
         return ring._step(compare, (panels, zeros[0], zeros), ("device",), own=False, last=last)
 
-    found = hops(inside, (8,), [jnp.ones((16, 5))] * (1 + panels))
-    y, away = (sorted(wait for what, _, wait in found if what == kind) for kind in ("y", "away"))
+    permutes = permutes_of(inside, (8,), [jnp.ones((16, 5))] * (1 + panels))
+    y, remote = (sorted(wait for what, _, wait in permutes if what == kind) for kind in ("y", "remote"))
     expected = list(range(panels))[: panels - 1 if last else None]
     assert y == expected
-    assert away == ([1] if panels == 1 and not last else expected)
+    assert remote == ([1] if panels == 1 and not last else expected)
 
 
-def test_few_hops_between_hosts_with_a_round_to_hide_each():
-    found = hops_of_sweep((2, 4))
-    y, away = (sorted(wait for what, host, wait in found if host and what == kind) for kind in ("y", "away"))
+def test_few_transfers_between_hosts_overlap_with_inner_rotations():
+    permutes = permutes_of_sweep((2, 4))
+    y, remote = (sorted(wait for what, host, wait in permutes if host and what == kind) for kind in ("y", "remote"))
     assert y == [0]
-    assert away == [4, 8]
-    assert sum(what == "y" for what, host, _ in found if not host) == 2 * 3
+    assert remote == [4, 8]
+    assert sum(what == "y" for what, host, _ in permutes if not host) == 2 * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1)], ids=str)
-def test_axes_of_one_device_cost_nothing(shape):
-    flat, other = ([(what, wait) for what, _, wait in hops_of_sweep(s)] for s in ((8,), shape))
+def test_axes_of_one_device_need_no_transfers(shape):
+    flat, other = ([(what, wait) for what, _, wait in permutes_of_sweep(s)] for s in ((8,), shape))
     assert flat == other
 
 
 def executed(jaxpr, times=1):
-    """(axes, shape) of every permute of a jaxpr, as often as it runs where sums stay in range and no `while` does."""
+    """Yields (axes, shape) of every executed permute of a jaxpr.
+
+    Sums are assumed to stay in range, so that no `while` runs.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ppermute":
             yield from [(eqn.params["axis_name"], eqn.invars[0].aval.shape)] * times
@@ -169,7 +185,7 @@ def executed(jaxpr, times=1):
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_blocks_take_one_slow_hop_per_host(shape):
+def test_blocks_cross_hosts_once_per_host(shape):
     hosts, devices = shape
     mesh = mesh_of(shape)
 
@@ -182,4 +198,4 @@ def test_blocks_take_one_slow_hop_per_host(shape):
     assert forward.count((("device",), (2, 5))) == hosts * (devices - 1)
     both = list(executed(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x).jaxpr))
     assert both.count((("host",), (2, 5))) == 3 * (hosts - 1)  # again in the backward pass, with the gradient
-    assert both.count((AXES, (2, 5))) == 1  # which starts with everyone's furthest block
+    assert both.count((AXES, (2, 5))) == 1  # the backward pass starts with each device's furthest block

@@ -1,4 +1,4 @@
-"""The Triton kernels: on the CPU in Triton's interpreter and by compiling them, on a GPU by running them."""
+"""Triton kernels, interpreted or compiled without a GPU, or on one."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ WHOLE = Window(jnp.int32(0), jnp.int32(0), *SHAPE[:2])
 
 
 class HostTensor:
-    """As much of a torch tensor as the interpreter asks for."""
+    """The subset of a torch tensor that the interpreter uses."""
 
     def __init__(self, array=None):
         self.array = array
@@ -70,7 +70,10 @@ class HostTensor:
 
 
 def interpreted_call(*, kernel, out_type, grid, **arguments):
-    """`jax_triton.triton_call` on the CPU; features go in as fp32, because the interpreter cannot multiply bf16."""
+    """Runs `jax_triton.triton_call` on the CPU.
+
+    Features are passed as fp32, because the interpreter cannot multiply bf16.
+    """
     arguments = {n: a for n, a in arguments.items() if n in kernel.arg_names}
     arrays = {n: a for n, a in arguments.items() if isinstance(a, jax.Array)}
 
@@ -91,7 +94,10 @@ def interpreted_call(*, kernel, out_type, grid, **arguments):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Kernels run in Triton's interpreter, which must be chosen before Triton is imported and sees globals only."""
+    """Runs kernels in Triton's interpreter.
+
+    It must be chosen before Triton is imported, and it resolves globals only.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     jax_triton, triton = pytest.importorskip("jax_triton"), pytest.importorskip("triton", "3.7")
     monkeypatch.setattr(jax_triton, "triton_call", interpreted_call)
@@ -112,7 +118,7 @@ def split(x, parts):
 
 
 def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
-    """Operands, and s in float64."""
+    """Creates operands, and s in float64."""
     R, C, K = shape
     rng = np.random.default_rng(seed)
     parts = 1 + max(p for p, _ in pairs)
@@ -141,7 +147,7 @@ def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
 
 
 def expected(operands, s, exclude):
-    """Both exponents and the positives' places, in float64."""
+    """Computes row and column exponents and the positives' mask in float64."""
     given = {n: None if v is None else np.asarray(v, np.float64) for n, v in operands._asdict().items()}
     o = Operands(**given)
     if o.column_scale is None:
@@ -157,11 +163,11 @@ def expected(operands, s, exclude):
 
 
 def window_of(shape, size):
-    """All of it, and a part that does not start at a multiple of the tile."""
+    """Returns the whole and a window that is not aligned to tiles."""
     whole = Window(jnp.int32(0), jnp.int32(0), *shape[:2])
-    part = Window(jnp.int32(shape[0] - size - 32), jnp.int32(shape[1] - size - 32), size, size)
+    window = Window(jnp.int32(shape[0] - size - 32), jnp.int32(shape[1] - size - 32), size, size)
     return [(w, slice(int(w.row), int(w.row) + w.rows), slice(int(w.column), int(w.column) + w.columns))
-            for w in (whole, part)]  # fmt: skip
+            for w in (whole, window)]  # fmt: skip
 
 
 VARIANTS = pytest.mark.parametrize(
@@ -178,7 +184,7 @@ VARIANTS = pytest.mark.parametrize(
 
 
 def close(a, b, tolerance=2e-6):
-    """All as close as that to the largest, infinities in the same places."""
+    """Compares with a tolerance relative to the largest value; infinities must agree."""
     finite = np.isfinite(b)
     a = np.asarray(a, np.float64)
     return np.array_equal(a[~finite], b[~finite]) and np.all(
@@ -186,10 +192,10 @@ def close(a, b, tolerance=2e-6):
     )
 
 
-def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, part=64, shape=SHAPE):
+def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, size=64, shape=SHAPE):
     operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
     z_row, z_column, _ = expected(operands, s, exclude)
-    for window, rows, columns in window_of(shape, part):
+    for window, rows, columns in window_of(shape, size):
         for maxima in (False, True):
             options = {"exclude": exclude, "maxima": maxima}
             row, column = k.sums(operands, window, pairs, columns=True, **options)
@@ -202,9 +208,12 @@ def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, pa
 
 
 def check_weights(
-    k, pairs, masked, per_sample, labels, exclude, columns=True, tolerance=2e-6, rounding=2, part=64, shape=SHAPE
+    k, pairs, masked, per_sample, labels, exclude, columns=True, tolerance=2e-6, rounding=2, size=64, shape=SHAPE
 ):
-    """`rounding`: error of bf16 relative to the nearest; the interpreter rounds towards zero."""
+    """Checks dS and moments against float64.
+
+    `rounding` is the error of bf16 relative to round-to-nearest; the interpreter rounds towards zero.
+    """
     operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
     z_row, z_column, positive = expected(operands, s, exclude)
     e_row, e_column = np.exp2(z_row), np.exp2(z_column)
@@ -213,22 +222,25 @@ def check_weights(
     a64, b64, w64 = (np.asarray(v, np.float64) for v in (a, b, w))
     whole = e_row * a64[:, None] + (e_column * b64 if columns else 0) + positive * w64[:, None]
     weights = Weights(a, b if columns else None, w if labels else None)
-    for window, rows, cols in window_of(shape, part):
+    for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
         for parts in (1, 2):
             got, row, column = k.weights(
                 operands, weights, window, pairs, exclude=exclude, parts=parts, moments=parts == 2
             )
             assert got.dtype == jnp.bfloat16
-            total = sum(np.asarray(p, np.float64) for p in np.split(got, parts, axis=1))
-            assert np.abs(total - d_s).max() <= ((rounding * 2**-8) ** parts + tolerance) * np.abs(d_s).max()
-            assert np.all(total[d_s == 0] == 0)
+            d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, parts, axis=1))
+            assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** parts + tolerance) * np.abs(d_s).max()
+            assert np.all(d_s_sum[d_s == 0] == 0)
         assert close(row, (e_row * s)[rows, cols].sum(1), tolerance)
         assert close(column, (e_column * s)[rows, cols].sum(0), tolerance) if columns else column is None
 
 
 def check_positives(k, pairs, size):
-    """Also that they are what the tiles see: with e = 1 for one column only, a row's moment is s itself."""
+    """Checks positives, and that they are bitwise equal to the tiles' values.
+
+    With e = 1 for one column only, a row's moment is s itself.
+    """
     operands, s = make(pairs, masked=False, per_sample=False, labels=False, shape=(size, size, 64))
     positives = k.positives(operands.x, operands.y, pairs)
     assert close(positives, np.diag(s))
@@ -315,7 +327,7 @@ def test_other_gpus_are_refused(capability):
         ({"triton": "3.10.1", "jax_triton": None}, r"need jax-triton >= 0.4.1; install them with"),
     ],
 )
-def test_what_is_missing_is_said(monkeypatch, modules, message):
+def test_missing_packages_are_an_error(monkeypatch, modules, message):
     kernels._load.cache_clear()
     for name, version in modules.items():
         module = version and types.SimpleNamespace(__version__=version, language=None)
@@ -325,7 +337,7 @@ def test_what_is_missing_is_said(monkeypatch, modules, message):
         WIDE.sums(operands, WHOLE, BF16, exclude=False, columns=True, maxima=False)
 
 
-# Shared memory of a program, by compute capability, in KiB.
+# SMEM limit of a program in KiB, by compute capability.
 LIMITS = {80: 163, 89: 99, 90: 227}
 COMPILE = """
 import jax, jax.numpy as jnp
@@ -374,7 +386,10 @@ assert text.count("triton_kernel_call") == 5, text
 
 @pytest.mark.parametrize("capability", LIMITS)
 def test_kernels_compile_without_a_gpu(capability):
-    """Not run: in a process of its own, because the interpreter changes Triton for good."""
+    """Compiles without running, in a separate process.
+
+    The interpreter changes Triton for the rest of a process.
+    """
     pytest.importorskip("triton", "3.7")
     plugin = Path(sys.prefix, "cuda")  # see the Makefile
     if not plugin.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None:
@@ -398,8 +413,8 @@ def device_kernels():
 @pytest.mark.parametrize("shape", [(256, 384, 64), (1280, 640, 576)])
 def test_on_gpu(pairs, masked, per_sample, labels, exclude, shape):
     k = device_kernels()
-    check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, part=128, shape=shape)
-    check_weights(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, rounding=1, part=128, shape=shape)
+    check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, size=128, shape=shape)
+    check_weights(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-5, rounding=1, size=128, shape=shape)
 
 
 @pytest.mark.gpu

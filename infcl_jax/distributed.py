@@ -15,7 +15,7 @@ XLA_FLAGS = {
     "xla_gpu_collective_permute_mode": "peer",
     # Bytes (8 GiB): all transfers of one hop are combined into one.
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
-    # cuBLAS accumulates a GEMM in place (beta = 1); Triton GEMMs do not.
+    # Disables Triton GEMMs in favor of cuBLAS, which accumulates a GEMM in place.
     "xla_gpu_enable_triton_gemm": "false",
     # MiB: disables merging of GEMMs, whose merged result would have to be sliced.
     "xla_gpu_dot_merger_threshold_mb": "0",

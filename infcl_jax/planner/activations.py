@@ -71,7 +71,7 @@ def parameter_shapes(model: CLIP) -> Any:
 
 
 def towers(model: CLIP) -> tuple[Tower, ...]:
-    """Memory of both encoders, image first, on the current device."""
+    """Memory of both encoders, image first, on the device that is traced for."""
     return _towers(model, compute_capability())
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that every part of the library shares, with one wording."""
+"""Shared argument checks with uniform error messages."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,20 @@ import jax
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises `ValueError` unless `value` is one of `choices`."""
+    """Raise `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"expected {name} to be one of {tuple(choices)}, got {value!r}")
 
 
 def check_implementation(implementation: str | None, known: Sequence[str]) -> None:
-    """Raises `ValueError` unless `implementation` is None (the best for the platform) or one of `known`."""
+    """Raise `ValueError` unless `implementation` is one of `known` or None.
+
+    None selects the best implementation for the platform.
+    """
     if implementation is not None and implementation not in known:
         raise ValueError(f"expected implementation to be one of {tuple(known)} or None, got {implementation!r}")
 
 
 def is_known(array: jax.Array | None) -> bool:
-    """Whether this process knows the values while the call is traced."""
+    """Return whether this process can read the values at trace time."""
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)

@@ -1,4 +1,4 @@
-"""Start-up on one or many hosts, the device mesh, and moving arrays between processes and devices."""
+"""Process startup, the device mesh, and transfers between hosts and devices."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,34 +10,38 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = "data"
-# On GPUs: the ring's transfers between those of a process as plain copies, which take no multiprocessors, one for each
-# hop; products by cuBLAS, which adds to what is there in place, and none of them joined to one whose result is cut up.
 XLA_FLAGS = {
+    # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
     "xla_gpu_collective_permute_mode": "peer",
+    # Bytes (8 GiB): all transfers of one hop are combined into one.
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
+    # Disables Triton GEMMs in favor of cuBLAS, which accumulates a GEMM in place.
     "xla_gpu_enable_triton_gemm": "false",
+    # MiB: disables merging of GEMMs, whose merged result would have to be sliced.
     "xla_gpu_dot_merger_threshold_mb": "0",
 }
-# Of a GPU's memory, what JAX takes; the rest is for NCCL, libraries and programs.
+# Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
 MEMORY_SHARE = 0.9
 _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def initialize(environ: Mapping[str, str] | None = None) -> None:
-    """Prepares this process: to be called before anything asks JAX for its devices.
+    """Set XLA flags and the memory fraction, and join a multi-process run.
 
-    Adds what makes the loss fast on GPUs to `XLA_FLAGS`, where that does not say otherwise already, lets JAX take
-    `memory_share()` of their memory, and joins this process to the others of a multi-process run, once.
+    Call this before JAX initializes its devices. Flags that the environment variable `XLA_FLAGS` already sets keep
+    their values. JAX preallocates `memory_share()` of GPU memory. Joining the other processes happens once; later
+    calls skip it.
 
-    The cluster is read from the environment. Explicit settings come first:
-    `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise SLURM, Open MPI and the
-    other clusters that `jax.distributed.initialize` detects by itself are used when they announce more than one task.
+    The environment describes the cluster. Explicit settings take precedence: `COORDINATOR_ADDRESS` (host:port of
+    process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise `jax.distributed.initialize` detects SLURM, Open MPI and
+    other clusters, provided they announce more than one task.
 
     Args:
-      environ: the environment variables to read; those of the process by default.
+      environ: environment variables to read; `os.environ` by default.
 
     Raises:
-      ValueError: only some of the three explicit settings are present, or a number among them is not one.
+      ValueError: some but not all of the three explicit settings are present, or `PROCESS_ID` and `NUM_PROCESSES` are
+        not integers with `0 <= PROCESS_ID < NUM_PROCESSES`.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.split("=")[0] for flag in flags}
@@ -59,7 +63,10 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
 
 
 def memory_share() -> float:
-    """The share of a GPU's memory that JAX takes: what `XLA_CLIENT_MEM_FRACTION` says, else nine tenths."""
+    """Fraction of GPU memory that JAX preallocates.
+
+    Read from `XLA_CLIENT_MEM_FRACTION` or `XLA_PYTHON_CLIENT_MEM_FRACTION`; 0.9 by default.
+    """
     return float(_given_share() or MEMORY_SHARE)
 
 
@@ -79,23 +86,34 @@ def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[s
 
 def _cluster_tasks(environ: Mapping[str, str]) -> int:
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        # An interactive SLURM shell sets SLURM_NTASKS without being one of the tasks; srun adds SLURM_STEP_ID.
+        # An interactive SLURM shell sets SLURM_NTASKS but is not a task. Only srun sets SLURM_STEP_ID.
         if environ.get(name, "").isdecimal() and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ):
             return int(environ[name])
     return 1
 
 
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the single axis `"data"` over `devices` (all devices of all processes by default)."""
+    """Create a mesh with the single axis `"data"`.
+
+    Args:
+      devices: devices of the mesh; by default all devices of all processes.
+    """
     devices = jax.devices() if devices is None else devices
     return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def shard_batch(mesh: Mesh, tree: Any) -> Any:
-    """Process-local arrays `[b_local, ...]` to global arrays `[b, ...]`, sharded over the mesh on their first axis.
+    """Assemble process-local rows into global arrays sharded over the mesh.
+
+    Args:
+      mesh: device mesh; the leading axis is sharded over all its axes.
+      tree: pytree of process-local arrays `[b_local, ...]`.
+
+    Returns:
+      Pytree of global arrays `[b, ...]`.
 
     Raises:
-      ValueError: the rows of this process cannot be divided evenly over its devices.
+      ValueError: the rows of this process are not divisible by its device count.
     """
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     local_devices = len(mesh.local_devices)
@@ -112,16 +130,19 @@ def shard_batch(mesh: Mesh, tree: Any) -> Any:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """The same host arrays on every device of the mesh; every process must pass the same values."""
+    """Replicate host arrays on every device of the mesh.
+
+    Every process must pass the same values.
+    """
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda a: jax.make_array_from_callback(np.shape(a), sharding, lambda i: np.asarray(a)[i]), tree)
 
 
 def to_host(tree: Any) -> Any:
-    """Global arrays, however sharded, to whole NumPy arrays on every process."""
+    """Gather global arrays of any sharding into NumPy arrays on every process."""
     return jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)), tree)
 
 
 def is_lead() -> bool:
-    """True on the one process that writes logs and pictures."""
+    """Return whether this is process 0, which writes logs and images."""
     return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""Gradient caching: training with batches whose activations do not fit, with the gradient of the whole batch."""
+"""Gradient caching (GradCache): exact full-batch gradients with chunk-sized activations."""
 
 from infcl_jax.grad_cache.api import RESIDENCIES, cached_value_and_grad
 from infcl_jax.grad_cache.chunks import chunk_rows

@@ -1,4 +1,4 @@
-"""`cached_value_and_grad`: validation, and the choice between the device and the host form."""
+"""Validation and dispatch of `cached_value_and_grad`."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -30,25 +30,23 @@ def cached_value_and_grad(
     residency: str = "device",
     sharding: NamedSharding | None = None,
 ) -> ValueAndGrad:
-    """`jax.value_and_grad` of a loss over the features of a whole batch, with the activations of one chunk at a time.
+    """Value and gradient of a full-batch loss with gradient caching.
 
-    Every chunk is encoded without keeping activations; the loss gives the gradient of the features; every chunk is
-    then encoded again with activations and its features' gradient is pulled back to the parameters. The result is the
-    gradient of `loss_fn(params, {name: features})`, not an approximation. Gao et al., "Scaling Deep Contrastive
-    Learning Batch Size under Memory Limited Setup" (GradCache), section 3.3.
+    The first pass encodes every chunk without storing activations. The loss then gives the cotangents of the features.
+    The second pass recomputes every chunk with activations and accumulates the gradients of the parameters. The result
+    is the exact gradient of `loss_fn(params, {name: features})`. Gao et al., "Scaling Deep Contrastive Learning Batch
+    Size under Memory Limited Setup" (GradCache), section 3.3.
 
-    Encoders must be pure functions. One that mixes rows, like batch norm in training, sees the statistics of one
-    device's share of a chunk and not those of the batch: the chunked computation is then another function than the
-    whole one, and the gradient, still exact, is the gradient of the chunked one. Updated running statistics have no way
-    out of an encoder.
+    Encoders must be pure functions, so they cannot update running statistics. An encoder that mixes rows, such as batch
+    norm in training, uses the statistics of one device's shard of a chunk instead of those of the batch. The gradient
+    is then the exact gradient of this chunked function.
 
-    Randomness: an encoder gets `fold_in(fold_in(rng, encoder), share)` in both passes, where `encoder` is its position
-    in `encoders`, and `share` numbers the shares that the devices have of the chunks in the order of the batch's rows:
-    on one device the number of the chunk, on device d of n with k chunks `d k + chunk`. Residency and `keep` do not
-    change it.
+    Randomness: both passes call an encoder with `fold_in(fold_in(rng, encoder), shard)`. `encoder` is its position in
+    `encoders`. `shard` numbers the devices' shards of chunks in the order of the batch's rows: on one device the chunk
+    number, on device d of n with k chunks `d k + chunk`. It does not depend on `residency` or `keep`.
 
-    Casts of parameters and the like are computed once for all chunks, if residency is "device", where the encoder calls
-    them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
+    With residency "device", values derived from the parameters alone, such as casts, are computed once for all chunks
+    if the encoder names them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
 
     Example:
       >>> encoders = {
@@ -62,43 +60,43 @@ def cached_value_and_grad(
       >>> value, gradients = step(params, {"image": images, "text": tokens})  # sharded over the devices of the mesh
 
     Args:
-      encoders: `{name: encode(params, chunk, rng) -> features}`; `chunk` is a part of the batch entry of that name and
-        `features` an array or a pytree of floating arrays with a row for each of its rows. Several may use the same
-        parameters. With `sharding` they see one device's rows and run inside `shard_map`.
-      loss_fn: `loss_fn(params, features) -> scalar`, or `(scalar, aux)` with `has_aux`. `features[name]` has all rows,
-        in the order of the batch; batch entries without an encoder are in `features` as they are. What it uses of
-        `params` (a logit scale) is differentiated too.
-      chunk_size: rows that are encoded at once, over all devices; or `{name: rows}`. A last chunk that is smaller is
-        compiled separately.
-      keep: number of chunks, or `{name: number}`, whose activations are kept from the first pass, so that they need no
-        second one. As many as there are chunks, or more: nothing is computed twice. With residency "device" every kept
-        chunk is compiled for itself, so compile time grows with `keep`. One kept chunk twice as large needs the same
-        memory as two and computes faster; but those encoded again are then larger too.
-      keep_names: of values (`checkpoint_name`) that every other chunk keeps too, so that the second pass computes only
-        what else it needs. Worth it for what is small and dear: a transformer's residual stream is an eighth of its
-        activations and saves the products that lead into it, 5 of 12 parts of the forward pass's. An encoder without
-        such names keeps nothing more.
-      frozen: names of encoders that are not trained: encoded once, without a gradient, as with `stop_gradient` on their
-        parameters. (Features computed beforehand need no encoder: pass them as a batch entry that `loss_fn` reads.)
-      has_aux: as in `jax.value_and_grad`.
-      residency: "device": the batch is on the devices; everything is one computation, to be called under `jax.jit`.
-        "host": entries are NumPy arrays or `Replay`, chunks visit the devices one after the other with at most three
-        there at a time, and the function returned must not be jitted. It returns before the gradients are there; the
-        arrays of the batch must not be changed before. With several processes each passes its own rows. Each kept chunk
-        holds its own copy of what the encoder derives from the parameters, such as casts.
-      sharding: `NamedSharding(mesh, P(axes))` of the batch's leading axis; None for one device. No row changes its
-        device, and the gradients are summed over devices once per step. The parameters are replicated over `axes`.
-        Without it, XLA gathers every chunk of a sharded batch and every device encodes all of it. A batch on several
-        devices without `sharding` therefore gives a warning.
+      encoders: `{name: encode(params, chunk, rng) -> features}`. `chunk` is a slice of the batch entry of that name.
+        `features` is an array or a pytree of floating arrays with one row per row of the chunk. Encoders may share
+        parameters. With `sharding` they run inside `shard_map` on one device's rows.
+      loss_fn: `loss_fn(params, features) -> scalar`, or `(scalar, aux)` with `has_aux`. `features[name]` has all rows
+        in the order of the batch. Batch entries without an encoder are passed through in `features`. Gradients include
+        the loss's own use of `params`, such as a logit scale.
+      chunk_size: rows encoded at once, over all devices; or `{name: rows}`. A smaller last chunk is compiled
+        separately.
+      keep: number of chunks, or `{name: number}`, that store activations in the first pass and skip the second. If it
+        is at least the number of chunks, nothing is recomputed. With residency "device" every such chunk is compiled
+        separately, so compile time grows with `keep`. One chunk of twice the size needs the same memory as two and runs
+        faster, but doubles the size of the recomputed chunks too.
+      keep_names: names of checkpointed values (`checkpoint_name`) that all other chunks store, so that the second pass
+        recomputes less. Choose values that are small and expensive to recompute: a transformer's residual stream is an
+        eighth of its activations and saves 5/12 of the forward GEMMs, those that lead into it. Names that an encoder
+        does not use have no effect.
+      frozen: names of frozen encoders, which run once and get no gradient, as with `stop_gradient` on their parameters.
+        Precomputed features need no encoder: pass them as a batch entry that `loss_fn` reads.
+      has_aux: whether `loss_fn` returns `(scalar, aux)`, as in `jax.value_and_grad`.
+      residency: memory that holds the batch. With "device" it is in device memory, and everything is one computation
+        to be called under `jax.jit`. With "host" entries are NumPy arrays or `Replay`, at most three chunks are in
+        device memory at a time, and the returned function must not be jitted. It returns before the gradients are
+        ready; do not modify the batch's arrays until they are. Each process passes its own rows. Each chunk that stores
+        activations holds its own copy of values derived from the parameters, such as casts.
+      sharding: `NamedSharding(mesh, P(axes))` of the batch's leading axis; None for one device. Rows never move between
+        devices, and gradients are reduced over devices once per step. The parameters are replicated over `axes`.
+        Without it, XLA gathers every chunk of a sharded batch, and every device encodes all of it. A batch on several
+        devices without `sharding` therefore causes a warning.
 
     Returns:
-      `f(params, batch, rng=None) -> (loss, gradients)`, or `((loss, aux), gradients)`. `batch` is `{name: pytree of
-      arrays with one leading axis}`; entries may differ in length. Gradients have the dtypes of `params`, floating, and
-      are summed over chunks in at least fp32. Encoders get None for `rng` if there is none.
+      `f(params, batch, rng=None) -> (loss, gradients)`, or `((loss, aux), gradients)` with `has_aux`. `batch` is
+      `{name: pytree of arrays with one leading axis}`; entries may differ in length. Gradients have the floating dtypes
+      of `params` and are accumulated over chunks in at least fp32. Without `rng`, encoders get None.
 
     Raises:
-      ValueError: an argument that does not fit the others; when called, a batch that does not fit the encoders, or
-        `chunk_size` and rows that the devices cannot share evenly.
+      ValueError: arguments do not match each other. When called: the batch does not match the encoders, or the rows or
+        `chunk_size` are not divisible by the device count.
     """
     check_choice("residency", residency, RESIDENCIES)
     towers = _make_towers(encoders, chunk_size, keep, keep_names, frozen)
@@ -132,17 +130,17 @@ def _make_towers(
             raise ValueError(f"expected {option} to be a collection of names, got {names!r}; use {(names,)!r}")
     _check_names("frozen", frozen, encoders)
     sizes = _per_encoder("chunk_size", chunk_size, encoders, least=1)
-    kept = _per_encoder("keep", keep, encoders, least=0)
-    kept |= dict.fromkeys(frozen, 0)  # what has no gradient is encoded once anyway
-    named = {name: () if name in frozen else tuple(keep_names) for name in encoders}
+    stored_chunks = _per_encoder("keep", keep, encoders, least=0)
+    stored_chunks |= dict.fromkeys(frozen, 0)  # a frozen encoder has no second pass
+    stored_names = {name: () if name in frozen else tuple(keep_names) for name in encoders}
     return tuple(
-        Tower(name, number, encode, sizes[name], kept[name], named[name], name in frozen)
+        Tower(name, number, encode, sizes[name], stored_chunks[name], stored_names[name], name in frozen)
         for number, (name, encode) in enumerate(encoders.items())
     )
 
 
 def _per_encoder(option: str, value: Any, encoders: Mapping[str, Encoder], least: int) -> dict[str, int]:
-    """A number for every encoder out of one for all or one for each."""
+    """Expand a setting to one integer per encoder."""
     values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(encoders, value)
     _check_names(option, values, encoders)
     if missing := [name for name in encoders if name not in values]:
@@ -178,7 +176,7 @@ def _check_no_replay(names: Collection[str], where: str, batch: Mapping[str, Any
 
 
 def _warn_of_missing_sharding(entries: list[Any]) -> None:
-    """Warns of entries whose arrays are on a mesh of several devices."""
+    """Warn if an entry's arrays are on a mesh of several devices."""
     for leaf in jax.tree.leaves(entries):
         mesh = jax.typeof(leaf).sharding.mesh
         axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
@@ -198,7 +196,7 @@ def _is_key(rng: Array) -> bool:
 
 
 def _with_aux(loss_fn: Callable[..., Any], has_aux: bool) -> LossFn:
-    """`loss_fn` with an auxiliary output in any case, and its value checked."""
+    """Wrap `loss_fn` to always return `(value, aux)` with a checked value."""
 
     def loss(params: Any, features: dict[str, Any]) -> tuple[Array, Any]:
         value, aux = loss_fn(params, features) if has_aux else (loss_fn(params, features), None)

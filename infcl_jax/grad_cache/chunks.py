@@ -1,8 +1,8 @@
-"""How a batch is divided: into one block of rows per device, and every block into chunks.
+"""Layout of a batch: one block of rows per device, split into chunks.
 
-Device d of n holds the consecutive rows `[d b/n, (d+1) b/n)` of a batch of b. Chunk i of size c is rows
-`[i c/n, (i+1) c/n)` of every block, so that every device encodes a share of every chunk and no row changes its device.
-The last chunk is smaller where c does not divide b.
+Device d of n holds the block of rows `[d b/n, (d+1) b/n)` of a batch of size b. A chunk of size c consists of one shard
+of c/n rows per device: chunk i is rows `[i c/n, (i+1) c/n)` of every block. Rows therefore never move between devices.
+The last chunk is smaller if c does not divide b.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ Array = jax.Array
 Encoder = Callable[[Any, Any, Array | None], Any]
 # (parameters, features of the whole batch) -> (loss, auxiliary output)
 LossFn = Callable[[Any, dict[str, Any]], tuple[Array, Any]]
-# (number of the device, its parameters, its rows, what all devices share) -> its rows of the result
+# (device number, its parameters, its rows, replicated arrays) -> its rows of the result
 PerDevice = Callable[[Array | int, Any, Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The chunks of one device's block.
+    """Chunks of one device's block.
 
     Attributes:
-      rows: of the block.
+      rows: rows of the block.
       size: rows of a full chunk on this device.
     """
 
@@ -44,48 +44,48 @@ class Layout:
         return math.ceil(self.rows / self.size)
 
     def span(self, number: int) -> slice:
-        """The rows of a chunk within the block."""
+        """Rows of a chunk within the block."""
         return slice(number * self.size, min(self.rows, (number + 1) * self.size))
 
     def runs(self, keep: int) -> Iterator[tuple[range, int, bool]]:
-        """Consecutive chunks that are treated alike: their numbers, their size, whether their activations are kept."""
+        """Yield runs of equal chunks: chunk numbers, chunk size, whether activations are stored."""
         full = self.rows // self.size
-        kept = min(keep, full)
-        yield range(kept), self.size, True
-        yield range(kept, full), self.size, False
+        stored = min(keep, full)
+        yield range(stored), self.size, True
+        yield range(stored, full), self.size, False
         yield range(full, self.count), self.rows % self.size, keep > full
 
 
 def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> np.ndarray:
-    """The rows of the batch that one chunk holds, in the order in which it holds them.
+    """Rows of the batch in one chunk, in the chunk's order.
 
     Example:
       >>> chunk_rows(1, rows=12, chunk_size=4, devices=2)
       array([2, 3, 8, 9])
 
     Args:
-      number: of the chunk, from 0.
-      rows: b, of the whole batch.
-      chunk_size: as given to `cached_value_and_grad`.
-      devices: n, over which the batch is sharded.
+      number: chunk number, from 0.
+      rows: global batch size b.
+      chunk_size: global rows of a chunk, as in `cached_value_and_grad`.
+      devices: number of devices n over which the batch is sharded.
 
     Returns:
-      int `[chunk_size]`, fewer for a last chunk that is smaller.
+      int `[chunk_size]`; shorter for a smaller last chunk.
 
     Raises:
-      ValueError: the devices cannot share the batch or a chunk evenly, or there is no such chunk.
+      ValueError: the batch or chunk size is not divisible by the device count, or `number` is out of range.
     """
     layout = make_layout("the batch", rows, chunk_size, devices)
     if not 0 <= number < layout.count:
-        raise ValueError(f"expected number to be that of a chunk, 0 to {layout.count - 1}, got {number}")
+        raise ValueError(f"expected number to be a chunk number, 0 to {layout.count - 1}, got {number}")
     return np.arange(rows).reshape(devices, -1)[:, layout.span(number)].reshape(-1)
 
 
 def make_layout(name: str, rows: int, chunk_size: int, devices: int) -> Layout:
-    """The layout of each device's block.
+    """Lay out the chunks of each device's block.
 
     Raises:
-      ValueError: there are no rows, or the devices cannot share the batch or a chunk evenly.
+      ValueError: there are no rows, or the batch or chunk size is not divisible by the device count.
     """
     if rows < 1 or rows % devices:
         raise ValueError(f"expected rows of {name} that {devices} devices can share evenly, got {rows}")
@@ -95,10 +95,10 @@ def make_layout(name: str, rows: int, chunk_size: int, devices: int) -> Layout:
 
 
 def leading_rows(name: str, entry: Any) -> int:
-    """The length of the leading axis that all arrays of a batch entry share.
+    """Common length of the leading axes of a batch entry.
 
     Raises:
-      ValueError: there is no array, one is a scalar, or they differ.
+      ValueError: the entry has no arrays, one is a scalar, or their leading axes differ.
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(entry)]
     if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
@@ -107,22 +107,22 @@ def leading_rows(name: str, entry: Any) -> int:
 
 
 def widen(tree: Any) -> Any:
-    """The same numbers in the dtypes in which gradients are summed: at least fp32."""
+    """Cast arrays to the accumulation dtype of gradients, at least fp32."""
     return jax.tree.map(lambda a: a.astype(accumulation_dtype(a.dtype)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tower:
-    """An encoder and how it is cached; see `cached_value_and_grad`.
+    """An encoder and its caching settings, see `cached_value_and_grad`.
 
     Attributes:
-      name: of its batch entry and of its features.
-      number: its position among the encoders.
+      name: name of the batch entry and of the features.
+      number: position among the encoders.
       encode: `(params, chunk, rng) -> features`.
       chunk_size: rows encoded at once, over all devices.
-      keep: number of chunks whose activations are kept.
-      keep_names: of values that are kept of the other chunks.
-      frozen: whether it is encoded once and has no gradient.
+      keep: number of chunks whose activations are stored.
+      keep_names: names of checkpointed values stored for the other chunks.
+      frozen: True for a frozen tower, which runs once and has no gradient.
     """
 
     name: str
@@ -134,16 +134,16 @@ class Tower:
     frozen: bool
 
     def features(self, params: Any, chunk: Any, rng: Array | None, number: Array | int) -> Any:
-        """One device's features of its share of a chunk.
+        """Encode one device's shard of a chunk.
 
         Args:
-          params: of the model.
-          chunk: this device's rows.
-          rng: of the step, or None.
-          number: of this share among all shares of all devices, in the order of the batch's rows.
+          params: model parameters.
+          chunk: this device's rows of the chunk.
+          rng: PRNG key of the step, or None.
+          number: number of this shard among the shards of all devices, in the order of the batch's rows.
 
         Raises:
-          ValueError: what the encoder returns is not floating or has not one row for each row of the chunk.
+          ValueError: the features are not floating, or their number of rows differs from the chunk's.
         """
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, self.number), number)
         features = self.encode(params, chunk, key)
@@ -158,13 +158,13 @@ class Tower:
 
 
 class Devices:
-    """The devices that share a batch.
+    """Devices over which a batch is sharded.
 
     Args:
-      sharding: of the batch's leading axis; None for one device.
+      sharding: sharding of the batch's leading axis; None for one device.
 
     Raises:
-      ValueError: it is no `NamedSharding` of the leading axis alone.
+      ValueError: `sharding` is not a `NamedSharding` of the leading axis alone.
     """
 
     def __init__(self, sharding: NamedSharding | None) -> None:
@@ -179,35 +179,36 @@ class Devices:
         axes = sharding.spec[0]
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
         self.count = math.prod(sharding.mesh.shape[axis] for axis in self.axes)
-        # Other axes of the mesh hold copies, or parts of the parameters.
+        # Along the other mesh axes the batch is replicated (the parameters may be sharded there).
         self.local_count = self.count * len(sharding.addressable_devices) // len(sharding.device_set)
 
     def copies(self, params: Any) -> Any:
-        """The parameters once per device, `[n, ...]`, so that each has its own gradients; as they are for one device.
+        """Broadcast the parameters to one copy per device, `[n, ...]`.
 
-        The sum over devices, which is the transpose, is then one reduction for all chunks instead of one per chunk.
+        Each device then accumulates its own gradients. The transpose of the broadcast is a single reduction per step
+        instead of one per chunk. On one device the parameters stay as they are.
         """
         if self.sharding is None:
             return params
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p[None], (self.count, *p.shape)), params)
-        place = jax.sharding.reshard if self._explicit else lax.with_sharding_constraint
-        return jax.tree.map(lambda a: place(a, self.sharding), copies)
+        constrain = jax.sharding.reshard if self._explicit else lax.with_sharding_constraint
+        return jax.tree.map(lambda a: constrain(a, self.sharding), copies)
 
     def sum(self, copies: Any) -> Any:
-        """The sum of what `copies` has given each device; as it is for one device."""
+        """Sum per-device arrays `[n, ...]` over devices; a no-op on one device."""
         return copies if self.sharding is None else jax.tree.map(lambda a: a.sum(0), copies)
 
     def run(self, function: PerDevice, copies: Any, rows: Any, shared: Any) -> Any:
-        """Calls `function(device, params, rows, shared)` on every device.
+        """Call `function(device, params, rows, shared)` on every device.
 
         Args:
-          function: knows nothing of other devices.
-          copies: of `copies`.
+          function: per-device function without collectives.
+          copies: per-device parameters from `copies`.
           rows: pytree of arrays `[b, ...]`.
-          shared: pytree of arrays.
+          shared: pytree of replicated arrays.
 
         Returns:
-          Pytree of arrays `[b, ...]`, from one block of rows per device.
+          Pytree of arrays `[b, ...]`, one block of rows per device.
         """
         if self.sharding is None:
             return function(0, copies, rows, shared)
@@ -223,13 +224,17 @@ class Devices:
             in_specs=(spec, spec, PartitionSpec()),
             out_specs=spec,
             axis_names=set(self.axes),
-            check_vma=False,  # encoders need not know that they run inside shard_map
+            check_vma=False,  # encoders need no varying-axis annotations
         )(copies, rows, shared)
 
     def put(self, tree: Any, span: slice = slice(None)) -> Any:
-        """This process's rows of host arrays, or a span of each device's block of them, to the devices.
+        """Transfer this process's rows of host arrays to the devices.
 
-        They are neither waited for nor copied on the host.
+        The transfer is asynchronous and makes no copy in host memory.
+
+        Args:
+          tree: pytree of host arrays with this process's rows.
+          span: rows of each device's block to transfer; all by default.
         """
         if self.sharding is None:
             return jax.device_put(jax.tree.map(lambda a: a[span], tree))

@@ -1,4 +1,4 @@
-"""Gradient caching within one compiled program, for a batch that lives on the devices."""
+"""Gradient caching in one compiled program, for a batch in device memory."""
 
 import dataclasses
 import functools
@@ -24,17 +24,20 @@ from infcl_jax.ops.linear import DERIVED
 
 
 def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:
-    """The features of a whole batch entry, differentiable in the parameters with the activations of few chunks.
+    """Encode a whole batch entry chunk by chunk.
+
+    The result is differentiable in the parameters. Memory holds the activations of the stored chunks, the checkpointed
+    values of the other chunks, and the activations of one recomputed chunk.
 
     Args:
-      tower: the encoder.
-      devices: over which the entry is sharded.
-      copies: the parameters, of `devices.copies`.
+      tower: encoder and its caching settings.
+      devices: devices over which the entry is sharded.
+      copies: per-device parameters from `devices.copies`.
       entry: pytree of arrays `[b, ...]`.
-      rng: of the step, or None.
+      rng: PRNG key of the step, or None.
 
     Returns:
-      Pytree of `[b, ...]` features in the order of the entry's rows, sharded as it is.
+      Pytree of `[b, ...]` features in the order of the entry's rows, with its sharding.
     """
     layout = make_layout(tower.name, leading_rows(tower.name, entry), tower.chunk_size, devices.count)
     copies = lax.stop_gradient(copies) if tower.frozen else copies
@@ -42,49 +45,54 @@ def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: A
 
 
 def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any, block: Any, rng: Array | None) -> Any:
-    """One device's rows. Its chunks are cut out of the block where they are used, so the batch is never copied."""
+    """Encode one device's block.
+
+    Each chunk is sliced from the block where it is used, so the batch is never copied.
+    """
 
     def encode(number: Array, size: int) -> Any:
         chunk = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, number * layout.size, size), block)
         return tower.features(params, chunk, rng, device * layout.count + number)
 
-    parts: list[Any] = []
-    for numbers, size, kept in layout.runs(tower.keep):
+    features: list[Any] = []
+    for numbers, size, stored in layout.runs(tower.keep):
         if not numbers:
             continue
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
-        if not kept:  # a loop keeps XLA from merging the two passes by itself
-            # What no chunk changes leaves the loops.
+        if not stored:
+            # DERIVED values (such as casts) do not depend on the chunk, so saving them hoists them out of the loops. A
+            # loop already keeps XLA from merging both passes by CSE; a single chunk needs `prevent_cse`.
             policy = jax.checkpoint_policies.save_only_these_names(DERIVED, *tower.keep_names)
             encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1, policy=policy)
-        if len(numbers) == 1 or kept:  # a loop would copy what is kept into one array of all chunks
-            parts.extend(encode_one(jnp.int32(number)) for number in numbers)
+        if len(numbers) == 1 or stored:  # a loop would copy stored activations into arrays stacked over chunks
+            features.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:
             stacked = lax.map(encode_one, jnp.arange(numbers.start, numbers.stop, dtype=jnp.int32))
-            parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+            features.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *features)
 
 
 def value_and_grad(
     towers: Sequence[Tower], loss: LossFn, devices: Devices, params: Any, batch: Mapping[str, Any], rng: Array | None
 ) -> tuple[tuple[Array, Any], Any]:
-    """`((loss, aux), gradients)` of `loss(params, features) -> (loss, aux)`; gradients are at least fp32.
+    """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
-    The second pass is the transpose of a loop over chunks whose encoder is rematerialised; that loop's carry is the sum
-    of the gradients, in the dtype of the parameters it is given. Hence they are widened outside it.
+    The second pass is the transpose of a loop over chunks with a rematerialized encoder. This transpose accumulates the
+    gradients in its carry, in the dtype of the parameters passed to the loop. The parameters are therefore widened to
+    fp32 outside the loop and cast back inside.
     """
 
     def narrow(wide: Any) -> Any:
         return jax.tree.map(lambda a, p: a.astype(p.dtype), wide, params)
 
-    def total(wide: Any) -> tuple[Array, Any]:
+    def loss_of_batch(wide: Any) -> tuple[Array, Any]:
         copies, features = devices.copies(wide), dict(batch)
         for tower in towers:
             narrowing = dataclasses.replace(tower, encode=_compose(tower.encode, narrow))
             features[tower.name] = encode_batch(narrowing, devices, copies, batch[tower.name], rng)
         return loss(narrow(wide), features)
 
-    return jax.value_and_grad(total, has_aux=True)(widen(params))
+    return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
 
 
 def _compose(encode: Encoder, narrow: Callable[[Any], Any]) -> Encoder:

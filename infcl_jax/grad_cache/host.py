@@ -1,6 +1,7 @@
-"""Gradient caching driven from the host, for a batch that lives in host memory or is read twice.
+"""Gradient caching driven from the host, for batches larger than device memory.
 
-Small compiled functions per chunk; the next chunk is on its way to the device while one is computed.
+The batch is in host memory, or its chunks are read once per pass. Each chunk runs small compiled functions; the
+transfer of the next chunk overlaps the computation of the current one.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ from infcl_jax.grad_cache.chunks import Array, Devices, LossFn, Tower, leading_r
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A batch entry that is read chunk by chunk, once in each pass, and never held as a whole.
+    """Batch entry that is read chunk by chunk, once in each pass.
 
     Attributes:
-      rows: of the entry; with several processes, those of this process.
-      load: `load(number) -> chunk`, a pytree of host arrays with the rows `chunk_rows(number, ...)`; the same for the
-        same number. With several processes, this process's share of them. Its arrays must not be changed before the
-        gradients have been computed, since they may be sent later or used where they are.
+      rows: rows of the entry in this process.
+      load: `load(number) -> chunk`, a deterministic function of the chunk number. It returns a pytree of host arrays
+        with this process's shard of the rows `chunk_rows(number, ...)`. Do not modify the arrays before the gradients
+        have been computed: the transfer is asynchronous, and a device may use them without a copy.
     """
 
     rows: int
@@ -32,12 +33,14 @@ class Replay:
 
 
 class HostDriver:
-    """The host-driven form for one set of encoders, which are compiled for the shape of a chunk, not of a batch.
+    """Host-driven gradient caching for one set of encoders.
+
+    Encoders are compiled for the shape of a chunk, independent of the batch size.
 
     Args:
-      towers: the encoders.
-      loss: of the features of the whole batch.
-      devices: on which everything is computed.
+      towers: encoders and their caching settings.
+      loss: loss of the features of the whole batch.
+      devices: devices of the computation.
     """
 
     def __init__(self, towers: Sequence[Tower], loss: LossFn, devices: Devices) -> None:
@@ -51,113 +54,126 @@ class HostDriver:
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
 
     def __call__(self, params: Any, batch: Mapping[str, Any], rng: Array | None) -> tuple[tuple[Array, Any], Any]:
-        """`((loss, aux), gradients)` as in the device form; nothing is waited for but room on the device.
+        """Compute `((loss, aux), gradients)` with gradients of at least fp32.
+
+        Returns before the computation is done. The host blocks only to bound the number of chunks in device memory.
 
         Raises:
-          ValueError: it is called while being traced.
+          ValueError: the call is traced.
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-            raise ValueError('expected residency "host" to be called outside jit; it compiles its own parts')
+            raise ValueError('expected residency "host" to be called outside jit; it compiles its own functions')
         copies = self._copies(params)
-        known = {name: self._whole(entry) for name, entry in batch.items() if name not in self._stages}
+        inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._stages}
         passes = {
             t.name: _Passes(self._stages[t.name], self._devices, copies, batch[t.name], rng) for t in self._towers
         }
-        features = {name: one.encode() for name, one in passes.items()}
+        features = {name: tower_passes.encode() for name, tower_passes in passes.items()}
         trained = {t.name: features.pop(t.name) for t in self._towers if not t.frozen}
-        result, direct, cotangents = self._loss(params, trained, known | features)
-        del features, trained  # only their gradients stay beside the activations
+        result, direct, cotangents = self._loss(params, trained, inputs | features)
+        del features, trained  # free them: the second pass needs only their gradients
         sums = self._zeros(copies)
         for name, cotangent in cotangents.items():
-            sums = passes[name].pull_back(sums, cotangent)
+            sums = passes[name].accumulate_gradients(sums, cotangent)
         return result, self._finish(direct, sums)
 
-    def _whole(self, entry: Any) -> Any:
-        """An entry without an encoder, on the devices as a whole."""
+    def _put_whole(self, entry: Any) -> Any:
+        """Transfer an entry without an encoder to the devices as a whole."""
         on_device = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(entry))
         return entry if on_device else self._devices.put(entry)
 
 
-def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, known: Any) -> tuple[tuple[Array, Any], Any, Any]:
-    def total(params: Any, trained: Any) -> tuple[Array, Any]:
-        return loss(params, known | trained)
+def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -> tuple[tuple[Array, Any], Any, Any]:
+    def loss_of_trained(params: Any, trained: Any) -> tuple[Array, Any]:
+        return loss(params, inputs | trained)
 
-    result, (direct, cotangents) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, trained)
+    result, (direct, cotangents) = jax.value_and_grad(loss_of_trained, argnums=(0, 1), has_aux=True)(params, trained)
     return result, direct, cotangents
 
 
 class _Stages:
-    """The compiled functions of one tower. `place` is `(rng, number of the chunk, number of chunks)`."""
+    """Compiled functions of one tower.
+
+    Their argument `position` is `(rng, chunk number, number of chunks)`.
+    """
 
     def __init__(self, tower: Tower, devices: Devices) -> None:
         self.tower = tower
 
-        def share(device: Array | int, params: Any, chunk: Any, place: Any) -> Any:
-            rng, number, count = place
+        def encode_shard(device: Array | int, params: Any, chunk: Any, position: Any) -> Any:
+            rng, number, count = position
             return tower.features(params, chunk, rng, device * count + number)
 
-        def encode(copies: Any, chunk: Any, place: Any) -> Any:
-            return devices.run(share, copies, chunk, place)
+        def encode(copies: Any, chunk: Any, position: Any) -> Any:
+            return devices.run(encode_shard, copies, chunk, position)
 
-        def encode_keeping(copies: Any, chunk: Any, place: Any) -> tuple[Any, Any]:
-            features, pull = jax.vjp(lambda copies: encode(copies, chunk, place), copies)
-            return features, _without(pull, copies)
+        def encode_storing(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
+            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, position), copies)
+            return features, _remove_arrays(pullback, copies)
 
-        def encode_keeping_names(copies: Any, chunk: Any, place: Any) -> tuple[Any, Any]:
+        def encode_storing_names(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
             policy = jax.checkpoint_policies.save_only_these_names(*tower.keep_names)
-            features, pull = jax.vjp(lambda copies: jax.checkpoint(encode, policy=policy)(copies, chunk, place), copies)
-            return features, _without(pull, (copies, chunk))
+            checkpointed = jax.checkpoint(encode, policy=policy)
+            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, position), copies)
+            return features, _remove_arrays(pullback, (copies, chunk))
 
-        def add(sums: Any, pull: Any, cotangents: Any) -> Any:
-            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, pull(cotangents)[0])
+        def accumulate(sums: Any, pullback: Any, cotangents: Any) -> Any:
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, pullback(cotangents)[0])
 
-        def pull_kept(sums: Any, pull: Any, copies: Any, cotangents: Any) -> Any:
-            return add(sums, _with(pull, copies), cotangents)
+        def accumulate_stored(sums: Any, pullback: Any, copies: Any, cotangents: Any) -> Any:
+            return accumulate(sums, _restore_arrays(pullback, copies), cotangents)
 
-        def pull_back(sums: Any, pull: Any, copies: Any, chunk: Any, place: Any, cotangents: Any) -> tuple[Any, Array]:
-            if pull is None:
-                _, pull = jax.vjp(lambda copies: encode(copies, chunk, place), copies)
-            # The second result is there to be waited for; the sums are given away to the next chunk. A result that
-            # is an argument would be ready at once.
-            return add(sums, _with(pull, (copies, chunk)), cotangents), place[1] + 1
+        def accumulate_recomputed(
+            sums: Any, pullback: Any, copies: Any, chunk: Any, position: Any, cotangents: Any
+        ) -> tuple[Any, Array]:
+            if pullback is None:
+                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, position), copies)
+            # The host waits on the second result, because the sums are donated to the next chunk. It must be computed:
+            # an argument returned unchanged would be ready at once.
+            return accumulate(sums, _restore_arrays(pullback, (copies, chunk)), cotangents), position[1] + 1
 
         def join(chunks: list[Any]) -> Any:
             return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
 
-        def cut(cotangents: Any, start: Array, size: int) -> Any:
-            def own(device: Array | int, none: None, rows: Any, start: Array) -> Any:
+        def slice_chunk(cotangents: Any, start: Array, size: int) -> Any:
+            def slice_block(device: Array | int, none: None, rows: Any, start: Array) -> Any:
                 return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), rows)
 
-            return devices.run(own, None, cotangents, start)
+            return devices.run(slice_block, None, cotangents, start)
 
         self.encode = jax.jit(encode)
-        self.encode_keeping = jax.jit(encode_keeping)
-        self.encode_keeping_names = jax.jit(encode_keeping_names)
-        self.pull_kept = jax.jit(pull_kept, donate_argnums=0)
-        self.pull_back = jax.jit(pull_back, donate_argnums=0)
+        self.encode_storing = jax.jit(encode_storing)
+        self.encode_storing_names = jax.jit(encode_storing_names)
+        self.accumulate_stored = jax.jit(accumulate_stored, donate_argnums=0)
+        self.accumulate_recomputed = jax.jit(accumulate_recomputed, donate_argnums=0)
         self.join = jax.jit(join)
-        self.cut = jax.jit(cut, static_argnums=2)
+        self.slice_chunk = jax.jit(slice_chunk, static_argnums=2)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Given:
-    """Stands for one of the arrays that will be there anyway; results of a compiled function would be copies."""
+class _Placeholder:
+    """Static stand-in for an array of a pullback that the caller still has.
+
+    A compiled function would return such an array as a copy.
+    """
 
     number: int
 
 
-def _without(pull: Any, arrays: Any) -> Any:
-    """A function with arrays in it, but for these."""
+def _remove_arrays(pullback: Any, arrays: Any) -> Any:
+    """Replace `arrays` in the pytree of a pullback by placeholders."""
     numbers = {id(array): number for number, array in enumerate(jax.tree.leaves(arrays))}
-    return jax.tree.map(lambda a: _Given(numbers[id(a)]) if id(a) in numbers else a, pull)
+    return jax.tree.map(lambda a: _Placeholder(numbers[id(a)]) if id(a) in numbers else a, pullback)
 
 
-def _with(pull: Any, arrays: Any) -> Any:
-    """The function again."""
-    given = jax.tree.leaves(arrays)
+def _restore_arrays(pullback: Any, arrays: Any) -> Any:
+    """Replace the placeholders of `_remove_arrays` by `arrays`."""
+    leaves = jax.tree.leaves(arrays)
     return jax.tree.map(
-        lambda a: given[a.number] if isinstance(a, _Given) else a, pull, is_leaf=lambda a: isinstance(a, _Given)
+        lambda a: leaves[a.number] if isinstance(a, _Placeholder) else a,
+        pullback,
+        is_leaf=lambda a: isinstance(a, _Placeholder),
     )
 
 
@@ -166,7 +182,7 @@ def _concatenate(chunks: list[Any]) -> Any:
 
 
 class _Passes:
-    """Both passes of one tower over one batch."""
+    """First and second pass of one tower over one batch."""
 
     def __init__(self, stages: _Stages, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> None:
         tower = stages.tower
@@ -175,49 +191,55 @@ class _Passes:
         whole = rows * devices.count // devices.local_count
         self._layout = make_layout(tower.name, whole, tower.chunk_size, devices.count)
         self._keep = min(tower.keep, self._layout.count)
-        self._pulls: list[Any] = []
+        self._pullbacks: list[Any] = []
 
     def encode(self) -> Any:
-        """The features of the whole entry."""
+        """Encode the whole entry and store the pullbacks of its chunks."""
         chunks: list[Any] = []
 
-        def one(number: int, chunk: Any) -> Any:
-            features, pull = self._encode(number, chunk)
+        def encode_one(number: int, chunk: Any) -> Any:
+            features, pullback = self._encode(number, chunk)
             chunks.append(features)
-            self._pulls.append(pull)
+            self._pullbacks.append(pullback)
             return features
 
-        self._stream(range(self._layout.count), one)
+        self._stream(range(self._layout.count), encode_one)
         return self._stages.join(chunks)
 
-    def pull_back(self, sums: Any, cotangents: Any) -> Any:
-        """Adds this tower's gradients to `sums`, which are given away."""
+    def accumulate_gradients(self, sums: Any, cotangents: Any) -> Any:
+        """Add this tower's gradients to `sums`, which is donated."""
         for number in range(self._keep):
-            sums = self._stages.pull_kept(sums, self._pulls.pop(0), self._copies, self._cut(cotangents, number))
+            sums = self._stages.accumulate_stored(
+                sums, self._pullbacks.pop(0), self._copies, self._slice_chunk(cotangents, number)
+            )
 
-        def one(number: int, chunk: Any) -> Any:
+        def accumulate_one(number: int, chunk: Any) -> Any:
             nonlocal sums
-            arguments = self._copies, chunk, self._place(number), self._cut(cotangents, number)
-            sums, done = self._stages.pull_back(sums, self._pulls.pop(0), *arguments)
+            arguments = self._copies, chunk, self._position(number), self._slice_chunk(cotangents, number)
+            sums, done = self._stages.accumulate_recomputed(sums, self._pullbacks.pop(0), *arguments)
             return done
 
-        self._stream(range(self._keep, self._layout.count), one)
+        self._stream(range(self._keep, self._layout.count), accumulate_one)
         return sums
 
     def _encode(self, number: int, chunk: Any) -> tuple[Any, Any]:
-        """The features of a chunk, and the pull back to the parameters from what is kept of it, None for nothing."""
-        arguments = self._copies, chunk, self._place(number)
+        """Encode one chunk.
+
+        Returns:
+          Features and pullback; None for the pullback if the chunk stores nothing.
+        """
+        arguments = self._copies, chunk, self._position(number)
         if number < self._keep:
-            return self._stages.encode_keeping(*arguments)
+            return self._stages.encode_storing(*arguments)
         if self._stages.tower.keep_names:
-            return self._stages.encode_keeping_names(*arguments)
+            return self._stages.encode_storing_names(*arguments)
         return self._stages.encode(*arguments), None
 
     def _stream(self, numbers: range, compute: Callable[[int, Any], Any]) -> None:
-        """`compute(number, chunk)` for every chunk, with the next one on its way to the device.
+        """Call `compute(number, chunk)` for every chunk and prefetch the next one.
 
-        Work is enqueued faster than it is done, so without the wait all chunks would be put at once. Waiting for the
-        chunk before leaves one computation running, and at most three chunks on the device.
+        Dispatch is asynchronous, so without the wait the host would transfer all chunks at once. Waiting for the
+        previous chunk leaves one computation running and at most three chunks in device memory.
         """
         upcoming = self._load(numbers[0]) if numbers else None
         previous = None
@@ -240,9 +262,9 @@ class _Passes:
             raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         return self._devices.put(chunk)
 
-    def _place(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
+    def _position(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
         return self._rng, np.int32(number), np.int32(self._layout.count)
 
-    def _cut(self, cotangents: Any, number: int) -> Any:
+    def _slice_chunk(self, cotangents: Any, number: int) -> Any:
         span = self._layout.span(number)
-        return self._stages.cut(cotangents, np.int32(span.start), span.stop - span.start)
+        return self._stages.slice_chunk(cotangents, np.int32(span.start), span.stop - span.start)

@@ -1,7 +1,8 @@
-"""Contrastive learning with a learned score of pairs, without holding the activations of all pairs.
+"""Log-sum-exps of learned pair scores, computed tile by tile.
 
-Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), section 5. Where the
-paper stores all scores and their gradients, the log-sum-exps of rows and columns are enough here: memory is linear.
+Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), section 5. The paper
+stores all scores and their gradients. This implementation stores only row and column log-sum-exps, so memory is linear
+in the batch.
 """
 
 import functools
@@ -20,12 +21,12 @@ ScoreFn = Callable[[Any, Any, Any], Array]
 
 
 class PairScores(NamedTuple):
-    """What a contrastive loss needs of the scores of all pairs, in at least fp32.
+    """Row and column log-sum-exps and positive scores, in at least fp32.
 
     Attributes:
-      row: log-sum-exp of each row's scores over all columns `[bx]`.
-      col: log-sum-exp of each column's scores over all rows `[by]`.
-      positive: score of each row with its positive `[bx]`.
+      row: log-sum-exp of each row over all columns, `[bx]`.
+      col: log-sum-exp of each column over all rows, `[by]`.
+      positive: score of each row's positive pair, `[bx]`.
     """
 
     row: Array
@@ -36,10 +37,11 @@ class PairScores(NamedTuple):
 def pairwise_scores_lse(
     score_fn: ScoreFn, params: Any, x: Any, y: Any, *, tile: int | tuple[int, int], labels: Array | None = None
 ) -> PairScores:
-    """Row and column log-sum-exps of learned scores, with the activations of one tile of pairs at a time.
+    """Row and column log-sum-exps of learned pair scores.
 
-    The backward pass computes every tile's scores again. Exact, and differentiable in `params`, `x` and `y`; memory
-    beyond one tile is linear in the rows and columns. GradCache, section 5.
+    Only one tile of pairs has its activations in memory at a time, and the backward pass recomputes every tile. The
+    result is exact and differentiable in `params`, `x` and `y`. Memory beyond one tile is linear in rows and columns.
+    GradCache, section 5.
 
     Example:
       >>> def score(params, x, y):  # a small network over all pairs of a tile
@@ -49,20 +51,20 @@ def pairwise_scores_lse(
       >>> loss = (scores.row - scores.positive).mean()
 
     Args:
-      score_fn: pure `score_fn(params, x_rows, y_rows) -> [rows of x, rows of y]` floating scores (logits: any scale is
-        its own); a pair's score must not depend on the other pairs. -inf leaves a pair out. What is to be
-        differentiated goes through `params`, not through a closure.
+      score_fn: pure function `score_fn(params, x_rows, y_rows) -> scores`. The scores are floating logits
+        `[rows of x, rows of y]` with any scale applied. A pair's score must not depend on other pairs; -inf excludes a
+        pair. Only `params`, `x` and `y` get gradients, values in a closure do not.
       params: pytree of floating arrays.
       x: floating array or pytree with leading axis bx, on one device.
-      y: likewise with leading axis by.
-      tile: pairs scored at once: rows and columns of a tile, or one number for both.
-      labels: int `[bx]`, the column of each row's positive; row i by default.
+      y: floating array or pytree with leading axis by, on one device.
+      tile: rows and columns of a tile, or one number for both.
+      labels: int `[bx]`, column of each row's positive; row i by default.
 
     Returns:
-      `PairScores`.
+      `PairScores` of all pairs.
 
     Raises:
-      ValueError: shapes, dtypes, labels or the tile do not fit.
+      ValueError: shapes, dtypes, labels or the tile size do not match.
     """
     sizes = (tile, tile) if isinstance(tile, int) else tuple(tile)
     if len(sizes) != 2 or min(sizes) < 1:
@@ -80,15 +82,18 @@ def pairwise_scores_lse(
 
 
 class _Rows(NamedTuple):
-    """One tile's worth of one side; stacked, all tiles of it. `place` is its row number, -1 for padding."""
+    """Rows of one tile of x or y; all tiles of it when stacked.
 
-    place: Array
+    `row_index` is -1 for padding.
+    """
+
+    row_index: Array
     values: Any
     label: Array | None = None
 
 
 class _Weights(NamedTuple):
-    """A side's log-sum-exps and their cotangents, tile by tile."""
+    """Log-sum-exps of rows or columns and their cotangents, by tile."""
 
     log_sum: LogSum
     weight: Array
@@ -114,11 +119,11 @@ def _forward(
             positive = positive + jnp.where(_is_positive(row, column), scores, jnp.zeros_like(scores)).sum(1)
             return (sums.merge(_log_sum(scores, 1)), positive), _log_sum(scores, 0)
 
-        start = (_nothing(row.place.shape, dtype), jnp.zeros(row.place.shape, dtype))
-        found, more = lax.scan(pair_tile, start, columns)
-        return column_sums.merge(more), found
+        start = (_empty_log_sum(row.row_index.shape, dtype), jnp.zeros(row.row_index.shape, dtype))
+        row_result, tile_sums = lax.scan(pair_tile, start, columns)
+        return column_sums.merge(tile_sums), row_result
 
-    column_sums, (row_sums, positive) = lax.scan(row_tile, _nothing(columns.place.shape, dtype), rows)
+    column_sums, (row_sums, positive) = lax.scan(row_tile, _empty_log_sum(columns.row_index.shape, dtype), rows)
     bx, by = labels.shape[0], leading_rows("y", y)
     result = PairScores(_flat(row_sums.log(), bx), _flat(column_sums.log(), by), _flat(positive, bx))
     return result, (params, x, y, labels, row_sums, column_sums)
@@ -130,23 +135,23 @@ def _backward(score_fn: ScoreFn, sizes: tuple[int, int], saved: Any, cotangents:
     row_weights = _Weights(row_sums, _tiles(cotangents.row, sizes[0]), _tiles(cotangents.positive, sizes[0]))
     column_weights = _Weights(column_sums, _tiles(cotangents.col, sizes[1]))
 
-    def row_tile(carry: tuple, row_side: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
+    def row_tile(carry: tuple, row_inputs: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
         d_params, d_columns = carry
-        row, of_row = row_side
+        row, row_weight = row_inputs
 
-        def pair_tile(carry: tuple, column_side: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
-            column, of_column = column_side
+        def pair_tile(carry: tuple, column_inputs: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
+            column, column_weight = column_inputs
             scores, pull = jax.vjp(score_fn, params, row.values, column.values)
-            wide = scores.astype(of_row.weight.dtype)
-            slope = of_row.weight[:, None] * _share(wide, of_row.log_sum, 1)
-            slope += of_column.weight[None, :] * _share(wide, of_column.log_sum, 0)
-            slope += jnp.where(_is_positive(row, column), of_row.positive[:, None], jnp.zeros_like(slope))
-            d_params, d_row, d_column = pull(_valid(row, column, slope, 0).astype(scores.dtype))
+            wide = scores.astype(row_weight.weight.dtype)
+            d_scores = row_weight.weight[:, None] * _softmax(wide, row_weight.log_sum, 1)
+            d_scores += column_weight.weight[None, :] * _softmax(wide, column_weight.log_sum, 0)
+            d_scores += jnp.where(_is_positive(row, column), row_weight.positive[:, None], jnp.zeros_like(d_scores))
+            d_params, d_row, d_column = pull(_valid(row, column, d_scores, 0).astype(scores.dtype))
             return _add(carry, (d_params, d_row)), widen(d_column)
 
         start = (d_params, _zeros(row.values))
-        (d_params, d_row), more = lax.scan(pair_tile, start, (columns, column_weights))
-        return (d_params, _add(d_columns, more)), d_row
+        (d_params, d_row), d_tile = lax.scan(pair_tile, start, (columns, column_weights))
+        return (d_params, _add(d_columns, d_tile)), d_row
 
     start = (_zeros(params), _zeros(columns.values))
     (d_params, d_y), d_x = lax.scan(row_tile, start, (rows, row_weights))
@@ -159,25 +164,28 @@ _pair_scores.defvjp(_forward, _backward)
 
 
 def _sides(sizes: tuple[int, int], x: Any, y: Any, labels: Array) -> tuple[_Rows, _Rows]:
-    """Both sides cut into tiles. The last tile is filled up with copies of the last row, which every score accepts."""
+    """Split x and y into tiles.
+
+    The last tile is padded with copies of the last row, which are valid inputs of any score function.
+    """
 
     def side(values: Any, size: int, label: Array | None) -> _Rows:
         count = leading_rows("x or y", values)
-        place = _tiles(jnp.arange(count, dtype=jnp.int32), size, constant_values=-1)
-        filled = jax.tree.map(lambda a: _tiles(a, size, mode="edge"), values)
-        return _Rows(place, filled, None if label is None else _tiles(label, size))
+        index = _tiles(jnp.arange(count, dtype=jnp.int32), size, constant_values=-1)
+        padded = jax.tree.map(lambda a: _tiles(a, size, mode="edge"), values)
+        return _Rows(index, padded, None if label is None else _tiles(label, size))
 
     return side(x, sizes[0], labels), side(y, sizes[1], None)
 
 
 def _tiles(a: Array, size: int, **padding: Any) -> Array:
-    """`[b, ...]` to `[tiles, size, ...]`."""
+    """Pad and reshape `[b, ...]` to `[tiles, size, ...]`."""
     a = jnp.pad(a, ((0, -a.shape[0] % size),) + ((0, 0),) * (a.ndim - 1), **padding)
     return a.reshape(-1, size, *a.shape[1:])
 
 
 def _flat(a: Array, count: int) -> Array:
-    """The inverse of `_tiles` for b = `count`."""
+    """Invert `_tiles` for b = `count`."""
     return a.reshape(-1, *a.shape[2:])[:count]
 
 
@@ -185,29 +193,29 @@ def _head(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda a: a[:count], tree)
 
 
-def _valid(row: _Rows, column: _Rows, values: Array, otherwise: float) -> Array:
-    valid = (row.place >= 0)[:, None] & (column.place >= 0)[None, :]
-    return jnp.where(valid, values, jnp.full_like(values, otherwise))
+def _valid(row: _Rows, column: _Rows, values: Array, fill_value: float) -> Array:
+    valid = (row.row_index >= 0)[:, None] & (column.row_index >= 0)[None, :]
+    return jnp.where(valid, values, jnp.full_like(values, fill_value))
 
 
 def _is_positive(row: _Rows, column: _Rows) -> Array:
-    return row.label[:, None] == column.place[None, :]
+    return row.label[:, None] == column.row_index[None, :]
 
 
 def _log_sum(scores: Array, axis: int) -> LogSum:
-    reference = scores.max(axis)
-    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(reference), axis))
-    return LogSum(reference, terms.sum(axis))
+    max_score = scores.max(axis)
+    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(max_score), axis))
+    return LogSum(max_score, terms.sum(axis))
 
 
-def _share(scores: Array, log_sum: LogSum, axis: int) -> Array:
-    """The softmax of a tile of scores, given the sums over the whole axis."""
-    total = jnp.where(log_sum.sumexp > 0, log_sum.sumexp, jnp.ones_like(log_sum.sumexp))
+def _softmax(scores: Array, log_sum: LogSum, axis: int) -> Array:
+    """Softmax of one tile, normalized by the log-sum-exp over the whole axis."""
+    normalizer = jnp.where(log_sum.sumexp > 0, log_sum.sumexp, jnp.ones_like(log_sum.sumexp))
     terms = jnp.exp(scores - jnp.expand_dims(finite_shift(log_sum.shift), axis))
-    return terms / jnp.expand_dims(total, axis)
+    return terms / jnp.expand_dims(normalizer, axis)
 
 
-def _nothing(shape: tuple[int, ...], dtype: Any) -> LogSum:
+def _empty_log_sum(shape: tuple[int, ...], dtype: Any) -> LogSum:
     return LogSum(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
 

@@ -1,4 +1,4 @@
-"""What every loss shares: running where the batch is sharded, and means over the global batch."""
+"""Shared loss code: dispatch over a mesh, global reductions, argument checks."""
 
 import functools
 import math
@@ -23,21 +23,21 @@ def over_mesh(
     mesh: Mesh | None,
     sharded_result: Any = False,
 ) -> Any:
-    """Calls `loss(settings, axis_name, sharded, shared)` on each device's rows of the batch.
+    """Call `loss(settings, axis_name, sharded, shared)` on each device's rows.
 
     Args:
-      loss: module-level function that computes the loss inside `shard_map`, with the same scalar on every device.
+      loss: module-level function to run inside `shard_map`. It returns the same scalar on every device.
       settings: static, hashable settings. Eager calls with equal settings share one compiled program.
-      sharded: pytree of arrays `[b, ...]`; None for what is absent.
-      shared: pytree of arrays that all devices share.
-      axis_name: with a mesh, its axis (or axes) over which the batch is sharded, the first by default; without one, the
+      sharded: pytree of arrays `[b, ...]`; None for absent arrays.
+      shared: pytree of replicated arrays.
+      axis_name: mesh axis (or axes) over which the batch is sharded; the mesh's first axis by default. Without a mesh:
         axis of the enclosing `shard_map`, or None for one device.
-      mesh: given outside `shard_map`; None otherwise.
-      sharded_result: whether the result has rows of each device instead of being the same everywhere, or a tuple of
-        such for a tuple of results.
+      mesh: device mesh when called outside `shard_map`; None inside it.
+      sharded_result: True if the result is sharded over rows, False if it is replicated; a tuple of flags for a tuple
+        of results.
 
     Raises:
-      ValueError: the mesh has no such axis, or its devices cannot share the batch evenly.
+      ValueError: the mesh has no such axis, or the batch size is not divisible by its device count.
     """
     if mesh is None:
         return loss(settings, axis_name, sharded, shared)
@@ -48,7 +48,7 @@ def over_mesh(
                 f"expected a batch that {devices} devices can share evenly, got {array.shape[0]} rows; pad it and pass "
                 "a mask that is False for the padding"
             )
-    if AxisType.Explicit in mesh.axis_types:  # there a sharding is part of the type, and must be the one asked for
+    if AxisType.Explicit in mesh.axis_types:  # the sharding is part of the type, so shard_map requires this one
         rows = NamedSharding(mesh, PartitionSpec(axis_name))
         sharded = jax.tree.map(lambda a: jax.sharding.reshard(a, rows), sharded)
     return _mapped(loss, settings, axis_name, mesh, sharded_result)(sharded, shared)
@@ -56,7 +56,10 @@ def over_mesh(
 
 @functools.cache
 def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, mesh: Mesh, sharded_result: Any) -> Any:
-    """`loss` over the mesh. Compiled even when called eagerly: `shard_map` alone cannot run a `custom_vjp` there."""
+    """Map `loss` over the mesh.
+
+    Jitted even for eager calls, because an eager `shard_map` cannot run a `custom_vjp`.
+    """
     rows = PartitionSpec(axis_name)
     mapped = jax.shard_map(
         functools.partial(loss, settings, axis_name),
@@ -68,7 +71,9 @@ def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, m
 
 
 def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
-    """The axis (or axes) over which a batch is sharded, the mesh's first by default, and the number of its devices.
+    """Resolve the batch axis (or axes) and count its devices.
+
+    The mesh's first axis is the default.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -81,26 +86,26 @@ def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, 
 
 
 def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -> Array:
-    """Mean of `[b/n]` values over all devices, over those whose mask is True; 0 if there are none."""
+    """Mean of unmasked `[b/n]` values over all devices; 0 if all are masked."""
     if mask is None:
-        total, count = values.sum(), jnp.asarray(values.size, values.dtype)
+        value_sum, count = values.sum(), jnp.asarray(values.size, values.dtype)
     else:
-        total = jnp.where(mask, values, jnp.zeros_like(values)).sum()
+        value_sum = jnp.where(mask, values, jnp.zeros_like(values)).sum()
         count = mask.sum().astype(values.dtype)
-    total, count = global_sum(total, axis_name), global_sum(count, axis_name)
-    return total / jnp.maximum(count, jnp.ones_like(count))
+    value_sum, count = global_sum(value_sum, axis_name), global_sum(count, axis_name)
+    return value_sum / jnp.maximum(count, jnp.ones_like(count))
 
 
 def global_sum(value: Array, axis_name: AxisName | None) -> Array:
-    """Sum over all devices."""
+    """Sum `value` over all devices."""
     return lax.psum(value, axis_name) if axis_name else value
 
 
 def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
-    """`value` as a scalar of at least fp32.
+    """Cast `value` to a scalar of at least fp32.
 
     Raises:
-      ValueError: it is not a scalar.
+      ValueError: `value` is not a scalar.
     """
     value = jnp.asarray(value)
     if value.shape != ():
@@ -109,19 +114,18 @@ def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
 
 
 def cross_entropy(negative_lse: Array, positive: Array) -> Array:
-    """`log(exp(negative_lse) + exp(positive)) - positive` in nats, elementwise.
+    """Elementwise `log(exp(negative_lse) + exp(positive)) - positive`, in nats.
 
-    Keeps full relative precision for a confident row: the difference of two logits near 100 would be rounded to 8e-6 in
-    fp32, and its gradient to 1e-7, however small they are.
+    Softplus keeps full relative precision for a confident row. In fp32 the direct difference of two logits near 100
+    has a rounding error of 8e-6 and its gradient one of 1e-7, however small the true values are.
     """
     return jax.nn.softplus(negative_lse - positive)
 
 
 def check_pairs(image: Array, text: Array) -> None:
-    """Checks that row i of one side can be the positive of row i of the other.
+    """Raise `ValueError` unless image and text have equal shapes `[b, D]`.
 
-    Raises:
-      ValueError: shapes differ or are not `[b, D]`.
+    Row i of one side can then be the positive of row i of the other.
     """
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(f"expected image and text features of the same shape [b, D], got {image.shape}, {text.shape}")

@@ -1,4 +1,4 @@
-"""The symmetric InfoNCE loss of CLIP, at any batch size."""
+"""Symmetric InfoNCE loss of CLIP."""
 
 from typing import Any
 
@@ -18,42 +18,44 @@ def clip_loss(
     mask: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """Symmetric contrastive loss over all pairs of the global batch: `mean_i((row_i + col_i) / 2 - scale * s_ii)`.
+    """Symmetric InfoNCE loss over all pairs of the global batch.
 
-    `row_i` and `col_i` are the log-sum-exp of row i and column i of `scale * s`, with `s_ij = <image_i, text_j>`.
+    The loss is `mean_i((row_i + col_i) / 2 - scale * s_ii)` with similarities `s_ij = <image_i, text_j>`. Here `row_i`
+    and `col_i` are the log-sum-exp of row i and column i of `scale * s`.
 
-    Exact, differentiable in the features and the scale, and the same value on every device; its gradient is the
-    gradient of that one value, with no factor of the device count. Radford et al., "Learning Transferable Visual
-    Models From Natural Language Supervision" (CLIP), Figure 3; computed as Cheng et al. (Inf-CL), see `pairwise_lse`.
+    The loss is exact, differentiable in the features and the scale, and equal on every device. Its gradient carries no
+    factor of the device count. Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
+    (CLIP), Figure 3. The computation follows Cheng et al. (Inf-CL), see `pairwise_lse`.
 
-    For fp32 features, loss and gradients have a relative error of about 6e-8 times the largest absolute logit, also
-    where the loss is close to zero: it is computed from the log-sum-exp over the negatives.
+    For fp32 features, loss and gradients have a relative error of about 6e-8 times the largest absolute logit. This
+    also holds for a loss close to zero, because it is computed from the log-sum-exp over the negatives.
 
-    Inside `shard_map`, keep its default `check_vma=True` to take gradients there. With `check_vma=False` JAX transposes
-    the sum over devices into another sum, and gradients taken inside `shard_map` come out too large by the number of
-    devices; take them outside then.
+    To take gradients inside `shard_map`, keep its default `check_vma=True`. With `check_vma=False` JAX transposes the
+    sum over devices into another sum, so gradients taken inside `shard_map` are too large by the device count. In that
+    case differentiate outside `shard_map`.
 
     Example:
       >>> loss, gradient = jax.value_and_grad(clip_loss)(image, text, 14.3)          # one device
       >>> loss = jax.jit(lambda i, t, s: clip_loss(i, t, s, mesh=mesh))(image, text, scale)  # sharded over a mesh
 
     Args:
-      image: `[b, D]` L2-normalised features, bf16, fp16, fp32 or fp64.
+      image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.
       text: `[b, D]`, same dtype; row i belongs to row i of `image`.
       logit_scale: scalar that multiplies the similarities (the exponential of CLIP's parameter).
-      axis_name: inside `shard_map`: the mesh axis of the batch; `image` and `text` are this device's rows. With `mesh`:
-        the axis (or axes) of the mesh over which the batch is sharded, by default its first.
-      mesh: outside `shard_map`: the mesh over which the global arrays are sharded. Neither: one device.
-      mask: bool `[b]`, False for masked pairs (padding): they are in no sum and not in the mean, and their features may
-        hold anything, NaN included.
-      implementation: see `pairwise_lse`.
+      axis_name: mesh axis (or axes) over which the batch is sharded; with `mesh`, its first axis by default. Inside
+        `shard_map`, `image` and `text` are this device's rows.
+      mesh: mesh over which the global arrays are sharded, outside `shard_map`. With neither `axis_name` nor `mesh`, the
+        batch is on one device.
+      mask: bool `[b]`, False for masked pairs (padding). They contribute to no sum and no mean, and their features may
+        hold any values, NaN included.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
-      Scalar in fp32 (fp64 for fp64 features); 0 if no pair exists.
+      Scalar in fp32 (fp64 for fp64 features); 0 if all pairs are masked.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, the devices cannot share the batch evenly, or `axis_name` is missing
-        inside `shard_map`.
+      ValueError: shapes or dtypes do not match, the batch size is not divisible by the device count, or `axis_name` is
+        missing inside `shard_map`.
     """
     check_pairs(image, text)
     scale = checked_scalar("logit_scale", logit_scale, image)

@@ -1,4 +1,4 @@
-"""One-directional InfoNCE with hard negatives, as used in dense text retrieval."""
+"""One-directional InfoNCE with hard negatives for dense text retrieval."""
 
 import dataclasses
 from typing import Any
@@ -34,33 +34,36 @@ def retrieval_loss(
     passage_mask: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """Mean over queries of `row_i - scale * s_{i, labels_i}`: every query against all passages of the global batch.
+    """InfoNCE of every query against all passages of the global batch.
 
-    Passages that are no query's positive are hard negatives for all. Karpukhin et al., "Dense Passage Retrieval",
-    section 3.2; Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", eq. 1.
+    The loss is the mean over queries of `row_i - scale * s_{i, labels_i}`, with `row_i` the log-sum-exp of row i of
+    `scale * s`. A passage that is no query's positive is a hard negative for all queries.
+
+    Karpukhin et al., "Dense Passage Retrieval", section 3.2; Gao et al., "Scaling Deep Contrastive Learning Batch Size
+    under Memory Limited Setup", eq. 1.
 
     Args:
       query: `[bq, D]` features, bf16, fp16, fp32 or fp64.
       passage: `[bp, D]` features of the same dtype, `bp >= bq` unless `labels` are given.
       scale: scalar that multiplies the similarities.
-      labels: int `[bq]`, the row of `passage` that answers each query; row i by default, for which the two sides must
-        be equally long on a mesh. A query and its passage must be on the same device: passages grouped by query
-        (`labels = arange(bq) * passages_per_query`) are. With `axis_name` alone the labels index into this device's
-        rows, with `mesh` into the global array.
-      axis_name: as in `clip_loss`.
-      mesh: as in `clip_loss`.
-      mask: bool `[bq]`, False for masked queries (padding), which are not in the mean.
-      passage_mask: bool `[bp]`, False for masked passages, which are in no sum. A query whose positive passage is
-        masked has no loss and leaves the mean. Masked features may hold anything, NaN included.
-      implementation: see `pairwise_lse`.
+      labels: int `[bq]`, row of each query's positive in `passage`; row i by default, which on a mesh requires
+        `bp == bq`. A query and its positive must be on the same device. Passages grouped by query
+        (`labels = arange(bq) * passages_per_query`) satisfy this. With `axis_name` alone the labels index into this
+        device's rows, with `mesh` into the global array.
+      axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
+      mesh: mesh over which the global arrays are sharded, see `clip_loss`.
+      mask: bool `[bq]`, False for masked queries (padding), which the mean excludes.
+      passage_mask: bool `[bp]`, False for masked passages, which the sums exclude. The mean also excludes a query whose
+        positive is masked. Masked features may hold any values, NaN included.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
-      Scalar in fp32 (fp64 for fp64 features), the same on every device; 0 if no query is left. If a traced label is out
-      of range, loss and gradients are NaN.
+      Scalar in fp32 (fp64 for fp64 features), the same on every device; 0 if every query is excluded. If a traced label
+      is out of range, loss and gradients are NaN.
 
     Raises:
-      ValueError: shapes, dtypes, labels or masks do not fit; labels and masks are known (not traced) and mask the
-        positive of every query, or place a positive on another device; `axis_name` is missing inside `shard_map`.
+      ValueError: shapes, dtypes, labels or masks do not match; `axis_name` is missing inside `shard_map`; concrete (not
+        traced) labels and masks exclude the positive of every query, or a positive is on another device.
     """
     mask = checked_mask("mask", mask, query.shape[0])
     passage_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
@@ -73,7 +76,7 @@ def retrieval_loss(
         check_label_range(labels, passage.shape[0], mask)
     if mesh is not None and labels is not None:
         _check_same_device(labels, mask, query.shape[0], passage.shape[0], axis_and_devices(mesh, axis_name)[1])
-    _check_positives_left(labels, mask, passage_mask, query.shape[0])
+    _check_any_positive(labels, mask, passage_mask, query.shape[0])
     settings = _Settings(implementation, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
     sharded = (query, passage, labels, mask, passage_mask)
@@ -85,7 +88,7 @@ class _Settings:
     """Static settings of one call.
 
     Attributes:
-      implementation: see `pairwise_lse`.
+      implementation: backend, see `pairwise_lse`.
       global_labels: whether labels index into the passages of all devices.
     """
 
@@ -115,33 +118,37 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
 
 
 def _with_positive(labels: Array | None, mask: Array | None, passage_mask: Array, queries: int) -> Array:
-    """Mask of the queries whose positive is not masked, those with a label out of range included."""
+    """Mask out queries whose positive is masked.
+
+    Queries with an out-of-range label stay, so that they make the loss NaN.
+    """
     if labels is None:
-        kept = passage_mask[:queries]
+        valid = passage_mask[:queries]
     else:
         out_of_range = (labels < 0) | (labels >= len(passage_mask))
-        kept = out_of_range | jnp.take(passage_mask, labels, mode="clip")
-    return kept if mask is None else kept & mask
+        valid = out_of_range | jnp.take(passage_mask, labels, mode="clip")
+    return valid if mask is None else valid & mask
 
 
 def _check_same_device(labels: Array, mask: Array | None, queries: int, passages: int, devices: int) -> None:
     if not all(map(is_known, (labels, mask))) or queries % devices or passages % devices:
         return
-    own, other = np.arange(queries) // (queries // devices), np.asarray(labels) // (passages // devices)
-    apart = (own != other) if mask is None else (own != other) & np.asarray(mask)
-    if apart.any():
-        i = int(apart.argmax())
+    query_device = np.arange(queries) // (queries // devices)
+    positive_device = np.asarray(labels) // (passages // devices)
+    remote = (query_device != positive_device) if mask is None else (query_device != positive_device) & np.asarray(mask)
+    if remote.any():
+        i = int(remote.argmax())
         raise ValueError(
-            f"expected each query and its positive on the same device, got query {i} on device {own[i]} and passage "
-            f"{np.asarray(labels)[i]} on device {other[i]}; group the passages by query"
+            f"expected each query and its positive on the same device, got query {i} on device {query_device[i]} and "
+            f"passage {np.asarray(labels)[i]} on device {positive_device[i]}; group the passages by query"
         )
 
 
-def _check_positives_left(labels: Array | None, mask: Array | None, passage_mask: Array | None, queries: int) -> None:
+def _check_any_positive(labels: Array | None, mask: Array | None, passage_mask: Array | None, queries: int) -> None:
     if passage_mask is None or not all(map(is_known, (labels, mask, passage_mask))):
         return
-    kept = np.ones(queries, bool) if mask is None else np.asarray(mask)
-    positives = (np.arange(queries) if labels is None else np.asarray(labels))[kept]
+    unmasked = np.ones(queries, bool) if mask is None else np.asarray(mask)
+    positives = (np.arange(queries) if labels is None else np.asarray(labels))[unmasked]
     if len(positives) and not np.asarray(passage_mask)[positives].any():
         raise ValueError(
             f"expected a passage_mask that keeps the positive of some query, got one that masks the positives of all "

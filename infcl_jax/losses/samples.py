@@ -1,4 +1,4 @@
-"""What a global contrastive loss remembers of every sample of the dataset, sharded over the devices by sample."""
+"""Per-sample state of the global contrastive losses, sharded over the devices."""
 
 from typing import Any, NamedTuple
 
@@ -11,19 +11,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from infcl_jax.checks import is_known
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
 
-# The arrays are as long as the next multiple, whatever the devices: a checkpoint fits any number that divides it.
+# State arrays are padded to a multiple of this many rows, independent of the mesh. A checkpoint therefore loads on any
+# device count that divides it.
 LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7
 
 
 class SampleState(NamedTuple):
-    """Column 0 belongs to a sample's image, column 1 to its text; sample k is row k. All fp32.
+    """Per-sample estimators u and temperatures tau, as fp32 arrays `[n, 2]`.
+
+    Row k holds sample k. Column 0 belongs to its image, column 1 to its text. The temperature and its moments are None
+    for losses with a single temperature.
 
     Attributes:
-      log_u: `[n, 2]` logarithm of the moving average of the pairs' mean exponentials; -inf for a sample not yet seen,
-        +inf for padding rows.
-      temperature: `[n, 2]` temperature of each sample, None for losses with one temperature for all.
-      first_moment: `[n, 2]` of the temperature's gradient, None likewise.
-      second_moment: `[n, 2]` of the temperature's gradient, None likewise.
+      log_u: logarithm of u, the moving average of the mean exponentials over pairs; -inf for an unseen sample, +inf for
+        padding rows.
+      temperature: temperature of each sample.
+      first_moment: Adam's first moment of the temperature gradient.
+      second_moment: Adam's second moment of the temperature gradient.
     """
 
     log_u: Array
@@ -35,17 +39,19 @@ class SampleState(NamedTuple):
 def create_samples(
     samples: int, *, temperature: float | None = None, axis_name: AxisName | None = None, mesh: Mesh | None = None
 ) -> SampleState:
-    """The state of a dataset that has not been seen: 8 bytes per sample, 32 with temperatures of their own.
+    """Create the sample state of an unseen dataset.
+
+    It takes 8 bytes per sample, or 32 with per-sample temperatures.
 
     Args:
-      samples: of the dataset, indexed from 0.
-      temperature: where every sample's own temperature starts; None for losses with one temperature for all.
-      axis_name: axis (or axes) of the mesh over which the state is sharded, as the batch is; the first by default.
-      mesh: its devices, each of which holds consecutive samples; None: one device.
+      samples: number of samples in the dataset, indexed from 0.
+      temperature: initial per-sample temperature; None for losses with a single temperature.
+      axis_name: mesh axis (or axes) over which batch and state are sharded; the first by default.
+      mesh: mesh whose devices each hold consecutive samples; None for one device.
 
     Raises:
-      ValueError: too few or too many samples, a temperature that is not positive, an unknown axis, or a number of
-        devices that does not divide `LENGTH_MULTIPLE`.
+      ValueError: too few or too many samples, a temperature that is not positive, an unknown axis, or a device count
+        that does not divide `LENGTH_MULTIPLE`.
     """
     if not 1 <= samples < 2**31 - LENGTH_MULTIPLE:
         raise ValueError(f"expected 1 to 2^31 samples, which int32 can index, got {samples}")
@@ -70,22 +76,22 @@ def create_samples(
 
 
 def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
-    """Checks that known (not traced) indices are samples of the dataset.
+    """Check that concrete (not traced) indices are samples of the dataset.
 
-    The size of the dataset is known if the state is on one device and not traced. Otherwise it is rounded up to a
+    The dataset size is known if the state is concrete and on one device. Otherwise the check uses the padded size, a
     multiple of `LENGTH_MULTIPLE`.
 
     Args:
       index: int `[b]`, sample of each row of the global batch.
-      mask: bool `[b]`, False for rows whose index may be anything.
-      state: of the whole dataset.
+      mask: bool `[b]`, False for rows whose index is not checked.
+      state: sample state of the whole dataset.
 
     Raises:
       ValueError: an index is out of range.
     """
     if not (is_known(index) and is_known(mask)):
         return
-    rows = np.asarray(index)[... if mask is None else np.asarray(mask)]  # under jit, jax.numpy would trace even this
+    rows = np.asarray(index)[... if mask is None else np.asarray(mask)]  # NumPy, because jax.numpy is traced under jit
     if not rows.size:
         return
     low, high, samples = int(rows.min()), int(rows.max()), state.log_u.shape[0]
@@ -102,24 +108,26 @@ def _is_on_one_device(array: Array) -> bool:
 
 
 def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -> SampleState:
-    """The rows of some samples, inside `shard_map`; what moves between devices is 12 bytes per row of the batch.
+    """Read the state rows of the local batch, inside `shard_map`.
+
+    Communication is 12 bytes per row of the batch.
 
     Args:
-      state: this device's part.
+      state: this device's shard of the sample state.
       index: int `[b/n]`, samples of this device's rows of the batch.
       axis_name: mesh axes of batch and state; None for one device.
 
     Returns:
-      `[b/n, 2]` arrays; NaN where there is no such sample.
+      `[b/n, 2]` arrays; NaN where the index is not a sample.
     """
-    everyone = _gathered(index, axis_name)
-    local, mine = _local(state, everyone, axis_name)
+    global_index = _gather(index, axis_name)
+    local_index, is_local = _local_index(state, global_index, axis_name)
     length = state.log_u.shape[0] * (lax.axis_size(axis_name) if axis_name else 1)
-    exists = ((everyone >= 0) & (everyone < length))[:, None]
+    exists = ((global_index >= 0) & (global_index < length))[:, None]
 
     def read(array: Array) -> Array:
-        rows = _rows(array, local, mine)
-        rows = jnp.where(mine[:, None], rows, jnp.zeros_like(rows))  # of all devices one has it
+        rows = _take_rows(array, local_index, is_local)
+        rows = jnp.where(is_local[:, None], rows, jnp.zeros_like(rows))  # one device has the row, the sum adds zeros
         rows = jnp.where(exists, rows, jnp.full_like(rows, jnp.nan))
         return lax.psum_scatter(rows, axis_name, tiled=True) if axis_name else rows
 
@@ -136,55 +144,55 @@ def write_samples(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
 ) -> SampleState:
-    """The state with new rows for some samples, in place where the state is donated.
+    """Write rows into the sample state, in place if the state is donated.
 
-    Of several rows for one sample the last in the order of the batch counts.
+    If the batch contains a sample more than once, the last row wins.
 
     Args:
-      state: of `create_samples`.
-      index: int `[b]`, the sample of each row. Rows without such a sample are left out, and padding is never written.
-      rows: `[b, 2]` arrays.
-      axis_name: as in `clip_loss`.
-      mesh: as in `clip_loss`.
+      state: sample state from `create_samples`.
+      index: int `[b]`, sample of each row. Rows whose index is out of range or a padding row of the state are dropped.
+      rows: new state rows, `[b, 2]` arrays.
+      axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
+      mesh: mesh over which batch and state are sharded, see `clip_loss`.
     """
     return over_mesh(_write, None, (state, index, rows), None, axis_name=axis_name, mesh=mesh, sharded_result=True)
 
 
 def _write(settings: None, axis_name: AxisName | None, sharded: Any, shared: None) -> SampleState:
     state, index, rows = sharded
-    everyone = _gathered(index, axis_name)
-    local, mine = _local(state, everyone, axis_name)
+    global_index = _gather(index, axis_name)
+    local_index, is_local = _local_index(state, global_index, axis_name)
     size = state.log_u.shape[0]
-    beyond = size + jnp.arange(len(everyone), dtype=jnp.int32)  # dropped, and no two alike
-    is_sample = mine & ~jnp.isposinf(_rows(state.log_u, local, mine)[:, 0])
-    place = jnp.where(is_sample & _is_last(everyone), local, beyond)
+    out_of_bounds = size + jnp.arange(len(global_index), dtype=jnp.int32)  # distinct, as unique_indices requires
+    is_sample = is_local & ~jnp.isposinf(_take_rows(state.log_u, local_index, is_local)[:, 0])
+    target = jnp.where(is_sample & _is_last(global_index), local_index, out_of_bounds)
     return jax.tree.map(
-        lambda array, new: array.at[place].set(
-            _gathered(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
+        lambda array, new: array.at[target].set(
+            _gather(new.astype(array.dtype), axis_name), mode="drop", unique_indices=True
         ),
         state,
         rows,
     )
 
 
-def _gathered(rows: Array, axis_name: AxisName | None) -> Array:
+def _gather(rows: Array, axis_name: AxisName | None) -> Array:
     return lax.all_gather(rows, axis_name, tiled=True) if axis_name else rows
 
 
-def _local(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
-    """Rows of this device's part, and which of them there are."""
+def _local_index(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
+    """Index into this device's shard, and a mask of the entries in the shard."""
     size = state.log_u.shape[0]
-    local = index - lax.axis_index(axis_name) * size if axis_name else index
-    return local, (local >= 0) & (local < size)
+    local_index = index - lax.axis_index(axis_name) * size if axis_name else index
+    return local_index, (local_index >= 0) & (local_index < size)
 
 
-def _rows(array: Array, local: Array, mine: Array) -> Array:
-    """Rows `local` of this device's part, the first row where they are not its own."""
-    return array.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
+def _take_rows(array: Array, local_index: Array, is_local: Array) -> Array:
+    """Take rows of this device's shard; row 0 where `is_local` is False."""
+    return array.at[jnp.where(is_local, local_index, 0)].get(mode="promise_in_bounds")
 
 
 def _is_last(index: Array) -> Array:
-    """Whether no later entry is the same."""
+    """Mask of the entries that do not occur again later."""
     order = jnp.argsort(index, stable=True)
     sorted_index = index[order]
     last = jnp.concatenate([sorted_index[1:] != sorted_index[:-1], jnp.ones_like(index[:1], bool)])

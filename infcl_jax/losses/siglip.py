@@ -1,4 +1,7 @@
-"""The pairwise sigmoid loss of SigLIP on the ring: a plain sum over pairs, one sweep forward and one backward."""
+"""Pairwise sigmoid loss of SigLIP, accumulated around the ring.
+
+Forward and backward each rotate the text blocks around the ring once.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +26,7 @@ from infcl_jax.ops.pairwise_lse.base import (
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
 from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
 
-# implementation -> rows of one strip (None: the whole block of a ring step at once)
+# implementation -> rows per strip; None computes the whole block of a ring step at once
 _STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
 
 
@@ -38,26 +41,29 @@ def siglip_loss(
     mask: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """`1/b sum_ij softplus(-z_ij (scale * s_ij + bias))` over the global batch, with z = 1 on the diagonal, else -1.
+    """Pairwise sigmoid loss over all pairs of the global batch.
 
-    Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1 and section 3.3 (text travels round the devices).
+    The loss is `1/b sum_ij softplus(-z_ij (scale * s_ij + bias))` with `s_ij = <image_i, text_j>`, and z = 1 on the
+    diagonal, else -1. Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1 and section 3.3 (text features
+    rotate around the devices).
 
     Args:
-      image: `[b, D]` L2-normalised features, bf16, fp16, fp32 or fp64.
+      image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.
       text: `[b, D]`, same dtype; row i belongs to row i of `image`.
       logit_scale: scalar inverse temperature.
       logit_bias: scalar bias.
-      axis_name: as in `clip_loss`.
-      mesh: as in `clip_loss`.
-      mask: bool `[b]`, False for masked pairs (padding), whose features may hold anything; b is then the number of the
-        others.
-      implementation: None (the best for the platform), "xla" (ring, strips inside the device), "ring" (whole blocks).
+      axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
+      mesh: mesh over which the global arrays are sharded, see `clip_loss`.
+      mask: bool `[b]`, False for masked pairs (padding). The sum and b exclude them, and their features may hold any
+        values.
+      implementation: "xla" (ring, strips inside the device), "ring" (whole blocks), or None (the best for the
+        platform).
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device.
 
     Raises:
-      ValueError: shapes, dtypes or the implementation do not fit.
+      ValueError: shapes or dtypes do not match, or the implementation is unknown.
     """
     check_pairs(image, text)
     check_implementation(implementation, tuple(_STRIP_ROWS))
@@ -81,13 +87,15 @@ def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The static part of one call."""
+    """Static settings of one call."""
 
     axis_name: AxisName | None
     strip_rows: int | None
 
 
 class _Strip(NamedTuple):
+    """Rows of one strip, with positive columns, mask and loss cotangents."""
+
     x: Array
     labels: Array
     mask: Array | None
@@ -96,14 +104,14 @@ class _Strip(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row_sums(plan: _Plan, x: Array, y: Array, scale: Array, bias: Array, mask: Array | None) -> Array:
-    """`[b/n]`: each row's sum over the columns of all devices."""
+    """Sum each row's loss terms over the columns of all devices, `[b/n]`."""
 
-    def compare(travelling: tuple, own: bool) -> tuple[Array, None]:
-        y, y_mask = travelling
+    def compare(block: tuple, is_local: bool) -> tuple[Array, None]:
+        y, y_mask = block
 
         def strip(carry: None, rows: _Strip) -> tuple[None, Array]:
             logits = scale * similarities(rows.x, y) + bias
-            signed = jnp.where(is_positive(rows.labels, y), -logits, logits) if own else logits
+            signed = jnp.where(is_positive(rows.labels, y), -logits, logits) if is_local else logits
             return carry, _where_valid(rows, y_mask, jax.nn.softplus(signed)).sum(1)
 
         return scan_strips(strip, None, _rows(plan, x, mask), plan.strip_rows)[1], None
@@ -119,32 +127,33 @@ def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
     x, y, scale, bias, mask = operands
     dtype = accumulation_dtype(x.dtype)
 
-    parts = ring.split((y, mask), plan.axis_name)
+    column_blocks = ring.split((y, mask), plan.axis_name)
 
-    def compare(i: int, panel: tuple, home: tuple, d_y: Array, own: bool) -> tuple[tuple, Array]:
-        first, (y, y_mask) = parts[i][0], panel
+    def compare(i: int, block: tuple, local: tuple, d_y: Array, is_local: bool) -> tuple[tuple, Array]:
+        first, (y, y_mask) = column_blocks[i][0], block
 
         def strip(carry: tuple, rows: _Strip) -> tuple[tuple, Array]:
             d_y, d_scale, d_bias = carry
             s = similarities(rows.x, y)
             logits = scale * s + bias
-            slope = jax.nn.sigmoid(logits)
-            if own:  # sigmoid(z) - 1 = -sigmoid(-z), without the cancellation
-                slope = jnp.where(is_positive(rows.labels - first, y), -jax.nn.sigmoid(-logits), slope)
-            slope = _where_valid(rows, y_mask, rows.weight[:, None] * slope)
-            d_s = (scale * slope).astype(x.dtype)
-            carry = (d_y + matmul(d_s, rows.x, contract=(0, 0)), d_scale + (slope * s).sum(), d_bias + slope.sum())
+            d_logits = jax.nn.sigmoid(logits)
+            if is_local:  # sigmoid(z) - 1 = -sigmoid(-z), without cancellation
+                d_logits = jnp.where(is_positive(rows.labels - first, y), -jax.nn.sigmoid(-logits), d_logits)
+            d_logits = _where_valid(rows, y_mask, rows.weight[:, None] * d_logits)
+            d_s = (scale * d_logits).astype(x.dtype)
+            d_y = d_y + matmul(d_s, rows.x, contract=(0, 0))
+            carry = (d_y, d_scale + (d_logits * s).sum(), d_bias + d_logits.sum())
             return carry, matmul(d_s, y, contract=(1, 0))
 
-        d_x, *scalars = home
-        (d_y, *scalars), more = scan_strips(strip, (d_y, *scalars), _rows(plan, x, mask, weight), plan.strip_rows)
-        return (d_x + more, *scalars), d_y
+        d_x, *scalars = local
+        (d_y, *scalars), d_x_block = scan_strips(strip, (d_y, *scalars), _rows(plan, x, mask, weight), plan.strip_rows)
+        return (d_x + d_x_block, *scalars), d_y
 
-    home = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (x.shape, (), ()))
-    away = [constant(panel[0].shape, 0, dtype, varying_like=x) for _, panel in parts]
-    home, away = ring.accumulate(compare, [panel for _, panel in parts], home, away, plan.axis_name)
-    d_x, d_scale, d_bias = home
-    return d_x.astype(x.dtype), jnp.concatenate(away).astype(y.dtype), d_scale, d_bias, None
+    local = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (x.shape, (), ()))
+    remote = [constant(block[0].shape, 0, dtype, varying_like=x) for _, block in column_blocks]
+    local, remote = ring.accumulate(compare, [block for _, block in column_blocks], local, remote, plan.axis_name)
+    d_x, d_scale, d_bias = local
+    return d_x.astype(x.dtype), jnp.concatenate(remote).astype(y.dtype), d_scale, d_bias, None
 
 
 _row_sums.defvjp(_forward, _backward)

@@ -1,4 +1,7 @@
-"""Where a training step's memory goes, before it runs: a report by part, the largest batch, the best chunk size."""
+"""Memory planning for training steps, from shapes alone.
+
+Plans list memory by category. Searches find the largest batch and the best chunk size.
+"""
 
 from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import MemoryPlan, Workload, compare_with_compiled, compiled_bytes, plan_memory

@@ -1,4 +1,4 @@
-"""The memory of one training step by part."""
+"""Memory plan of one training step."""
 
 import dataclasses
 from typing import Any, NamedTuple, cast
@@ -22,26 +22,27 @@ from infcl_jax.training.step import LOSSES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, and how.
+    """Settings of a training step that determine its memory.
 
     Attributes:
-      model: a `CLIP` module, or its configuration.
-      optimizer: whose state and updates are counted.
-      batch_size: b, global.
-      devices: n, over which the batch is sharded; everything else is on every one of them, but for "fsdp".
-      chunk_size: rows encoded at once, over all devices; None: the whole batch, no gradient caching.
-      keep: chunks whose activations are kept from the first pass.
-      keep_residual: whether the other chunks keep their residual streams.
-      residency: "device": batches are on the devices, the one in use and the next. "host" and "replay": two chunks are,
-        and the next.
-      implementation: of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
-      loss: "clip", also for the global contrastive losses, or "siglip".
+      model: `CLIP` module, or its configuration.
+      optimizer: optimizer, for the sizes of its state and updates.
+      batch_size: global batch size b.
+      devices: number of devices n over which the batch is sharded. Everything else is replicated, except with "fsdp".
+      chunk_size: rows encoded at once, over all devices; None for the whole batch without gradient caching.
+      keep: number of chunks that store activations in the first pass.
+      keep_residual: whether the other chunks store their residual streams.
+      residency: memory that holds the batch. With "device", device memory holds the current and the next batch. With
+        "host" or "replay", it holds two chunks and the next one.
+      implementation: implementation of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
+      loss: "clip" (also for the global contrastive losses) or "siglip".
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
-      frozen: towers that are not trained, "image" or "text".
-      sample_bytes: on each device, of what a global contrastive loss remembers of all samples.
+      frozen: frozen towers, "image" or "text".
+      sample_bytes: bytes of a global contrastive loss's sample state on each device.
 
     Raises:
-      ValueError: an unknown name, a number out of its range, or rows that the devices cannot share evenly.
+      ValueError: a name is unknown, a number is out of range, or `batch_size` or `chunk_size` is not divisible by
+        `devices`.
     """
 
     model: CLIP | CLIPConfig
@@ -88,17 +89,22 @@ class Workload:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a full chunk on one device; of the batch without caching."""
+        """Rows of a full chunk on one device; all rows without caching."""
         return self.rows if self.chunk_size is None else min(self.rows, self.chunk_size // self.devices)
 
     @property
     def kept_rows(self) -> int:
-        """Rows on one device that are encoded once; all of them without caching."""
+        """Rows on one device that are not recomputed; all rows without caching."""
         return self.rows if self.chunk_size is None else min(self.rows, self.keep * self.chunk_rows)
 
 
 class Source(NamedTuple):
-    """How a figure was obtained: what it counts, and whether exactly."""
+    """Label and method of one figure.
+
+    Attributes:
+      counts: label in the table.
+      method: "exact", "traced", "formula" or "compiled".
+    """
 
     counts: str
     method: str
@@ -109,24 +115,24 @@ EXACT, TRACED, FORMULA, COMPILED = "exact", "traced", "formula", "compiled"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on each device.
+    """Memory of a training step in bytes on each device.
 
     Attributes:
-      workload: what was planned.
-      parameters: of the model; with "fsdp" this device's part.
-      optimizer: its state; likewise.
-      samples: what a global contrastive loss remembers.
-      gradients: their sums over chunks; driven from the host, or with "fsdp", also the parameters' copy for the
-        encoders.
-      updates: the gradients that are scaled or turned into updates, beside their sums.
-      batch: images and texts of the batch in use; of two chunks where it is not on the devices.
-      next_batch: of the batch, or the chunk, that is on its way meanwhile.
-      features: of the batch, in the model's feature dtype, and their gradients.
-      kept: activations of the rows that are encoded once, and residual streams of the others.
-      activations: of the chunk whose gradient is computed; without one, what backward needs for a moment.
+      workload: settings of the step.
+      parameters: model parameters; one device's shard with "fsdp".
+      optimizer: optimizer state; one device's shard with "fsdp".
+      samples: sample state of a global contrastive loss.
+      gradients: gradients accumulated over chunks. With host residency or "fsdp" also the encoders' copy of the
+        parameters.
+      updates: scaled gradients or updates, separate from the accumulated gradients.
+      batch: images and texts of the current batch; of two chunks with host residency.
+      next_batch: images and texts of the next batch or chunk, which is transferred meanwhile.
+      features: features of the batch in the model's feature dtype, and their gradients.
+      kept: stored activations of the rows that are not recomputed, and stored residual streams of the others.
+      activations: activations of the recomputed chunk. Without recomputation, transient memory of the backward pass.
       loss: workspace of the loss.
       loss_method: "formula" or "compiled".
-      memory: what JAX may use of a device; None: not known.
+      memory: bytes that JAX may use on a device; None if unknown.
     """
 
     workload: Workload
@@ -146,14 +152,17 @@ class MemoryPlan:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """How each figure was obtained. "traced": from the shapes in the encoders' jaxpr, see `plan_memory`."""
+        """Label and method of each figure.
+
+        "traced" figures come from the shapes in the encoders' jaxprs, see `plan_memory`.
+        """
         return {
             "parameters": Source("parameters", EXACT),
             "optimizer": Source("optimizer state", EXACT),
             "samples": Source("state of the samples", EXACT),
             "gradients": Source("gradients", EXACT),
             "batch": Source("batch", EXACT),
-            "next_batch": Source("next batch on its way", EXACT),
+            "next_batch": Source("next batch, prefetched", EXACT),
             "features": Source("features, their gradients", EXACT),
             "kept": Source("activations kept", TRACED),
             "activations": Source("activations at a time", TRACED),
@@ -163,40 +172,50 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The most at one time.
+        """Peak memory of the step.
 
-        The loss comes before a chunk's activations, beside which only the gradients of the features are left; the
-        updates come when all that has gone.
+        The step has three phases: the loss, then the backward pass of each chunk, then the updates. The backward pass
+        needs only the gradients of the features. The updates start after activations and features have been freed.
         """
         state = self.parameters + self.optimizer + self.samples
-        lasting = state + self.gradients + self.batch + self.next_batch
-        encoding, loss = self.activations + self.features // 2, self.loss + self.features
-        return lasting + max(self.kept + max(encoding, loss), self.updates)
+        persistent = state + self.gradients + self.batch + self.next_batch
+        backward, loss = self.activations + self.features // 2, self.loss + self.features
+        return persistent + max(self.kept + max(backward, loss), self.updates)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into the memory known.
+        """Return whether the step fits into `memory`.
 
         Raises:
-          ValueError: the memory is not known.
+          ValueError: `memory` is None.
         """
         if self.memory is None:
-            raise ValueError("expected the memory of a device, which this one does not tell; give it, or its name")
+            raise ValueError("expected the memory of a device, got None; pass the memory in bytes or name the device")
         return self.total <= self.memory
 
 
 def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None = None) -> MemoryPlan:
-    """Where the memory of a training step goes, without running it.
+    """Plan the memory of a training step without running it.
 
-    Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations come from shapes,
-    too, of tracing each encoder forward and backward: what is stored counts from where it is computed to where it is
-    last used. On H200s, without the next batch, the total was 0.95 to 1.03 of what training steps of ViT-B/32, B/16 and
-    L/14 took in bf16, with caching and kept chunks and without, on one and on eight. What XLA plans for an encoder's
-    activations there is met within 2 % with fused attention, also with remat "dots"; with remat "full" the figure is a
-    quarter too large, with the residual stream kept of a single chunk an eighth, with attention "xla" in bf16 an eighth
-    too small. On the CPU, which stores more, totals are about 0.8 of what is needed. Attention None is planned as it
-    runs on the device at hand; for a Hopper GPU from elsewhere, plan under
-    `use_abstract_mesh(device_named("H100").mesh)`.
+    Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations are estimated from
+    the shapes in each encoder's forward and backward jaxpr: a stored array takes memory from its definition to its last
+    use.
+
+    Accuracy of totals, without the next batch: 0.95 to 1.03 of the measured memory of bf16 training steps of ViT-B/32,
+    B/16 and L/14 on one and eight H200s, with and without gradient caching and stored chunks; about 0.8 on the CPU,
+    which stores more.
+
+    Accuracy of an encoder's activations, against XLA's memory analysis on an H200:
+
+    | encoder | planned / XLA |
+    | --- | --- |
+    | fused attention, also with remat "dots" | within 2 % |
+    | remat "full" | 1/4 too large |
+    | stored residual stream, a single chunk | 1/8 too large |
+    | attention "xla" in bf16 | 1/8 too small |
+
+    Attention None is planned as it runs on the current device. To plan for a Hopper GPU on another host, call this
+    function under `use_abstract_mesh(device_named("H100").mesh)`.
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
@@ -204,9 +223,10 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
       >>> print(format_plan(plan_memory(run, device_named("H100").usable)))
 
     Args:
-      workload: what to plan.
-      memory: bytes that JAX may use of a device, such as `memory_at_hand()` or `device_named("H100").usable`.
-      mesh: of `workload.devices` devices: the loss is compiled for them. None: its workspace by `loss_workspace`.
+      workload: settings of the training step.
+      memory: bytes that JAX may use on a device, such as `memory_at_hand()` or `device_named("H100").usable`.
+      mesh: mesh of `workload.devices` devices for which to compile the loss. None estimates its workspace with
+        `loss_workspace`.
 
     Raises:
       ValueError: the mesh has another number of devices, or the loss does not run on them.
@@ -218,23 +238,23 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
     with planned_device():
         encoders = dict(zip(TOWERS, towers(cast(CLIP, workload.model)), strict=True))
     trained = [tower for name, tower in encoders.items() if name not in workload.frozen]
-    row = sum(tower.row for tower in encoders.values())
+    row_bytes = sum(tower.row_bytes for tower in encoders.values())
     on_device = workload.residency == "device"
-    again = kept_rows < rows
+    recomputes = kept_rows < rows
     partly_kept_rows = rows - kept_rows if workload.keep_residual else 0
     return MemoryPlan(
         workload=workload,
-        parameters=state.part,
+        parameters=state.parameter_shard,
         optimizer=state.optimizer,
         samples=workload.sample_bytes,
         gradients=state.gradients(on_device),
         updates=state.updates,
-        batch=row * (rows if on_device else min(rows, 2 * chunk)),
-        next_batch=row * (rows if on_device else chunk),
+        batch=row_bytes * (rows if on_device else min(rows, 2 * chunk)),
+        next_batch=row_bytes * (rows if on_device else chunk),
         features=2 * len(encoders) * rows * _width(workload.model) * _feature_dtype(workload.model).itemsize,
-        kept=sum(tower.kept(kept_rows) + tower.residual(partly_kept_rows) for tower in trained),
+        kept=sum(tower.stored(kept_rows) + tower.residual(partly_kept_rows) for tower in trained),
         activations=max(
-            *(_at_a_time(tower, chunk, again, workload.keep_residual) for tower in trained),
+            *(_chunk_activations(tower, chunk, recomputes, workload.keep_residual) for tower in trained),
             *(encoders[name].forward(chunk) for name in workload.frozen),
         ),
         loss=_workspace(workload, mesh),
@@ -244,14 +264,16 @@ def plan_memory(workload: Workload, memory: int | None = None, mesh: Mesh | None
 
 
 def compare_with_compiled(plan: MemoryPlan, compiled: jax.stages.Compiled) -> float:
-    """The plan's total over what XLA plans for the compiled training step, both without the next batch.
+    """Ratio of the planned memory to XLA's memory analysis of the compiled step.
+
+    Both exclude the next batch.
 
     Args:
-      plan: of a step with the batch on the devices, which is one program.
-      compiled: `step.lower(state, batch).compile()`.
+      plan: plan with residency "device", where the step is one program.
+      compiled: compiled step, `step.lower(state, batch).compile()`.
 
     Raises:
-      ValueError: the plan is of a step that is driven from the host, in several programs.
+      ValueError: the plan's residency is not "device".
     """
     if plan.workload.residency != "device":
         raise ValueError(f"expected a plan with residency 'device', got {plan.workload.residency!r}")
@@ -259,16 +281,23 @@ def compare_with_compiled(plan: MemoryPlan, compiled: jax.stages.Compiled) -> fl
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of one device that a program needs, as XLA plans them; what it overwrites counts once."""
+    """Bytes per device of a program, from XLA's memory analysis.
+
+    A donated buffer counts once.
+    """
     memory = compiled.memory_analysis()
-    given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    return given + made + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def _at_a_time(tower: Tower, chunk: int, again: bool, partly_kept: bool) -> int:
-    """A chunk that is encoded again has its activations beside those kept; kept ones are already counted."""
-    if not again:
-        return tower.momentary(chunk)
+def _chunk_activations(tower: Tower, chunk: int, recomputes: bool, partly_kept: bool) -> int:
+    """Memory of one chunk's backward pass beyond `MemoryPlan.kept`.
+
+    A recomputed chunk adds all its activations, except a stored residual stream. The activations of other chunks are
+    already part of `kept`.
+    """
+    if not recomputes:
+        return tower.transient(chunk)
     return tower.peak(chunk) - (tower.residual(chunk) if partly_kept else 0)
 
 

@@ -1,4 +1,4 @@
-"""Devices by name, and the memory that JAX takes of them."""
+"""Table of GPUs, and the memory that JAX may use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ _MIB = 1 << 20
 
 
 class Device(NamedTuple):
-    """An accelerator.
+    """A GPU model.
 
     Attributes:
-      name: of the table `DEVICES`.
-      memory: bytes, as its driver reports them.
-      implementation: of the loss, the fastest one that it runs.
-      cores: multiprocessors.
+      name: key of the table `DEVICES`.
+      memory: device memory in bytes, as the driver reports it.
+      implementation: fastest implementation of the loss that the GPU runs.
+      cores: number of SMs.
     """
 
     name: str
@@ -31,13 +31,16 @@ class Device(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Bytes that JAX takes, see `infcl_jax.distributed.memory_share`."""
+        """Bytes that JAX preallocates, see `infcl_jax.distributed.memory_share`."""
         return int(self.memory * memory_share())
 
     @property
     def mesh(self) -> AbstractMesh:
-        """For `jax.sharding.use_abstract_mesh`: kernels of Hopper GPUs are planned under it, wherever it runs."""
-        return _alone(self.name, self.cores)
+        """Abstract mesh of this device, for `jax.sharding.use_abstract_mesh`.
+
+        Under it, plans use the kernels of Hopper GPUs on any host.
+        """
+        return _single_device_mesh(self.name, self.cores)
 
 
 _KNOWN = (
@@ -56,21 +59,26 @@ DEVICES = {device.name: device for device in _KNOWN}
 
 
 def device_named(name: str) -> Device:
-    """A device of `DEVICES`: its name in any case and without spaces; "H200" for the only one that starts so.
+    """Look up a device of `DEVICES` by name.
+
+    Case and spaces are ignored. The memory suffix is optional if it is not needed to tell devices apart, as for "H200".
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: no device or more than one matches.
     """
-    wanted = name.replace(" ", "").upper()
-    found = [known for known in DEVICES if known == wanted]
-    found = found or [known for known in DEVICES if known.split("-")[0] == wanted]
-    if len(found) != 1:
+    key = name.replace(" ", "").upper()
+    matches = [known for known in DEVICES if known == key]
+    matches = matches or [known for known in DEVICES if known.split("-")[0] == key]
+    if len(matches) != 1:
         raise ValueError(f"expected a device among {', '.join(DEVICES)}, or its memory, got {name!r}")
-    return DEVICES[found[0]]
+    return DEVICES[matches[0]]
 
 
 def memory_at_hand() -> int | None:
-    """Bytes that JAX may use of each process's first device, the least of them; None where it does not say (a CPU)."""
+    """Bytes that JAX may use on a device.
+
+    The minimum over the first device of each process; None if the platform reports no limit (CPU).
+    """
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if memory is None or jax.process_count() == 1:
         return memory
@@ -79,19 +87,19 @@ def memory_at_hand() -> int | None:
 
 @contextlib.contextmanager
 def planned_device() -> Iterator[None]:
-    """Traces for one device like those at hand, or for the one that is described already.
+    """Trace for a single GPU of the current kind.
 
-    Kernels are chosen where each device is known to have whole rows: so they are with one device, and in a run on
-    several under its mesh.
+    Kernels are chosen only if each device is known to hold whole rows. This is so on one device, and in a run on
+    several under its mesh. An abstract device that is already set stays in effect.
     """
     if jax.sharding.get_abstract_mesh().abstract_device or jax.default_backend() != "gpu":
         yield
         return
     device = jax.devices()[0]
-    with use_abstract_mesh(_alone(device.device_kind, device.core_count)):
+    with use_abstract_mesh(_single_device_mesh(device.device_kind, device.core_count)):
         yield
 
 
-def _alone(kind: str, cores: int) -> AbstractMesh:
+def _single_device_mesh(kind: str, cores: int) -> AbstractMesh:
     device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=cores)
     return AbstractMesh((), (), abstract_device=device)

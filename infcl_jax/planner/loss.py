@@ -1,9 +1,16 @@
-"""Memory of the loss and its gradient beyond the features, their gradients and the parameters.
+"""Workspace of the loss and its gradient.
 
-The formulas are for GPUs: what each implementation holds, fitted to the figures of docs/benchmarks.md. They give 0.75
-to 1.2 times those for `mosaic_gpu` (1.6 for 8,192 rows or less of a device), 0.95 to 1.1 for `xla` and `dense` on one
-GPU, 0.6 to 0.9 for `triton`; `local`, `disco` and `ring`, and `xla` and `dense` on several GPUs, have not been measured
-there. On the CPU XLA plans two to four times as much. `compiled_workspace` asks XLA for the devices at hand.
+The workspace excludes the features, their gradients and the parameters. `loss_workspace` has a formula of each
+implementation's buffers on GPUs, fitted to docs/benchmarks.md. `compiled_workspace` asks XLA for the current devices.
+
+| implementation | formula / measured |
+| --- | --- |
+| `mosaic_gpu` | 0.75 to 1.2; 1.6 for 8,192 rows per device or fewer |
+| `xla`, `dense` on one GPU | 0.95 to 1.1 |
+| `triton` | 0.6 to 0.9 |
+| `xla`, `dense` on several GPUs; `local`, `disco`, `ring` | not measured |
+
+On the CPU XLA plans two to four times the formula.
 """
 
 from typing import Any
@@ -21,58 +28,58 @@ from infcl_jax.ops.pairwise_lse.implementations import FUSED
 from infcl_jax.ops.pairwise_lse.ring import panel_columns
 from infcl_jax.training import make_loss
 
-_FP32 = 4
-# What the library of matrix products reserves.
+_FP32 = 4  # bytes
+# cuBLAS workspace in bytes.
 _LIBRARY = 32 << 20
-# fp32 vectors of rows and columns in the fused backends.
+# Number of fp32 vectors of the block's length in the fused backends.
 _VECTORS = 14
-# Similarities and the weights made of them.
+# Number of similarity-sized matrices: the similarities s and the gradient weights computed from them.
 _MATRICES = 2
 
 
 def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
-    """Bytes on each device, by the formula of the implementation.
+    """Estimate the workspace in bytes on each device by formula.
 
     Args:
       implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
-      batch_size: b, of the global batch.
-      width: D, of the features.
-      dtype: of the features.
-      devices: n, over which the batch is sharded.
+      batch_size: global batch size b.
+      width: feature dimension D.
+      dtype: dtype of the features.
+      devices: number of devices n over which the batch is sharded.
 
     Raises:
-      ValueError: unknown implementation.
+      ValueError: the implementation is unknown.
     """
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    rows, item = batch_size // devices, jnp.dtype(dtype).itemsize
+    rows, itemsize = batch_size // devices, jnp.dtype(dtype).itemsize
     accumulators = 2 * rows * width * _FP32
     if implementation in FUSED:
-        return _fused(rows, width, item, devices)
+        return _fused(rows, width, itemsize, devices)
     if implementation == "dense":
-        return _MATRICES * batch_size**2 * _FP32 + _gathered(batch_size, width, item, devices) + _LIBRARY
+        return _MATRICES * batch_size**2 * _FP32 + _gathered(batch_size, width, itemsize, devices) + _LIBRARY
     if implementation in ("local", "disco"):
         directions = 2 if implementation == "local" and devices > 1 else 1
         matrices = directions * _MATRICES * rows * batch_size * _FP32
-        return matrices + _gathered(batch_size, width, item, devices) + accumulators
+        return matrices + _gathered(batch_size, width, itemsize, devices) + accumulators
     strip = rows if implementation == "ring" else min(STRIP_ROWS, rows)
-    return _MATRICES * strip * rows * _FP32 + accumulators + _travelling(rows, width, item, devices)
+    return _MATRICES * strip * rows * _FP32 + accumulators + _rotating(rows, width, itemsize, devices)
 
 
 def compiled_workspace(
     implementation: str | None, batch_size: int, width: int, dtype: Any, mesh: Mesh, loss: str = "clip"
 ) -> int:
-    """Bytes on each device that XLA plans for the loss on the devices at hand.
+    """Workspace in bytes on each device, from XLA's memory analysis.
 
     Args:
-      implementation: None picks the best of these devices.
-      batch_size: as for `loss_workspace`.
-      width: likewise.
-      dtype: likewise.
-      mesh: the devices, over whose first axis the batch is sharded.
+      implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`; None for the best on these devices.
+      batch_size: global batch size b.
+      width: feature dimension D.
+      dtype: dtype of the features.
+      mesh: current devices; the batch is sharded over the mesh's first axis.
       loss: "clip" or "siglip".
 
     Raises:
-      ValueError: the implementation, the batch or the loss does not suit the devices.
+      ValueError: the implementation, the batch size or the loss does not run on the devices.
     """
     loss_fn = make_loss(loss, mesh, implementation)
 
@@ -86,27 +93,32 @@ def compiled_workspace(
     return step.lower(output).compile().memory_analysis().temp_size_in_bytes
 
 
-def _gathered(batch_size: int, width: int, item: int, devices: int) -> int:
-    """Features of all devices and their gradients in fp32."""
-    return 0 if devices == 1 else 2 * batch_size * width * (item + _FP32)
+def _gathered(batch_size: int, width: int, itemsize: int, devices: int) -> int:
+    """Gathered features of all devices and their fp32 gradients."""
+    return 0 if devices == 1 else 2 * batch_size * width * (itemsize + _FP32)
 
 
-def _travelling(rows: int, width: int, item: int, devices: int) -> int:
-    """The columns on their way with the one panel that is there twice, and its accumulators."""
-    return 0 if devices == 1 else ((rows + panel_columns(rows)) * item + panel_columns(rows) * _FP32) * width
+def _rotating(rows: int, width: int, itemsize: int, devices: int) -> int:
+    """Column block in rotation, its double-buffered slice and that slice's accumulators."""
+    return 0 if devices == 1 else ((rows + panel_columns(rows)) * itemsize + panel_columns(rows) * _FP32) * width
 
 
-def _fused(rows: int, width: int, item: int, devices: int) -> int:
-    """A window of weights in bf16, fp32 accumulators, and with fp32 features three bf16 parts of them."""
-    parts = 1 if item == 2 else 3
-    window = WINDOW if parts == 1 else WINDOW // PRECISE * 2
+def _fused(rows: int, width: int, itemsize: int, devices: int) -> int:
+    """Workspace of the fused backends.
+
+    It consists of bf16 gradients of the similarities for a limited number of pairs, and of fp32 accumulators. fp32
+    features are also stored as three bf16 matrices.
+    """
+    splits = 1 if itemsize == 2 else 3
+    limit = WINDOW if splits == 1 else WINDOW // PRECISE * 2
     vectors, matrix = _VECTORS * rows * _FP32, rows * width * _FP32
-    split = 0 if parts == 1 else 2 * parts * rows * width * 2
+    split_features = 0 if splits == 1 else 2 * splits * rows * width * 2
     if devices == 1:
-        pairs = min(rows * rows, window)
-        accumulators = min(matrix, PANEL) + min(matrix, window // rows * width * _FP32)
-        return 2 * pairs + accumulators + split + vectors + _LIBRARY
-    pairs = min(rows * panel_columns(rows), window // 2, RING_WINDOW * rows * width)
-    in_line = parts == 1 and rows <= IN_LINE * IN_LINE_ROWS
-    products = 0 if in_line else rows * width * item
-    return 2 * pairs + 2 * matrix + _travelling(rows, width, item, devices) + products + split + vectors + _LIBRARY
+        pairs = min(rows * rows, limit)
+        accumulators = min(matrix, PANEL) + min(matrix, limit // rows * width * _FP32)
+        return 2 * pairs + accumulators + split_features + vectors + _LIBRARY
+    pairs = min(rows * panel_columns(rows), limit // 2, RING_WINDOW * rows * width)
+    in_line = splits == 1 and rows <= IN_LINE * IN_LINE_ROWS
+    products = 0 if in_line else rows * width * itemsize
+    rotating = _rotating(rows, width, itemsize, devices)
+    return 2 * pairs + 2 * matrix + rotating + products + split_features + vectors + _LIBRARY

@@ -1,4 +1,4 @@
-"""A plan as a table, and what to change when memory did not suffice."""
+"""Plan tables, and advice after out-of-memory errors."""
 
 import jax
 
@@ -9,28 +9,34 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class OutOfMemory(RuntimeError):
-    """A device ran out of memory; the message says what to change and ends with the table of the plan."""
+    """Out-of-memory error of a training step.
+
+    The message names the setting to change and ends with the table of the plan.
+    """
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """An aligned table: each part's size on one device, its share of the device's memory, how it was obtained.
+    """Format a plan as an aligned table.
 
-    The share is left out where the memory is not known.
+    Columns: label, size on one device, percentage of the device's memory (if known), method.
     """
     lines = [
-        (source.counts, format_bytes(getattr(plan, name)), _share(getattr(plan, name), plan.memory), source.method)
+        (source.counts, format_bytes(getattr(plan, name)), _percent(getattr(plan, name), plan.memory), source.method)
         for name, source in plan.sources.items()
     ]
-    lines.append(("most at one time", format_bytes(plan.total), _share(plan.total, plan.memory), "estimate"))
+    lines.append(("most at one time", format_bytes(plan.total), _percent(plan.total, plan.memory), "estimate"))
     if plan.memory is not None:
         lines.append(("memory for JAX", format_bytes(plan.memory), "", ""))
-    name, size, share = (max(len(line[i]) for line in lines) for i in range(3))
-    rows = [f"{line[0]:{name}}  {line[1]:>{size}}  {line[2]:>{share}}  {line[3]}".rstrip() for line in lines]
+    label, size, percent = (max(len(line[i]) for line in lines) for i in range(3))
+    rows = [f"{line[0]:{label}}  {line[1]:>{size}}  {line[2]:>{percent}}  {line[3]}".rstrip() for line in lines]
     return "\n".join([_heading(plan), *rows])
 
 
 def format_bytes(count: int) -> str:
-    """In KiB, MiB or GiB, with one digit after the point; below 10 KiB in B."""
+    """Format bytes in KiB, MiB or GiB with one decimal.
+
+    Values below 10 KiB are in B.
+    """
     for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
         if count >= (size if unit != "KiB" else 10 * size):
             return f"{count / size:.1f} {unit}"
@@ -38,7 +44,7 @@ def format_bytes(count: int) -> str:
 
 
 def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
-    """What to raise instead of an error of the training step.
+    """Convert an out-of-memory error of the training step to `OutOfMemory`.
 
     Example:
       >>> try:
@@ -47,7 +53,8 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
       ...     raise explain_out_of_memory(error, plan)
 
     Returns:
-      `OutOfMemory` caused by the error if that says `RESOURCE_EXHAUSTED`; any other error itself.
+      `OutOfMemory` with `error` as its cause, if that is a `JaxRuntimeError` with `RESOURCE_EXHAUSTED`; otherwise
+      `error`.
     """
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
         return error
@@ -58,26 +65,26 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
 
 def _heading(plan: MemoryPlan) -> str:
     w = plan.workload
-    kept = f"keep {w.keep}{' and the residual streams' if w.keep_residual else ''}"
-    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, {kept}, residency {w.residency}"
+    keep = f"keep {w.keep}{' and the residual streams' if w.keep_residual else ''}"
+    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, {keep}, residency {w.residency}"
     return f"memory of each of {w.devices} device(s), batch_size {w.batch_size}{chunks}, loss {w.implementation}"
 
 
-def _share(count: int, memory: int | None) -> str:
+def _percent(count: int, memory: int | None) -> str:
     return "" if memory is None else f"{100 * count / memory:.1f} %"
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """The setting that the largest of the parts that settings change depends on."""
+    """Name the setting that reduces the largest figure that settings affect."""
     w = plan.workload
-    changes = {
+    sizes = {
         "activations": plan.activations,
         "kept": plan.kept,
         "batch": plan.batch + plan.next_batch,
         "loss": plan.loss,
         "features": plan.features,
     }
-    largest = max(changes, key=lambda name: changes[name])
+    largest = max(sizes, key=lambda name: sizes[name])
     if largest in ("activations", "kept") and w.chunk_size is None:
         return f"set grad_cache.chunk_size{_suggestion(plan)}: the activations are of the whole batch"
     if largest == "kept":
@@ -85,14 +92,14 @@ def _advice(plan: MemoryPlan) -> str:
     if largest == "activations" and w.chunk_size > w.devices:
         return f"set grad_cache.chunk_size below {w.chunk_size}{_suggestion(plan)}"
     if largest == "batch" and w.residency == "device" and w.chunk_size is not None:
-        return "set grad_cache.residency to host: the batch then visits the devices chunk by chunk"
+        return "set grad_cache.residency to host: only three chunks of the batch are then in device memory"
     if largest == "loss" and w.implementation in ("dense", "local", "disco", "ring"):
-        return f"set implementation to xla or None: that of {w.implementation} grows with the square of the batch"
+        return f"set implementation to xla or None: memory of {w.implementation} grows with the square of the batch"
     return f"set batch_size below {w.batch_size}, or use more devices"
 
 
 def _suggestion(plan: MemoryPlan) -> str:
-    """A chunk size that should fit, where the memory is known."""
+    """Suggest a chunk size that should fit, if the memory is known."""
     if plan.memory is None:
         return ""
     try:

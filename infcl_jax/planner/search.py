@@ -1,4 +1,4 @@
-"""The largest settings of a training step that fit into the memory, by its plan."""
+"""Search for the largest settings whose plan fits into memory."""
 
 import dataclasses
 import math
@@ -8,18 +8,18 @@ from infcl_jax.planner.api import Workload, plan_memory
 
 
 def largest_batch(workload: Workload, memory: int) -> int:
-    """The largest batch size that fits, by the formulas alone: nothing is compiled.
+    """Find the largest batch size that fits, without compilation.
 
     Args:
-      workload: all but the batch size. Its chunk size stays, so that memory grows with the features alone (and the
-        batch, where that is on the devices).
-      memory: bytes that JAX may use of a device.
+      workload: all settings but the batch size. With a fixed chunk size, memory grows only with the features (and with
+        the batch, if that is in device memory).
+      memory: bytes that JAX may use on a device.
 
     Returns:
-      A multiple of the devices, and of the chunk size if there is one.
+      A multiple of the chunk size, or of the device count without one.
 
     Raises:
-      ValueError: not even the smallest fits.
+      ValueError: the smallest batch does not fit.
     """
     step = workload.chunk_size or workload.devices
 
@@ -30,17 +30,17 @@ def largest_batch(workload: Workload, memory: int) -> int:
 
 
 def best_chunk_size(workload: Workload, memory: int) -> int:
-    """The largest chunk size that fits, by the formulas alone: nothing is compiled.
+    """Find the largest chunk size that fits, without compilation.
 
     Args:
-      workload: all but the chunk size.
-      memory: bytes that JAX may use of a device.
+      workload: all settings but the chunk size.
+      memory: bytes that JAX may use on a device.
 
     Returns:
-      A power of two for each device, times the devices; at most the first that holds the whole batch.
+      The device count times a power of two; at most the first such number that holds the whole batch.
 
     Raises:
-      ValueError: not even one row for each device fits.
+      ValueError: a chunk of one row per device does not fit.
     """
     devices = workload.devices
     most = math.ceil(math.log2(workload.rows))
@@ -54,20 +54,20 @@ def best_chunk_size(workload: Workload, memory: int) -> int:
 
 
 def most_kept(workload: Workload, memory: int) -> int:
-    """How many chunks' activations fit beside everything else, by the formulas alone: nothing is compiled.
+    """Find the largest `keep` that fits, without compilation.
 
     Args:
-      workload: with a chunk size; what it keeps does not matter.
-      memory: bytes that JAX may use of a device. Where a run depends on it, leave some: plans are within 5 %.
+      workload: settings with a chunk size; `keep` is ignored.
+      memory: bytes that JAX may use on a device. Leave a margin if a run depends on the result: plans are within 5 %.
 
     Returns:
-      From 0, also where nothing fits, to the number of chunks.
+      Number of chunks that can store activations; 0 if nothing fits.
 
     Raises:
-      ValueError: there is no chunk size.
+      ValueError: `workload.chunk_size` is None.
     """
     if workload.chunk_size is None:
-        raise ValueError("expected a chunk_size, of which some chunks are kept, got None")
+        raise ValueError("expected a chunk_size, to choose the number of stored chunks, got None; set chunk_size")
     chunks = math.ceil(workload.batch_size / workload.chunk_size)
 
     def fits(count: int) -> bool:
@@ -77,21 +77,25 @@ def most_kept(workload: Workload, memory: int) -> int:
 
 
 def keep_most(workload: Workload, memory: int) -> Workload:
-    """The workload with as much kept as fits: all chunks, or else first the residual streams and then chunks.
+    """Store as many activations as fit.
 
-    A GiB of residual streams saves about twice the time that one of chunks saves (docs/benchmarks.md).
+    If the activations of all chunks fit, they are all stored. Otherwise residual streams come first, then whole chunks:
+    a GiB of residual streams saves about twice the time that a GiB of chunks saves (docs/benchmarks.md).
 
     Args:
-      workload: as of `most_kept`; residual streams that it keeps already stay.
-      memory: likewise.
+      workload: settings with a chunk size. `keep` is replaced; `keep_residual=True` is not changed.
+      memory: bytes that JAX may use on a device.
+
+    Returns:
+      The workload with new `keep` and `keep_residual`.
 
     Raises:
-      ValueError: there is no chunk size.
+      ValueError: `workload.chunk_size` is None.
     """
-    kept = dataclasses.replace(workload, keep=most_kept(workload, memory))
+    chunks_stored = dataclasses.replace(workload, keep=most_kept(workload, memory))
     streams = dataclasses.replace(workload, keep=0, keep_residual=True)
-    if kept.kept_rows == kept.rows or not plan_memory(streams, memory).fits:
-        return kept
+    if chunks_stored.kept_rows == chunks_stored.rows or not plan_memory(streams, memory).fits:
+        return chunks_stored
     return dataclasses.replace(streams, keep=most_kept(streams, memory))
 
 
@@ -104,7 +108,10 @@ def _at_least_one(count: int, least: str) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest count that fits, 0 if 1 does not: doubled until it does not fit, then halved in between."""
+    """Find the largest count that fits by doubling, then bisection.
+
+    Returns 0 if 1 does not fit.
+    """
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high

@@ -14,29 +14,31 @@ from infcl_jax.training.state import trained
 
 
 class StateBytes(NamedTuple):
-    """Bytes of each.
+    """Bytes of parameters, gradients and optimizer state.
 
     Attributes:
-      parameters: all of them.
-      wide: their gradients, in at least fp32.
-      part: one device's part of the parameters.
-      updates: its part of those that are trained.
-      optimizer: its part of the optimizer state.
-      trained: gradients of all that are trained, in at least fp32.
+      parameters: all parameters.
+      all_gradients: gradients of all parameters, in at least fp32.
+      parameter_shard: one device's shard of the parameters.
+      updates: one device's shard of the trained parameters.
+      optimizer: one device's shard of the optimizer state.
+      trained_gradients: gradients of the trained parameters, in at least fp32.
     """
 
     parameters: int
-    wide: int
-    part: int
+    all_gradients: int
+    parameter_shard: int
     updates: int
     optimizer: int
-    trained: int
+    trained_gradients: int
 
     def gradients(self, on_device: bool) -> int:
-        """Sums and copies during a step; see `MemoryPlan`."""
+        """Gradient sums and parameter copies during a step, see `MemoryPlan`."""
         if not on_device:
-            return self.parameters + 2 * self.wide
-        return self.trained if self.part == self.parameters else self.trained + self.parameters
+            return self.parameters + 2 * self.all_gradients
+        if self.parameter_shard == self.parameters:
+            return self.trained_gradients
+        return self.trained_gradients + self.parameters
 
 
 @functools.lru_cache(maxsize=32)
@@ -47,13 +49,13 @@ def state_bytes(
     parameter_sharding: str,
     frozen: tuple[str, ...],
 ) -> StateBytes:
-    """Of a state as `infcl_jax.training.create_state` makes it."""
+    """Measure the state that `infcl_jax.training.create_state` creates."""
 
-    def wide(tree: Any) -> int:
+    def gradient_bytes(tree: Any) -> int:
         return tree_bytes(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), tree))
 
     params = parameter_shapes(model)
     updated = trained(params, frozen)
     state = jax.eval_shape(optimizer.init, updated)
-    part, updates, moments = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, updated, state))
-    return StateBytes(tree_bytes(params), wide(params), part, updates, moments, wide(updated))
+    shard, updates, moments = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, updated, state))
+    return StateBytes(tree_bytes(params), gradient_bytes(params), shard, updates, moments, gradient_bytes(updated))

@@ -28,7 +28,7 @@ from infcl_jax.ops.attention.api import (
     takes_packed,
 )
 from infcl_jax.ops.bias_activation.api import Activation
-from infcl_jax.ops.linear import with_gradient_of
+from infcl_jax.ops.linear import route_gradient
 
 Remat = Literal["full", "dots"]
 
@@ -237,7 +237,7 @@ class SelfAttention(nn.Module):
         if takes_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
             (packed,) = products(x, (kernel,), (bias,))
-            return (with_gradient_of(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
+            return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
         parts = products(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
         return tuple(part.reshape(-1, positions, c.heads, channels) for part in parts)
 
@@ -288,15 +288,15 @@ class Block(nn.Module):
         def dropped(part: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, jax.Array | None]:
             if not (train and c.dropout):
                 return part
-            return nn.Dropout(c.dropout, deterministic=False, name=name)(with_gradient_of(*part)), None
+            return nn.Dropout(c.dropout, deterministic=False, name=name)(route_gradient(*part)), None
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        y, x = layer_norm(c, "ln_1").beside(x, added)
+        y, x = layer_norm(c, "ln_1").with_residual(x, added)
         found, added = dropped(attention(y, position), "drop_1")
         if position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
         x = checkpoint_name(x + found, RESIDUAL)
-        y, x = layer_norm(c, "ln_2").beside(x, added)
+        y, x = layer_norm(c, "ln_2").with_residual(x, added)
         found, added = dropped(Mlp(c, name="mlp")(y), "drop_2")
         return x + found, added
 
@@ -337,5 +337,5 @@ class Transformer(nn.Module):
             asked = position if i == c.layers - 1 else None
             x, added = block(c, positions, padding, name=f"block_{i:02d}")(x, added, asked, train)
             x = checkpoint_name(x, RESIDUAL)  # out here, where the policy of the block's own remat does not hide it
-        x = x if added is None else with_gradient_of(x, added)
+        x = x if added is None else route_gradient(x, added)
         return x if position is not None else x.reshape(b, positions, c.width)[:, :t]

@@ -21,7 +21,7 @@ def cudnn_accepts(dtype: Any, head_channels: int) -> bool:
 
 def kernel_accepts(positions: int, head_channels: int, dtype: Any) -> bool:
     """Return whether the Hopper kernels support a sequence length, head size and dtype."""
-    from infcl_jax.ops.attention import pallas_mosaic_gpu  # slow import, needed on GPUs only
+    from infcl_jax.ops.attention import pallas_mosaic_gpu  # needed on GPUs only
 
     return pallas_mosaic_gpu.accepts(positions, head_channels, dtype)
 

@@ -234,12 +234,12 @@ def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: boo
 
 
 def _broadcast(vector: Array, axis: int, tile: Any) -> Array:
-    """Broadcast a vector over rows (axis 0) or columns (axis 1) to the shape of a tile."""
+    """Broadcast a vector of rows (axis 0) or columns (axis 1) over a tile."""
     return lax.broadcast_in_dim(vector, tile.shape, [axis])
 
 
 def _left_operand(tile: Array, dtype: Any) -> Array:
-    """Cast a tile to the left operand of a GEMM, padded with zero columns to `TILE`."""
+    """Cast a GEMM's left operand, padded with zero columns to `TILE`."""
     padding = TILE - tile.shape[1]
     if not padding:
         return tile.astype(dtype)

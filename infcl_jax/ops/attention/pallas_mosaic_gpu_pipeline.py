@@ -126,7 +126,10 @@ class HeadPipeline:
 
     @property
     def copy_ranges(self) -> list[tuple[int, int]]:
-        """Start and size of each TMA copy of an operand; the last tile is copied separately."""
+        """Start and size of each TMA copy of an operand.
+
+        The last tile is copied separately.
+        """
         return [(0, self.rows - TILE), (self.rows - TILE, TILE)] if self.tiles > 1 else [(0, TILE)]
 
     @property

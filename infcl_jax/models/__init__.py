@@ -1,4 +1,4 @@
-"""Dual encoders: image and text towers, the CLIP model over them, and the registry of named configurations."""
+"""CLIP models: image and text towers, dual encoder and named configurations."""
 
 from infcl_jax.models.clip import (
     CLIP,

@@ -1,4 +1,4 @@
-"""The dual encoder: two towers into one normalised space, with a learned scale and optional bias of similarities."""
+"""CLIP dual encoder with learned logit scale and optional logit bias."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-MAX_LOGIT_SCALE = 100.0
+MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
 
-# The encoders, and the subtree of the parameters that each uses.
+# Subtree of the parameters of each encoder.
 TOWERS = {"image": "visual", "text": "text"}
 
 # Mean and standard deviation of OpenAI's CLIP training images, RGB in [0, 1].
@@ -21,11 +21,11 @@ _LOG_MAX_LOGIT_SCALE = math.log(MAX_LOGIT_SCALE)
 
 
 class CLIPOutput(NamedTuple):
-    """What a contrastive loss needs.
+    """Model output: features, logit scale and logit bias.
 
     Attributes:
-      image: [b, embed_dim], L2-normalised image features in the model's feature dtype.
-      text: [b, embed_dim], L2-normalised text features in the model's feature dtype.
+      image: [b, embed_dim], L2-normalized image features in the model's feature dtype.
+      text: [b, embed_dim], L2-normalized text features in the model's feature dtype.
       logit_scale: float32 scalar that multiplies similarities, at most `MAX_LOGIT_SCALE`.
       logit_bias: float32 scalar added to logits, or None for a model without one.
     """
@@ -37,15 +37,15 @@ class CLIPOutput(NamedTuple):
 
 
 def l2_normalize(x: jax.Array, dtype: Any) -> jax.Array:
-    """Scales the last axis to unit length.
+    """Scale the last axis to unit length.
 
     Args:
       x: [..., d], any floating dtype; the norm is computed in float32.
-      dtype: of the result.
+      dtype: dtype of the result.
 
     Returns:
-      [..., d] in `dtype`. Vectors shorter than 1e-6 are divided by 1e-6 instead of by their length, so zero maps to
-      zero and its gradient is finite.
+      [..., d] in `dtype`. Vectors shorter than 1e-6 are divided by 1e-6 instead of their length, so that zero maps to
+      zero with a finite gradient.
     """
     x = x.astype(jnp.float32)
     square = jnp.sum(x * x, axis=-1, keepdims=True)
@@ -55,12 +55,12 @@ def l2_normalize(x: jax.Array, dtype: Any) -> jax.Array:
 def normalize_image(
     image: jax.Array, mean: Sequence[float] = OPENAI_IMAGE_MEAN, std: Sequence[float] = OPENAI_IMAGE_STD
 ) -> jax.Array:
-    """Normalises pixels by channel.
+    """Normalize pixels by channel.
 
     Args:
       image: uint8 [..., 3], 0 to 255.
-      mean: per channel, for images in [0, 1].
-      std: per channel, for images in [0, 1].
+      mean: mean of each channel, for images in [0, 1].
+      std: standard deviation of each channel, for images in [0, 1].
 
     Returns:
       float32 [..., 3], `(image / 255 - mean) / std`.
@@ -72,19 +72,19 @@ def normalize_image(
 
 
 def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Clamps the stored `logit_scale` to [0, log 100]; to be applied after every optimizer update.
+    """Clamp the stored `logit_scale` to [0, log 100].
 
-    The model never uses a scale above 100 whatever is stored, but beyond that its gradient is zero, so a parameter
-    that an update carried past the limit would stay there. Put back on the limit, it has its full gradient again.
+    Apply it after every optimizer update. The model itself limits the scale to 100, but beyond the limit the gradient
+    is zero, and the parameter would stay there. At the limit the parameter has its full gradient.
 
     Args:
       params: parameters of `CLIP`, with `logit_scale` on their first level.
 
     Returns:
-      The same parameters with that one leaf replaced; the argument is not changed.
+      A copy of the parameters with `logit_scale` clamped; the argument is not modified.
 
     Raises:
-      ValueError: there is no `logit_scale`.
+      ValueError: `params` has no `logit_scale`.
 
     Source: Radford et al. 2021, section 2.5 (the limit of 100).
     """
@@ -95,18 +95,18 @@ def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CLIP(nn.Module):
-    """A dual encoder of images and texts (Radford et al. 2021).
+    """Dual encoder of images and texts (Radford et al. 2021).
 
     Parameters: `visual` and `text`, one subtree per tower; `logit_scale`, the logarithm of the scale; `logit_bias`
-    if `init_logit_bias` is given. A call of one encoder needs that tower's parameters alone, and
-    `logit_scale_and_bias` needs neither tower's.
+    if `init_logit_bias` is given. `encode_image` and `encode_text` need the parameters of their tower only.
+    `logit_scale_and_bias` needs the parameters of neither tower.
 
     Attributes:
       visual: image tower, floating [b, H, W, 3] to [b, d], with an `image_size` attribute.
       text: text tower, integer [b, t] to [b, d], with a `context_length` attribute.
-      feature_dtype: dtype of the normalised features.
-      image_mean: per channel, for images in [0, 1].
-      image_std: per channel, for images in [0, 1].
+      feature_dtype: dtype of the normalized features.
+      image_mean: mean of each channel, for images in [0, 1].
+      image_std: standard deviation of each channel, for images in [0, 1].
       init_logit_scale: initial logarithm of the scale.
       init_logit_bias: initial bias of the logits (-10 in SigLIP, Zhai et al. 2023, section 3.2); None for no bias.
     """
@@ -120,27 +120,34 @@ class CLIP(nn.Module):
     init_logit_bias: float | None = None
 
     def __call__(self, image: jax.Array, text: jax.Array, *, train: bool = False) -> CLIPOutput:
-        """Encodes a batch of pairs.
+        """Encode a batch of image-text pairs.
 
         Args:
-          image: [b, image_size, image_size, 3], uint8, or floating and already normalised by mean and std.
+          image: [b, image_size, image_size, 3], uint8, or floating and already normalized by mean and std.
           text: integer [b, t] token ids, t <= context_length.
-          train: turns dropout and patch dropout on; they need the "dropout" rng.
+          train: whether dropout and patch dropout are on; they need the "dropout" rng.
 
         Returns:
           `CLIPOutput`.
 
         Raises:
-          ValueError: an argument of another shape or dtype, when the call is traced.
+          ValueError: an argument has another shape or dtype; raised when the call is traced.
         """
         scale, bias = self.logit_scale_and_bias()
         return CLIPOutput(self.encode_image(image, train=train), self.encode_text(text, train=train), scale, bias)
 
     def encode_image(self, image: jax.Array, *, train: bool = False) -> jax.Array:
-        """Encodes images alone; arguments and errors as in `__call__`.
+        """Encode a batch of images.
+
+        Args:
+          image: [b, image_size, image_size, 3], uint8, or floating and already normalized by mean and std.
+          train: whether dropout and patch dropout are on; they need the "dropout" rng.
+
+        Raises:
+          ValueError: `image` has another shape or dtype; raised when the call is traced.
 
         Returns:
-          [b, embed_dim], L2-normalised, in `feature_dtype`.
+          [b, embed_dim], L2-normalized, in `feature_dtype`.
         """
         _check_image(image, self.visual.image_size)
         if image.dtype == jnp.uint8:
@@ -148,25 +155,32 @@ class CLIP(nn.Module):
         return l2_normalize(self.visual(image, train=train), self.feature_dtype)  # type: ignore[operator]
 
     def encode_text(self, text: jax.Array, *, train: bool = False) -> jax.Array:
-        """Encodes texts alone; arguments and errors as in `__call__`.
+        """Encode a batch of texts.
+
+        Args:
+          text: integer [b, t] token ids, t <= context_length.
+          train: whether dropout is on; it needs the "dropout" rng.
+
+        Raises:
+          ValueError: `text` has another shape or dtype; raised when the call is traced.
 
         Returns:
-          [b, embed_dim], L2-normalised, in `feature_dtype`.
+          [b, embed_dim], L2-normalized, in `feature_dtype`.
         """
         _check_text(text, self.text.context_length)
         return l2_normalize(self.text(text, train=train), self.feature_dtype)  # type: ignore[operator]
 
     @nn.compact
     def logit_scale_and_bias(self) -> tuple[jax.Array, jax.Array | None]:
-        """The scale and the bias of the logits, for losses over features that were encoded elsewhere.
+        """Return logit scale and logit bias, for losses over precomputed features.
 
         Returns:
-          `exp(min(logit_scale, log 100))` and `logit_bias` (None without one), float32 scalars. The gradient with
-          respect to the stored logarithm is that of `exp` up to and including the limit and zero beyond it; see
+          `exp(min(logit_scale, log 100))` and `logit_bias` (None without one), float32 scalars. With respect to the
+          stored logarithm, the gradient is that of `exp` up to and including the limit, and zero beyond; see
           `clamp_logit_scale`.
         """
         log_scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)
-        # Not jnp.minimum, which halves the gradient at equality, where clamp_logit_scale leaves the parameter.
+        # jnp.minimum would halve the gradient at the limit, to which clamp_logit_scale sets the parameter.
         log_scale = jnp.where(log_scale > _LOG_MAX_LOGIT_SCALE, _LOG_MAX_LOGIT_SCALE, log_scale)
         if self.init_logit_bias is None:
             return jnp.exp(log_scale), None
@@ -178,7 +192,7 @@ def _check_image(image: jax.Array, size: int) -> None:
     if image.ndim != 4 or image.shape[1:] != (size, size, 3):
         raise ValueError(f"Expected images [b, {size}, {size}, 3]; got shape {image.shape}. Resize them first.")
     if image.dtype != jnp.uint8 and not jnp.issubdtype(image.dtype, jnp.floating):
-        raise ValueError(f"Expected uint8 images or normalised floating ones; got dtype {image.dtype}. Convert them.")
+        raise ValueError(f"Expected uint8 images or normalized floating ones; got dtype {image.dtype}. Convert them.")
 
 
 def _check_text(text: jax.Array, context_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Layers of the towers, on the operations of `infcl_jax.ops`."""
+"""Flax layers of the towers, built on `infcl_jax.ops`."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from infcl_jax.ops.bias_activation.api import Activation, activate
-from infcl_jax.ops.layer_norm.api import normalize, normalize_beside
-from infcl_jax.ops.linear import Biases, Parts, affine
+from infcl_jax.ops.layer_norm.api import normalize, normalize_with_residual
+from infcl_jax.ops.linear import Arrays, Biases, affine
 
-# Name of what a `Dense` layer returns, for the policies of `jax.checkpoint`.
+# Checkpoint name of the results of dense layers, for the policies of `jax.checkpoint`.
 PRODUCT = "product"
 
 
 @jax.custom_vjp
 def take_positions(states: jax.Array, position: jax.Array) -> jax.Array:
-    """One state of each sequence.
+    """Gather one position of each sequence, with a gradient that needs no scatter.
 
     Args:
       states: [b, t, width], floating.
-      position: integer [b], from 0 and below t.
+      position: integer [b], in [0, t).
 
     Returns:
-      [b, width]. The gradient is written in one go, without a scatter.
+      [b, width].
     """
     return jnp.take_along_axis(states, position[:, None, None], axis=1)[:, 0]
 
@@ -40,7 +40,12 @@ take_positions.defvjp(lambda states, position: (take_positions(states, position)
 
 
 class LayerNorm(nn.Module):
-    """`normalize` to a result of any dtype; parameters `scale` and `bias`."""
+    """LayerNorm over the last axis, see `normalize`; parameters `scale` and `bias`.
+
+    Attributes:
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
+    """
 
     dtype: Any
     param_dtype: Any
@@ -51,22 +56,24 @@ class LayerNorm(nn.Module):
         return scale, self.param("bias", nn.initializers.zeros, (width,), self.param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., width] to [..., width] in `dtype`."""
+        """Normalize [..., width] to [..., width] in `dtype`."""
         return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype))
 
-    def beside(self, x: jax.Array, added: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """That and `x` itself, see `normalize_beside`."""
-        return normalize_beside(x, *self._weights(x.shape[-1]), added, jnp.dtype(self.dtype))
+    def with_residual(self, x: jax.Array, deferred_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Return the normalized input and the residual input, see `normalize_with_residual`."""
+        return normalize_with_residual(x, *self._weights(x.shape[-1]), deferred_bias, jnp.dtype(self.dtype))
 
 
 class Dense(nn.Module):
-    """`affine` with normal weights: parameters `kernel` [inputs, features] and `bias` [features].
+    """Dense layer with normally initialized weights.
+
+    Parameters: `kernel` [inputs, features] and `bias` [features].
 
     Attributes:
-      features: of the result.
-      std: standard deviation of the weights at the start.
-      dtype: of the result.
-      param_dtype: of the parameters.
+      features: size of the result.
+      std: standard deviation of the initial weights.
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
     """
 
     features: int
@@ -76,21 +83,24 @@ class Dense(nn.Module):
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
-        """Kernel and bias, for those who multiply themselves."""
+        """Return kernel and bias, for callers that compute the product themselves."""
         kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
     def activated(self, x: jax.Array, activation: Activation) -> jax.Array:
-        """Maps [..., inputs] to the activation of the layer's [..., features], in `dtype`."""
+        """Map [..., inputs] to the activated [..., features] in `dtype`."""
         kernel, bias = self.weights(x.shape[-1])
         return activate(products(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
 
     def without_bias_gradient(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps [..., inputs] to [..., features] in `dtype`, and to the bias, which has its gradient from elsewhere."""
+        """Map [..., inputs] to [..., features] in `dtype`, and return the bias.
+
+        The product includes the bias without its gradient; the caller must route it, see `route_gradient`.
+        """
         kernel, bias = self.weights(x.shape[-1])
         return products(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
 
 
-def products(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
-    """`affine`, of which the policies of `jax.checkpoint` keep the results."""
-    return tuple(checkpoint_name(part, PRODUCT) for part in affine(x, kernels, biases))
+def products(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
+    """Compute `affine` with results checkpointed under the name `PRODUCT`."""
+    return tuple(checkpoint_name(y, PRODUCT) for y in affine(x, kernels, biases))

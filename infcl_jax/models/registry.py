@@ -1,4 +1,4 @@
-"""Model configurations by name, and the models built from them.
+"""Named model configurations and their models.
 
     model = create_model("ViT-B/16", **{"dtype": "bfloat16", "vision.remat": "dots"})
 
@@ -28,7 +28,10 @@ from infcl_jax.ops.bias_activation.api import Activation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """What both towers choose for themselves; see `TransformerConfig` for the meaning and the limits of each field."""
+    """Settings of one tower's transformer.
+
+    `TransformerConfig` describes the fields and their valid values.
+    """
 
     width: int
     layers: int
@@ -41,16 +44,16 @@ class TowerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig(TowerConfig):
-    """The image tower.
+    """Configuration of the Vision Transformer image tower.
 
     Attributes:
       image_size: height and width of the input in pixels; a multiple of `patch_size`.
       patch_size: height and width of a patch in pixels.
       pool: "tok" (class token) or "avg" (mean over patches).
-      patch_dropout: share of the patches left out when training (FLIP, Li et al. 2023).
+      patch_dropout: fraction of patches dropped when training (FLIP, Li et al. 2023).
 
     Raises:
-      ValueError: a field outside its values.
+      ValueError: a field has an invalid value.
     """
 
     image_size: int = 224
@@ -72,14 +75,14 @@ class VisionConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(TowerConfig):
-    """The text tower.
+    """Configuration of the text tower.
 
     Attributes:
       vocab_size: number of token ids (49408 for CLIP's byte pairs, 259 for bytes).
       context_length: the longest sequence, start and end tokens included.
 
     Raises:
-      ValueError: a field outside its values.
+      ValueError: a field has an invalid value.
     """
 
     vocab_size: int = 49408
@@ -92,23 +95,23 @@ class TextConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPConfig:
-    """A dual encoder.
+    """Configuration of a dual encoder.
 
     Attributes:
       embed_dim: size of the shared features.
       vision: image tower, a Vision Transformer or a residual network.
       text: text tower.
-      activation: of both towers' MLPs, "gelu" or "quick_gelu" (for OpenAI's weights).
-      dtype: of activations and matrix products.
-      param_dtype: of the towers' parameters; the logit scale and bias are always float32.
-      feature_dtype: of the normalised features; None for `dtype`.
-      image_mean: per channel, for images in [0, 1].
-      image_std: per channel, for images in [0, 1], positive.
+      activation: activation of both towers' MLPs, "gelu" or "quick_gelu" (for OpenAI's weights).
+      dtype: dtype of activations and GEMMs.
+      param_dtype: dtype of the towers' parameters; the logit scale and bias are always float32.
+      feature_dtype: dtype of the normalized features; None for `dtype`.
+      image_mean: mean of each channel, for images in [0, 1].
+      image_std: standard deviation of each channel, for images in [0, 1], positive.
       init_logit_scale: initial logarithm of the logit scale (log 10 in SigLIP).
       init_logit_bias: initial logit bias (-10 in SigLIP); None for a model without a bias.
 
     Raises:
-      ValueError: a field outside its values.
+      ValueError: a field has an invalid value.
     """
 
     embed_dim: int
@@ -139,10 +142,15 @@ class CLIPConfig:
 
 
 def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
-    """The transformer of one tower, "vision" or "text".
+    """Return the transformer configuration of one tower.
+
+    Args:
+      config: model configuration.
+      tower: "vision" or "text".
 
     Raises:
-      ValueError: the tower's fields contradict each other or the model's dtype; the message starts with the tower.
+      ValueError: the tower's fields are inconsistent with each other or with the model's dtype; the message starts with
+        the tower.
     """
     own = getattr(config, tower)
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(TowerConfig)}
@@ -159,7 +167,7 @@ def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
 
 
 def _tiny(width: int, layers: int, text_width: int, context_length: int) -> CLIPConfig:
-    """Byte-level text and 32-pixel images; sizes that a CPU trains in minutes."""
+    """Build a tiny model of byte-level text and 32-pixel images, trainable on a CPU in minutes."""
     return CLIPConfig(
         embed_dim=width,
         vision=VisionConfig(width=width, layers=layers, heads=width // 32, image_size=32, patch_size=8),
@@ -171,7 +179,7 @@ def _tiny(width: int, layers: int, text_width: int, context_length: int) -> CLIP
 
 
 def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: int) -> CLIPConfig:
-    """OpenCLIP's family: heads of 64 in both towers, 12 text layers."""
+    """Build an OpenCLIP ViT configuration with heads of 64 channels and 12 text layers."""
     return CLIPConfig(
         embed_dim=embed_dim,
         vision=VisionConfig(width=width, layers=layers, heads=width // 64, patch_size=patch_size),
@@ -180,7 +188,7 @@ def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: i
 
 
 def _resnet(embed_dim: int, layers: tuple[int, int, int, int], text_width: int) -> CLIPConfig:
-    """OpenCLIP's family of residual networks."""
+    """Build an OpenCLIP residual network configuration."""
     return CLIPConfig(
         embed_dim=embed_dim,
         vision=ResNetConfig(layers=layers),
@@ -200,22 +208,22 @@ _CONFIGS: dict[str, CLIPConfig] = {
 
 
 def model_names() -> tuple[str, ...]:
-    """The names that `model_config` and `create_model` know."""
+    """Return the names accepted by `model_config` and `create_model`."""
     return tuple(_CONFIGS)
 
 
 def model_config(name: str, **overrides: Any) -> CLIPConfig:
-    """The configuration of a named model.
+    """Return the configuration of a named model.
 
     Args:
       name: one of `model_names()`.
-      **overrides: new values by field, with a dot for a tower's: `{"dtype": "bfloat16", "vision.remat": "full"}`.
+      **overrides: new values by field; a tower's fields have a prefix: `{"dtype": "bfloat16", "vision.remat": "full"}`.
 
     Returns:
-      The configuration with the overrides applied together, so they may depend on each other.
+      The configuration with all overrides applied together; only the final combination must be valid.
 
     Raises:
-      ValueError: an unknown name or key (the message lists the known ones), or a value outside a field's values.
+      ValueError: an unknown name or key (the message lists the known ones), or an invalid value of a field.
     """
     if name not in _CONFIGS:
         raise ValueError(f"Unknown model {name!r}; the models are: {', '.join(model_names())}.")
@@ -257,7 +265,10 @@ def _image_tower(config: CLIPConfig) -> VisionTransformer | ResNet:
 
 
 def build_model(config: CLIPConfig) -> CLIP:
-    """The module of a configuration; equal configurations give equal modules, so compiled functions are shared."""
+    """Build the module of a configuration.
+
+    Equal configurations give equal modules, so compiled functions are shared.
+    """
     text = config.text
     return CLIP(
         visual=_image_tower(config),
@@ -276,7 +287,14 @@ def build_model(config: CLIPConfig) -> CLIP:
 
 
 def create_model(name: str, **overrides: Any) -> CLIP:
-    """Builds a named model; arguments and errors are those of `model_config`.
+    """Build a named model.
+
+    Args:
+      name: one of `model_names()`.
+      **overrides: new values by field, see `model_config`.
+
+    Raises:
+      ValueError: an unknown name or key, or an invalid value of a field.
 
     Example:
       model = create_model("tiny", **{"vision.layers": 4, "init_logit_bias": -10.0})
@@ -285,6 +303,6 @@ def create_model(name: str, **overrides: Any) -> CLIP:
       output = model.apply(variables, image, text)
 
     Returns:
-      A `CLIP` module; its variables come from `init`.
+      A `CLIP` module; `init` creates its variables.
     """
     return build_model(model_config(name, **overrides))

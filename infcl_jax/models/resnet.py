@@ -1,4 +1,7 @@
-"""The residual image tower of CLIP: a three-layer stem, strides by average pooling, attention as the last pooling."""
+"""ResNet image tower of CLIP.
+
+It has a three-layer stem, average pooling in place of strided convolutions, and attention as the last pooling.
+"""
 
 import dataclasses
 import functools
@@ -11,24 +14,24 @@ import jax.numpy as jnp
 from infcl_jax.models.transformer import check_positive_int
 
 _REDUCTION = 32  # pixels per position of the last stage
-_EXPANSION = 4
-_EPSILON, _MOMENTUM = 1e-5, 0.1
-# Uniform within fan_in^-1/2, PyTorch's default for a convolution and so OpenCLIP's start.
+_EXPANSION = 4  # ratio of a block's output channels to its planes (He et al. 2016)
+_EPSILON, _MOMENTUM = 1e-5, 0.1  # of the batch norm; PyTorch's defaults
+# Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
 _CONV_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """Shape of the tower.
+    """Configuration of the ResNet image tower.
 
     Attributes:
       width: channels after the stem; the last stage has 32 times as many.
-      layers: blocks of each of the four stages.
-      heads: of the attention that pools; divides 32 times the width.
+      layers: number of blocks of each of the four stages.
+      heads: heads of the attention pooling; divides 32 times the width.
       image_size: height and width of the input in pixels; a multiple of 32.
 
     Raises:
-      ValueError: a field outside its values.
+      ValueError: a field has an invalid value.
     """
 
     width: int = 64
@@ -51,11 +54,11 @@ class ResNetConfig:
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation in float32 (Ioffe & Szegedy 2015), with PyTorch's running statistics.
+    """Float32 batch normalization with PyTorch's running statistics (Ioffe & Szegedy 2015).
 
-    Parameters `scale` and `bias`; in the collection "batch_stats", `mean` and `var` (unbiased), which move by a tenth
-    towards each training batch where that collection is mutable. In training it normalises by the statistics of the
-    rows it sees: under `jit` those of the global batch, inside `shard_map` those of one device.
+    Parameters: `scale` and `bias`. Variables in the collection "batch_stats": running `mean` and `var` (unbiased). Each
+    training batch updates them with weight 0.1 if that collection is mutable. In training, the layer normalizes by the
+    batch statistics: of the global batch under `jit`, of one device's rows inside `shard_map`.
     """
 
     param_dtype: str
@@ -63,7 +66,7 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """Normalises [b, h, w, c] over all axes but the last; float32."""
+        """Normalize [b, h, w, c] over all axes but the last, to float32."""
         x, channels = x.astype(jnp.float32), x.shape[-1:]
         scale = self.param("scale", self.scale_init, channels, self.param_dtype).astype(jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, channels, self.param_dtype).astype(jnp.float32)
@@ -85,7 +88,9 @@ class BatchNorm(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """One attention whose only query is the mean over positions (Radford et al. 2021, section 2.4).
+    """Attention pooling with the mean over positions as the only query.
+
+    Source: Radford et al. 2021, section 2.4.
 
     Parameters: `positional_embedding` [1 + positions, c], `q_proj`, `k_proj`, `v_proj`, `c_proj`.
     """
@@ -97,7 +102,7 @@ class AttentionPool(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [b, h, w, c] to float32 [b, embed_dim]."""
+        """Map [b, h, w, c] to float32 [b, embed_dim]."""
         b, h, w, c = x.shape
         init = nn.initializers.normal(c**-0.5)
         x = x.astype(jnp.float32).reshape(b, h * w, c)
@@ -115,7 +120,10 @@ class AttentionPool(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A residual block of 1x1, 3x3 and 1x1 convolutions (He et al. 2016) whose stride is an average pooling."""
+    """Residual bottleneck block with average pooling as stride.
+
+    Its convolutions are 1x1, 3x3 and 1x1 (He et al. 2016).
+    """
 
     planes: int
     stride: int
@@ -124,7 +132,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """Maps [b, h, w, c] to [b, h / stride, w / stride, 4 planes]."""
+        """Map [b, h, w, c] to [b, h/stride, w/stride, 4 planes]."""
         conv, norm = _layers(self.dtype, self.param_dtype)
         out = nn.relu(norm(name="bn1")(conv(self.planes, (1, 1), name="conv1")(x), train=train))
         out = nn.relu(norm(name="bn2")(conv(self.planes, (3, 3), name="conv2")(out), train=train))
@@ -137,16 +145,18 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual network of CLIP (Radford et al. 2021, section 2.4), in the form of OpenCLIP's "RN50".
+    """ResNet of CLIP, as OpenCLIP's "RN50".
+
+    Source: Radford et al. 2021, section 2.4.
 
     Parameters: `conv1` to `conv3` and `bn1` to `bn3` of the stem, `layer1_0` to `layer4_2`, `attnpool`. Running
     statistics are in the collection "batch_stats".
 
     Attributes:
-      config: its shape.
+      config: shape of the network.
       embed_dim: size of the features.
-      dtype: of activations and convolutions.
-      param_dtype: of the parameters.
+      dtype: dtype of activations and convolutions.
+      param_dtype: dtype of the parameters.
     """
 
     config: ResNetConfig
@@ -161,14 +171,14 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
-        """Encodes images.
+        """Encode images.
 
         Args:
-          image: floating [b, image_size, image_size, 3], mean and standard deviation already normalised.
-          train: normalises by the statistics of the batch instead of the running ones.
+          image: floating [b, image_size, image_size, 3], already normalized by mean and standard deviation.
+          train: whether to normalize by batch statistics instead of running statistics.
 
         Returns:
-          float32 [b, embed_dim], not normalised.
+          float32 [b, embed_dim], not normalized.
         """
         conv, norm = _layers(self.dtype, self.param_dtype)
         width, x = self.config.width, image.astype(self.dtype)
@@ -186,7 +196,10 @@ class ResNet(nn.Module):
 
 
 def _layers(dtype: str, param_dtype: str) -> tuple[Any, Any]:
-    """Convolutions without bias, padded by half their kernel on each side, and their normalisation."""
+    """Return constructors of convolutions and batch norms.
+
+    Convolutions have no bias and are padded by half their kernel on each side.
+    """
 
     def conv(features: int, kernel: tuple[int, int], strides: int = 1, name: str | None = None) -> nn.Conv:
         return nn.Conv(
@@ -205,6 +218,6 @@ def _layers(dtype: str, param_dtype: str) -> tuple[Any, Any]:
 
 
 def _pool(x: jax.Array, size: int) -> jax.Array:
-    """Means over squares without overlap."""
+    """Average [b, h, w, c] over non-overlapping squares of `size` positions."""
     b, h, w, c = x.shape
     return x if size == 1 else x.reshape(b, h // size, size, w // size, size, c).mean((2, 4))

@@ -9,13 +9,13 @@ from infcl_jax.ops.embedding import embed_tokens
 
 
 def end_position(tokens: jax.Array) -> jax.Array:
-    """Where each sequence's end token is, the token with the largest id.
+    """Return the position of each sequence's end token, the largest id.
 
     Args:
       tokens: integer [b, t].
 
     Returns:
-      int32 [b]. The first position wins where the largest id occurs twice.
+      int32 [b]. If the largest id occurs more than once, its first position.
     """
     return jnp.argmax(tokens, axis=1).astype(jnp.int32)
 
@@ -24,8 +24,8 @@ class TextTransformer(nn.Module):
     """Text tower of CLIP (Radford et al. 2021, section 2.4).
 
     Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [context_length, width], `transformer`,
-    `ln_final`, `text_projection`. Since attention is causal and the state is taken at the end token, what follows
-    that token has no influence and needs no mask.
+    `ln_final`, `text_projection`. Attention is causal and the state is taken at the end token, so later
+    tokens have no effect and need no mask.
 
     Attributes:
       config: shape and numerics of the transformer.
@@ -41,22 +41,22 @@ class TextTransformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
-        """Encodes token ids.
+        """Encode token ids.
 
         Args:
-          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. An id outside the vocabulary,
-            which cannot raise inside compiled code, gives NaN features.
-          train: turns dropout on; it then needs the "dropout" rng if the rate is not 0.
+          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. An id outside the vocabulary gives
+            NaN features, since compiled code cannot raise.
+          train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
 
         Returns:
-          float32 [b, embed_dim], not normalised.
+          float32 [b, embed_dim], not normalized.
         """
         x = Transformer(self.config, name="transformer")(self._embed(tokens), end_position(tokens), train=train)
         x = layer_norm(self.config, "ln_final", jnp.float32)(x)
         return feature_projection(self.config, self.embed_dim, "text_projection")(x)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        """Token plus position, [b, t, width] in the compute dtype."""
+        """Return token plus positional embeddings, [b, t, width] in the compute dtype."""
         c = self.config
         table = self.param("token_embedding", nn.initializers.normal(0.02), (self.vocab_size, c.width), c.param_dtype)
         shape = (self.context_length, c.width)

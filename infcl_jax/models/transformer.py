@@ -1,12 +1,11 @@
 """The pre-LayerNorm transformer that both towers share.
 
-Parameters are stored in `param_dtype` and matrix products run in `dtype`. Between products everything is computed in
-float32 and stored in `dtype`: LayerNorm, biases, activation functions, the softmax of the attention. The final
-projection to features is float32.
+Parameters are stored in `param_dtype` and GEMMs run in `dtype`. LayerNorm, biases, activation functions and the softmax
+are computed in float32, and their results are stored in `dtype`. The final projection to features is float32.
 
-Layers are unrolled (`block_00`, `block_01`, ...) rather than scanned. A scan would compile a deep tower faster, but it
-stacks the weights of all layers into one array, and then neither a rule per layer (learning rate, freezing) nor the
-conversion to and from other CLIP implementations can address a layer by its name.
+Layers are unrolled (`block_00`, `block_01`, ...), not scanned. A scan compiles a deep tower faster, but it stacks the
+weights of all layers into one array. Per-layer rules (learning rate, freezing) and the conversion to and from other
+CLIP implementations could then not address a layer by name.
 """
 
 import dataclasses
@@ -28,37 +27,41 @@ from infcl_jax.ops.attention.api import (
     takes_packed,
 )
 from infcl_jax.ops.bias_activation.api import Activation
-from infcl_jax.ops.linear import with_gradient_of
+from infcl_jax.ops.linear import route_gradient
 
 Remat = Literal["full", "dots"]
 
-# Name of the residual stream after each part of each block, for the policies of `jax.checkpoint`.
+# Checkpoint name of the residual stream after each attention and each MLP, for the policies of `jax.checkpoint`.
 RESIDUAL = "residual"
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises `ValueError` unless `value` is one of `choices`."""
+    """Raise `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
 def check_positive_int(name: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is an integer of at least 1."""
+    """Raise `ValueError` unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer; got {value!r}.")
 
 
 def check_rate(name: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is a probability below 1."""
+    """Raise `ValueError` unless `value` is a probability below 1."""
     if not isinstance(value, int | float) or not 0.0 <= value < 1.0:
         raise ValueError(f"{name} must be a number in [0, 1); got {value!r}.")
 
 
 def float_dtype_name(name: str, value: Any) -> str:
-    """The name of a floating dtype given as a string, a NumPy dtype or a JAX scalar type.
+    """Return the canonical name of a floating dtype.
+
+    Args:
+      name: name of the setting, for the error message.
+      value: dtype as a string, a NumPy dtype or a JAX scalar type.
 
     Raises:
-      ValueError: it is none of float32, bfloat16 and float16.
+      ValueError: the dtype is not float32, bfloat16 or float16.
     """
     try:
         dtype = jnp.dtype(value).name
@@ -76,25 +79,26 @@ class TransformerConfig:
       width: size of the residual stream.
       layers: number of blocks.
       heads: attention heads; divides `width`.
-      mlp_ratio: hidden units of the MLP over `width`.
-      causal: whether a position sees only itself and the positions before it.
-      activation: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`, what OpenAI's weights were
-        trained with).
-      dropout: rate applied to the output of the attention and of the MLP, before the residual sum, when training.
-      remat: what the backward pass recomputes. None: nothing. "full": every block from its input. "dots": everything
-        but the products with weight matrices, so the attention (quadratic in the sequence length) is never stored.
-      attention: "xla" runs everywhere and stores the attention weights for the backward pass unless `remat` is set;
-        "cudnn" is the fused kernel of NVIDIA GPUs from Ampere on, whose memory is linear in the sequence length. It
-        needs `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks
-        of keys its gradients repeat bit for bit under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` alone.
-        "mosaic_gpu" are kernels for Hopper GPUs and sequences of up to 320 positions, with heads of 64 channels in
-        the same dtypes; their gradients always repeat.
-        None: `best_attention` of the device that runs.
-      dtype: of activations and matrix products: "float32", "bfloat16" or "float16".
-      param_dtype: of the stored parameters, one of the same.
+      mlp_ratio: ratio of the MLP's hidden units to `width`.
+      causal: whether a position attends only to itself and the positions before it.
+      activation: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`, with which OpenAI's weights were
+        trained).
+      dropout: dropout rate on the outputs of the attention and of the MLP, before the residual sum, when training.
+      remat: activations recomputed in the backward pass. None: none. "full": every block, from its input. "dots": all
+        but the products with weight matrices, so attention weights (quadratic in the sequence length) are never stored.
+      attention: "xla" runs on every device; it stores the attention weights for the backward pass unless `remat` is
+        set.
+        "cudnn" is the fused kernel for NVIDIA GPUs from Ampere on, with memory linear in the sequence length. It needs
+        `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks of keys,
+        its gradients are deterministic only under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true`.
+        "mosaic_gpu" are kernels for Hopper GPUs. They need sequences of at most 320 positions, heads of 64 channels and
+        `dtype` "bfloat16" or "float16". Their gradients are always deterministic.
+        None: `best_attention` of the device.
+      dtype: dtype of activations and GEMMs: "float32", "bfloat16" or "float16".
+      param_dtype: dtype of the stored parameters: "float32", "bfloat16" or "float16".
 
     Raises:
-      ValueError: a field outside the values above.
+      ValueError: a field has a value other than those above.
     """
 
     width: int
@@ -135,27 +139,30 @@ class TransformerConfig:
 
     @property
     def input_std(self) -> float:
-        """Standard deviation at which the attention's input projection starts: `width^-1/2`."""
+        """Initial standard deviation of the attention's input projection, `width^-1/2`."""
         return self.width**-0.5
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of projections into the residual stream; the variance of its 2 `layers` sums adds up."""
+        """Initial standard deviation of projections into the residual stream.
+
+        It is `(2 width layers)^-1/2`, because the variances of the 2 `layers` residual sums add up.
+        """
         return self.width**-0.5 * (2 * self.layers) ** -0.5
 
     @property
     def mlp_std(self) -> float:
-        """Standard deviation of the MLP's first projection: `(2 width)^-1/2`."""
+        """Initial standard deviation of the MLP's first projection, `(2 width)^-1/2`."""
         return (2 * self.width) ** -0.5
 
 
 def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> LayerNorm:
-    """LayerNorm over the last axis with float32 statistics.
+    """Build a LayerNorm over the last axis with float32 statistics.
 
     Args:
-      config: gives the dtypes.
-      name: of the submodule, whose parameters are `scale` and `bias`.
-      dtype: of the result; None for the compute dtype.
+      config: transformer configuration with the dtypes.
+      name: name of the submodule, whose parameters are `scale` and `bias`.
+      dtype: dtype of the result; None for the compute dtype.
 
     Returns:
       The module, for activations [..., width] of any floating dtype.
@@ -164,12 +171,15 @@ def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> Layer
 
 
 def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
-    """A dense layer with normal weights of standard deviation `std` and zero bias."""
+    """Build a dense layer with normal weights of standard deviation `std` and zero bias."""
     return Dense(features, std, config.dtype, config.param_dtype, name=name)
 
 
 def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> nn.Dense:
-    """The matrix without bias from a tower's pooled state to the features; float32, since it costs next to nothing."""
+    """Build the projection from the pooled state to the features, without bias.
+
+    It is float32, since its cost is negligible.
+    """
     return nn.Dense(
         embed_dim,
         use_bias=False,
@@ -186,14 +196,14 @@ class SelfAttention(nn.Module):
     Parameters: `in_proj` {kernel [width, 3 width], bias}, whose columns are query, key, value, each ordered by head;
     `out_proj` {kernel [width, width], bias}.
 
-    Two biases need no pass over activations. That of the keys adds the same to all scores of a query, which the softmax
-    does not see: it has no influence, and no gradient. That of the values comes out of the attention as it went in,
-    since weights add up to 1: it is multiplied with `out_proj` and added there.
+    Two biases need no pass over activations. The key bias shifts all scores of a query equally, and the softmax is
+    invariant to that shift, so this bias has neither effect nor gradient. The value bias passes through the attention
+    unchanged, since the weights sum to 1, so it is multiplied with `out_proj` and added to the output bias.
 
     Attributes:
-      config: of the transformer.
-      positions: t, of every sequence.
-      padding: positions at the end of every sequence that the others do not see.
+      config: transformer configuration.
+      positions: sequence length t, padding included.
+      padding: number of trailing positions that are masked as keys.
     """
 
     config: TransformerConfig
@@ -202,15 +212,15 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Maps [b * t, width] to [b * t, width] in the compute dtype.
+        """Apply self-attention to all tokens or to one token of each sequence.
 
         Args:
-          x: tokens.
-          position: integer [b], which token of each sequence is asked for; None for all.
+          x: [b * t, width], tokens, floating.
+          position: integer [b], position of the only token to compute in each sequence; None for all tokens.
 
         Returns:
-          [b * t, width], or [b, width] with a position, and the bias [width] in it, which has its gradient from where
-          the result goes to.
+          [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] that it contains,
+          whose gradient the caller must route, see `route_gradient`.
         """
         c = self.config
         x = x.astype(c.dtype)
@@ -218,38 +228,44 @@ class SelfAttention(nn.Module):
         query_bias, _, value_bias = jnp.split(bias, 3)
         out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
         if position is None:
-            parts = self._parts(x, kernel, query_bias)
-            y = attend(*parts, causal=c.causal, padding=self.padding, implementation=c.attention)
+            qkv = self._project(x, kernel, query_bias)
+            y = attend(*qkv, causal=c.causal, padding=self.padding, implementation=c.attention)
         else:
-            of_query, of_key, of_value = jnp.split(kernel, 3, axis=1)
+            query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
             tokens = x.reshape(-1, self.positions, c.width)
-            (query,) = products(take_positions(tokens, position), (of_query,), (query_bias,))
+            (query,) = products(take_positions(tokens, position), (query_kernel,), (query_bias,))
             query = query.reshape(-1, c.heads, c.width // c.heads)
-            y = attend_from(query, tokens, of_key, of_value, position, causal=c.causal, padding=self.padding)
-        wide = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
-        bias = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
+            y = attend_from(query, tokens, key_kernel, value_kernel, position, causal=c.causal, padding=self.padding)
+        factors = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
+        bias = jnp.matmul(*factors, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
         return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
 
-    def _parts(self, x: jax.Array, kernel: jax.Array, query_bias: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries, keys and values of all tokens, as `attend` takes them."""
+    def _project(self, x: jax.Array, kernel: jax.Array, query_bias: jax.Array) -> tuple[jax.Array, ...]:
+        """Project all tokens to queries, keys and values, packed or not as `attend` prefers."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
         if takes_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
             (packed,) = products(x, (kernel,), (bias,))
-            return (with_gradient_of(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
-        parts = products(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
-        return tuple(part.reshape(-1, positions, c.heads, channels) for part in parts)
+            return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
+        qkv = products(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
+        return tuple(a.reshape(-1, positions, c.heads, channels) for a in qkv)
 
 
 class Mlp(nn.Module):
-    """Two dense layers, `c_fc` [width, hidden] and `c_proj` [hidden, width], with the activation between them."""
+    """Two dense layers with an activation in between.
+
+    Parameters: `c_fc` {kernel [width, hidden], bias}, `c_proj` {kernel [hidden, width], bias}.
+    """
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps [..., width] to the same in the compute dtype, and the bias [width] in it, as `SelfAttention` does."""
+        """Map [..., width] to [..., width] in the compute dtype, and return its last bias.
+
+        The result contains the bias [width] of `c_proj`, whose gradient the caller must route, see `route_gradient`.
+        """
         c = self.config
         hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc").activated(x, c.activation)
         return projection(c, c.width, c.residual_std, "c_proj").without_bias_gradient(hidden)
@@ -259,9 +275,9 @@ class Block(nn.Module):
     """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`.
 
     Attributes:
-      config: of the transformer.
-      positions: as of `SelfAttention`.
-      padding: likewise.
+      config: transformer configuration.
+      positions: sequence length t, padding included.
+      padding: number of trailing positions that are masked as keys.
     """
 
     config: TransformerConfig
@@ -270,35 +286,37 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, added: jax.Array | None, position: jax.Array | None, train: bool
+        self, x: jax.Array, deferred_bias: jax.Array | None, position: jax.Array | None, train: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Runs the block.
+        """Run the block.
 
         Args:
           x: [b * t, width] in the compute dtype.
-          added: [width], a bias in `x` that has its gradient from here, see `normalize_beside`; None for none.
-          position: integer [b], the token of each sequence that is asked for; None for all.
-          train: turns dropout on.
+          deferred_bias: [width], a bias in `x` that gets its gradient here, see `normalize_with_residual`; None for
+            none.
+          position: integer [b], position of the only token to compute in each sequence; None for all tokens.
+          train: whether dropout is on.
 
         Returns:
-          [b * t, width] or with a position [b, width], and the bias in it, likewise.
+          [b * t, width], or [b, width] with `position`; and the bias [width] that it contains without gradient, None
+          for none.
         """
         c = self.config
 
-        def dropped(part: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, jax.Array | None]:
+        def drop(y: jax.Array, bias: jax.Array, name: str) -> tuple[jax.Array, jax.Array | None]:
             if not (train and c.dropout):
-                return part
-            return nn.Dropout(c.dropout, deterministic=False, name=name)(with_gradient_of(*part)), None
+                return y, bias
+            return nn.Dropout(c.dropout, deterministic=False, name=name)(route_gradient(y, bias)), None
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        y, x = layer_norm(c, "ln_1").beside(x, added)
-        found, added = dropped(attention(y, position), "drop_1")
+        y, x = layer_norm(c, "ln_1").with_residual(x, deferred_bias)
+        y, deferred_bias = drop(*attention(y, position), "drop_1")
         if position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
-        x = checkpoint_name(x + found, RESIDUAL)
-        y, x = layer_norm(c, "ln_2").beside(x, added)
-        found, added = dropped(Mlp(c, name="mlp")(y), "drop_2")
-        return x + found, added
+        x = checkpoint_name(x + y, RESIDUAL)
+        y, x = layer_norm(c, "ln_2").with_residual(x, deferred_bias)
+        y, deferred_bias = drop(*Mlp(c, name="mlp")(y), "drop_2")
+        return x + y, deferred_bias
 
 
 def _block_class(remat: Remat | None) -> type[Block]:
@@ -309,33 +327,34 @@ def _block_class(remat: Remat | None) -> type[Block]:
 
 
 class Transformer(nn.Module):
-    """`config.layers` blocks named `block_00`, `block_01`, ..."""
+    """Stack of `config.layers` blocks, named `block_00`, `block_01`, ..."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, position: jax.Array | None = None, *, train: bool = False) -> jax.Array:
-        """Runs the blocks.
+        """Run the blocks.
 
         Args:
           x: [b, t, width] in `config.dtype`.
-          position: integer [b], from 0 and below t: the one token of each sequence that is asked for. The last block
-            then computes for that token alone what it gathers from all. None for all tokens.
-          train: turns dropout on; it then needs the "dropout" rng if the rate is not 0.
+          position: integer [b], in [0, t), position of the only token to return for each sequence. The last block then
+            computes that token only, which attends to all tokens. None for all tokens.
+          train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
 
         Returns:
-          [b, t, width], or [b, width] with a position, in `config.dtype`, not normalised.
+          [b, t, width], or [b, width] with `position`, in `config.dtype`, not normalized.
         """
         c, (b, t, _) = self.config, x.shape
         block = _block_class(c.remat)
         padding = padding_for((b, t, c.heads, c.width // c.heads), c.dtype, c.attention)
         positions = t + padding
-        # Rows are all tokens: with a batch axis XLA lays activations out in ways that have to be transposed again.
+        # Batch and sequence are one axis: with a separate batch axis, XLA picks layouts that cost extra transposes.
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)
-        added = None
+        deferred_bias = None
         for i in range(c.layers):
-            asked = position if i == c.layers - 1 else None
-            x, added = block(c, positions, padding, name=f"block_{i:02d}")(x, added, asked, train)
-            x = checkpoint_name(x, RESIDUAL)  # out here, where the policy of the block's own remat does not hide it
-        x = x if added is None else with_gradient_of(x, added)
+            block_position = position if i == c.layers - 1 else None
+            run = block(c, positions, padding, name=f"block_{i:02d}")
+            x, deferred_bias = run(x, deferred_bias, block_position, train)
+            x = checkpoint_name(x, RESIDUAL)  # outside the block, whose own remat policy would hide the name
+        x = x if deferred_bias is None else route_gradient(x, deferred_bias)
         return x if position is not None else x.reshape(b, positions, c.width)[:, :t]

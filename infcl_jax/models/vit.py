@@ -1,4 +1,4 @@
-"""The image tower of CLIP: a Vision Transformer with a class token and a LayerNorm before its first block."""
+"""Vision Transformer image tower of CLIP."""
 
 from typing import Literal
 
@@ -12,10 +12,12 @@ Pool = Literal["tok", "avg"]
 
 
 class PatchEmbedding(nn.Module):
-    """A convolution with stride equal to its kernel and no bias: `kernel` [patch, patch, 3, width].
+    """Patch embedding: convolution without bias, with stride equal to kernel size.
 
-    It is computed as one matrix product over unfolded patches. The numbers are those of the convolution, and the
-    product falls under the remat policies and needs no convolution kernel for three input channels.
+    Parameters: `kernel` [patch, patch, 3, width].
+
+    The convolution is computed as one GEMM over unfolded patches, with the same result. The remat policies then apply
+    to it, and it needs no convolution kernel for three input channels.
     """
 
     config: TransformerConfig
@@ -23,9 +25,12 @@ class PatchEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, image: jax.Array) -> jax.Array:
-        """Maps [b, H, W, 3] to [b, (H / patch) (W / patch), width], rows of patches first, in the compute dtype."""
+        """Map [b, H, W, 3] to [b, (H / patch) (W / patch), width].
+
+        Patches are in row-major order, the result in the compute dtype.
+        """
         c, p = self.config, self.patch_size
-        # Uniform within fan_in^-1/2, PyTorch's default for a convolution and so OpenCLIP's start.
+        # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = self.param("kernel", init, (p, p, image.shape[-1], c.width), c.param_dtype)
         b, height, width, channels = image.shape
@@ -35,15 +40,17 @@ class PatchEmbedding(nn.Module):
 
 
 def drop_patches(rng: jax.Array, tokens: jax.Array, rate: float) -> jax.Array:
-    """Keeps a random subset of every sample's patches (FLIP, Li et al. 2023, section 3).
+    """Keep a random subset of the patches of each sample.
 
     Args:
       rng: PRNG key.
       tokens: [b, n, width], any dtype.
-      rate: share of patches to drop, in [0, 1).
+      rate: fraction of patches to drop, in [0, 1).
 
     Returns:
       [b, max(1, int(n (1 - rate))), width]; each sample has its own subset, in random order.
+
+    Source: FLIP, Li et al. 2023, section 3.
     """
     b, n, _ = tokens.shape
     keep = max(1, int(n * (1 - rate)))
@@ -52,19 +59,21 @@ def drop_patches(rng: jax.Array, tokens: jax.Array, rate: float) -> jax.Array:
 
 
 class VisionTransformer(nn.Module):
-    """Vision Transformer of CLIP (Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1).
+    """Vision Transformer of CLIP, with a class token and an input LayerNorm.
+
+    Sources: Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1.
 
     Parameters: `conv1`, `class_embedding` [width], `positional_embedding` [1 + patches, width], `ln_pre`,
-    `transformer`, `ln_post`, `proj`. They start as the original implementation starts its text tower (for the image
-    tower it leaves most weights at PyTorch's defaults): normal weights scaled by width and depth, biases zero.
+    `transformer`, `ln_post`, `proj`. Initial weights are normal, scaled by width and depth, and biases are zero. The
+    original implementation initializes its text tower this way, but most of its image tower with PyTorch's defaults.
 
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.
       image_size: height and width of the input in pixels; a multiple of `patch_size`.
       patch_size: height and width of a patch in pixels.
-      pool: what is projected: "tok", the class token, or "avg", the mean over patches.
-      patch_dropout: share of the patches that each training sample leaves out; the class token always stays.
+      pool: state that is projected, "tok" (class token) or "avg" (mean over patches).
+      patch_dropout: fraction of patches dropped from each training sample; the class token is always kept.
     """
 
     config: TransformerConfig
@@ -76,14 +85,14 @@ class VisionTransformer(nn.Module):
 
     @nn.compact
     def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
-        """Encodes images.
+        """Encode images.
 
         Args:
-          image: floating [b, image_size, image_size, 3], mean and standard deviation already normalised.
-          train: turns dropout and patch dropout on; they need the "dropout" rng.
+          image: floating [b, image_size, image_size, 3], already normalized by mean and standard deviation.
+          train: whether dropout and patch dropout are on; they need the "dropout" rng.
 
         Returns:
-          float32 [b, embed_dim], not normalised.
+          float32 [b, embed_dim], not normalized.
         """
         x = layer_norm(self.config, "ln_pre")(self._embed(image, train))
         transformer = Transformer(self.config, name="transformer")
@@ -95,7 +104,11 @@ class VisionTransformer(nn.Module):
         return feature_projection(self.config, self.embed_dim, "proj")(x)
 
     def _embed(self, image: jax.Array, train: bool) -> jax.Array:
-        """Tokens [b, 1 + kept patches, width] in the compute dtype; added in float32, and so are their gradients."""
+        """Embed patches and class token, with float32 sums and gradients.
+
+        Returns:
+          [b, 1 + kept patches, width] in the compute dtype.
+        """
         c = self.config
         patches = PatchEmbedding(c, self.patch_size, name="conv1")(image).astype(jnp.float32)
         b, n, _ = patches.shape

@@ -1,7 +1,7 @@
-"""Products with weights in the compute dtype, whose gradients are sums in float32.
+"""Linear layers in the compute dtype with gradients accumulated in float32.
 
-The automatic gradient stores float32 copies of activations where the compiler prefers that to computing them again.
-Here the backward pass stores the arguments in the compute dtype and recomputes the rest.
+Automatic differentiation lets XLA store float32 copies of activations where it prefers that to recomputing them. Here
+the forward pass saves the arguments in the compute dtype, and the backward pass recomputes the rest.
 """
 
 import functools
@@ -14,99 +14,107 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from infcl_jax.ops.layer_norm.api import along
+from infcl_jax.ops.layer_norm.api import broadcast_vector
 
-# Name (`checkpoint_name`) of what an encoder derives from parameters alone, see `infcl_jax.cached_value_and_grad`.
+# Checkpoint name of values that depend on parameters only, see `infcl_jax.cached_value_and_grad`.
 DERIVED = "derived"
 
-Parts = tuple[jax.Array, ...]
+Arrays = tuple[jax.Array, ...]
 Biases = tuple[jax.Array | None, ...]
 
 
 def cast(parameters: Any, x: jax.Array) -> Any:
-    """Parameters in the dtype of `x`, without gradient; with gradient caching they are computed once for all chunks."""
+    """Cast parameters to the dtype of `x`, without gradient.
+
+    The results are checkpointed under the name `DERIVED`, so gradient caching computes them once for all chunks.
+    """
     return jax.tree.map(lambda a: checkpoint_name(lax.stop_gradient(a).astype(x.dtype), DERIVED), parameters)
 
 
-def affine(x: jax.Array, kernels: Parts, biases: Biases) -> Parts:
-    """`x @ kernel + bias` for one kernel and bias or several, in the dtype of `x`.
+def affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
+    """Compute `x @ kernel + bias` for each kernel and bias.
 
     Args:
       x: [..., inputs], floating.
-      kernels: of [inputs, features], of any floating dtype.
-      biases: as many, of [features], likewise; None for no bias.
+      kernels: one or more kernels [inputs, features], of any floating dtype.
+      biases: one bias [features] for each kernel, of any floating dtype; None for no bias.
 
     Returns:
-      As many [..., features] in the dtype of `x`. Gradients of kernels and biases are sums in float32.
+      One array [..., features] for each kernel, in the dtype of `x`. Gradients of kernels and biases are accumulated in
+      float32.
     """
     rows = string.ascii_lowercase[: x.ndim - 1]
-    parts = _multiply(f"{rows}y,yz->{rows}z", x, kernels, cast(kernels, x))
+    outputs = _multiply(f"{rows}y,yz->{rows}z", x, kernels, cast(kernels, x))
 
-    def biased(part: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return part if bias is None else with_gradient_of(part + along(cast(bias, x), x).astype(x.dtype), bias)
+    def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return y if bias is None else route_gradient(y + broadcast_vector(cast(bias, x), x).astype(x.dtype), bias)
 
-    return tuple(biased(part, bias) for part, bias in zip(parts, biases, strict=True))
+    return tuple(add_bias(y, bias) for y, bias in zip(outputs, biases, strict=True))
 
 
 def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """A product with a matrix in parts, in the dtype of `x`.
+    """Contract `x` with a reshaped kernel in the dtype of `x`.
 
     Args:
-      spec: of `jnp.einsum`, `"x,kernel->result"`, without a letter that occurs in one of them alone.
+      spec: subscripts `"x,kernel->result"` of `jnp.einsum`; each letter must occur in at least two of the three terms.
       x: floating.
-      kernel: of any floating dtype.
+      kernel: weights of any floating dtype.
 
     Returns:
-      The product. The kernel's gradient is a sum in float32.
+      The product in the dtype of `x`. The gradient of the kernel is accumulated in float32.
     """
     return _multiply(spec, x, (kernel,), (cast(kernel, x),))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(spec: str, x: jax.Array, kernels: Parts, used: Parts) -> Parts:
-    """Products with what is used of the kernels, which have the gradients."""
-    return tuple(jnp.einsum(spec, x, kernel) for kernel in used)
+def _multiply(spec: str, x: jax.Array, kernels: Arrays, cast_kernels: Arrays) -> Arrays:
+    """Multiply `x` with the cast kernels; the gradients go to `kernels`."""
+    return tuple(jnp.einsum(spec, x, kernel) for kernel in cast_kernels)
 
 
-def _multiply_forward(spec: str, x: jax.Array, kernels: Parts, used: Parts) -> tuple[Parts, tuple]:
-    return _multiply(spec, x, kernels, used), (x, kernels, used)
+def _multiply_forward(spec: str, x: jax.Array, kernels: Arrays, cast_kernels: Arrays) -> tuple[Arrays, tuple]:
+    return _multiply(spec, x, kernels, cast_kernels), (x, kernels, cast_kernels)
 
 
-def _multiply_backward(spec: str, saved: tuple, cotangents: Parts) -> tuple[jax.Array, Parts, None]:
-    x, kernels, used = saved
-    of_x, of_kernel, of_y = re.split(",|->", spec)
+def _multiply_backward(spec: str, saved: tuple, cotangents: Arrays) -> tuple[jax.Array, Arrays, None]:
+    x, kernels, cast_kernels = saved
+    x_axes, kernel_axes, y_axes = re.split(",|->", spec)
 
-    def gradient(kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
-        found = jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, cotangent, preferred_element_type=jnp.float32)
-        return found.astype(kernel.dtype)
+    def d_kernel(kernel: jax.Array, dy: jax.Array) -> jax.Array:
+        dk = jnp.einsum(f"{x_axes},{y_axes}->{kernel_axes}", x, dy, preferred_element_type=jnp.float32)
+        return dk.astype(kernel.dtype)
 
-    total, *products = (jnp.einsum(f"{of_y},{of_kernel}->{of_x}", c, k) for k, c in zip(used, cotangents, strict=True))
-    for product in products:
-        # Behind the barrier the sum so far is what a product is added to, in place, not another product.
-        total = lax.optimization_barrier(total) + product
-    return total, tuple(map(gradient, kernels, cotangents)), None
+    dx, *terms = (
+        jnp.einsum(f"{y_axes},{kernel_axes}->{x_axes}", dy, k) for k, dy in zip(cast_kernels, cotangents, strict=True)
+    )
+    for term in terms:
+        # The barrier makes XLA fuse each sum into the next GEMM, which accumulates into the partial sum in place.
+        dx = lax.optimization_barrier(dx) + term
+    return dx, tuple(map(d_kernel, kernels, cotangents)), None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 @jax.custom_vjp
-def with_gradient_of(x: jax.Array, added: jax.Array) -> jax.Array:
-    """`x`, whose rows contain a vector that was added without gradient: its gradient comes from here.
+def route_gradient(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return `x` and route its gradient to a bias already added to it.
+
+    The bias must have been added without gradient.
 
     Args:
-      x: [..., width], floating.
-      added: [n], what was added to the first n columns.
+      x: [..., width], floating, already contains the bias.
+      bias: [n], bias of the first n columns of `x`.
 
     Returns:
-      `x`. The gradient of `added` is that of `x` summed over rows in float32.
+      `x`. The gradient of the bias is that of `x` summed over rows in float32.
     """
     return x
 
 
-def _sum_of_rows(added: jax.Array, of_x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows = tuple(range(of_x.ndim - 1))
-    return of_x, of_x[..., : len(added)].sum(rows, dtype=jnp.float32).astype(added.dtype)
+def _route_backward(bias: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = tuple(range(dx.ndim - 1))
+    return dx, dx[..., : len(bias)].sum(rows, dtype=jnp.float32).astype(bias.dtype)
 
 
-with_gradient_of.defvjp(lambda x, added: (x, added), _sum_of_rows)
+route_gradient.defvjp(lambda x, bias: (x, bias), _route_backward)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from infcl_jax.models import layers
+from infcl_jax.ops import linear
 from infcl_jax.ops.bias_activation.api import Activation, activate
 from infcl_jax.ops.layer_norm import api
 
@@ -27,23 +28,23 @@ LAYERS = {
         lambda x, b: (x + b) * jax.nn.sigmoid(1.702 * (x + b)),
         ("x", "bias"),
     ),
-    "layer norm": (lambda *a: layers.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
+    "layer norm": (lambda *a: api.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
     "affine": (
-        lambda x, *parts: jnp.subtract(*layers.affine(x, parts[:2], parts[2:])),
+        lambda x, *parts: jnp.subtract(*linear.affine(x, parts[:2], parts[2:])),
         lambda x, one, other, first, second: x @ (one - other) + first - second,
         ("x", "kernel", "kernel", "short", "short"),
     ),
     "a sum with a bias": (
-        lambda x, b: layers.with_gradient_of(x + lax.stop_gradient(layers.along(b, x)).astype(x.dtype), b),
+        lambda x, b: linear.route_gradient(x + lax.stop_gradient(api.broadcast_vector(b, x)).astype(x.dtype), b),
         jnp.add,
         ("x", "bias"),
     ),
     "a contraction": (
-        lambda x, k: layers.contract("btw,wh->bht", x, k),
+        lambda x, k: linear.contract("btw,wh->bht", x, k),
         lambda x, k: jnp.swapaxes(x @ k, 1, 2),
         ("x", "kernel"),
     ),
-    "affine without bias": (lambda x, w: layers.affine(x, (w,), (None,))[0], jnp.matmul, ("x", "kernel")),
+    "affine without bias": (lambda x, w: linear.affine(x, (w,), (None,))[0], jnp.matmul, ("x", "kernel")),
 }
 
 

@@ -1,7 +1,7 @@
-"""Attention over short sequences for Hopper GPUs, in Pallas Mosaic GPU: every array is read or written once.
+"""Attention over short sequences on Hopper GPUs, in Pallas Mosaic GPU.
 
-All positions of a head are in shared memory at the same time, so that scores are never stored, sums are complete when
-they are needed, and no result is added to in memory.
+All positions of a head are in SMEM at the same time. Scores are therefore never stored, softmax statistics are complete
+when they are needed, and no result is accumulated in global memory. Every array is read or written once.
 """
 
 import dataclasses
@@ -15,219 +15,238 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import CHANNELS, PIECE, TILE, Array, Head, Heads, Place
+from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
+    CHANNELS,
+    TILE,
+    WGMMA_LAYOUT,
+    Array,
+    Head,
+    HeadPipeline,
+    HeadSlice,
+)
 
-LONGEST = 5 * TILE  # all five operands of the backward pass are in shared memory
-UNROLLED = 2  # tiles that are gone through without a loop
+LONGEST = 5 * TILE  # positions; SMEM holds the five operands of the backward pass up to this length
+UNROLLED = 2  # largest number of query tiles over which the dK, dV loop is unrolled
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
-ROW, COLUMN = PIECE.reduce(1), PIECE.reduce(0)
+ROW, COLUMN = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
 
 
 def accepts(positions: int, channels: int, dtype: Any) -> bool:
-    """Whether the kernels take sequences of that length with heads of that many channels in `dtype`."""
+    """Return whether the kernels support a sequence length, head size and dtype."""
     return 0 < positions <= LONGEST and channels == CHANNELS and jnp.dtype(dtype) in DTYPES
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "cores"))
 def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
-    """Scaled dot-product attention with a float32 softmax over running maxima (Milakov and Gimelshein 2018, section 3).
+    """Scaled dot-product attention with an online float32 softmax.
 
     Args:
-      packed: [b, t, 3 heads, 64], see `accepts`: first the heads of the queries, then of the keys, then of the values.
-      causal: whether a position sees only positions up to its own.
-      cores: multiprocessors of the device.
+      packed: [b, t, 3 heads, 64], the heads of queries, keys and values in that order, see `accepts`.
+      causal: whether a position attends only to positions up to its own.
+      cores: number of SMs of the GPU.
 
     Returns:
-      The result [b, t, heads, 64], and what `backward` needs: float32 [b * heads, t rounded up to tiles] logarithms to
-      base 2 of the sums of the exponentials of the scores.
+      The result [b, t, heads, 64], and the base-2 log-sum-exp of the scores, float32 [b * heads, t padded to tiles],
+      which `backward` needs.
+
+    Source: Milakov and Gimelshein 2018, section 3 (online softmax).
     """
-    loop = Heads.of(packed, cores, vectors=0, warpgroups=3)
-    if loop.tiles == 2:  # two heads at a time
-        loop = dataclasses.replace(loop, warpgroups=4)
-    # In the order in which buffers are needed; the first is given back first.
-    streamed = {name: loop.packed[name] for name in ("key", "query", "value")}
-    slope = CHANNELS**-0.5 * math.log2(math.e)
+    pipeline = HeadPipeline.of(packed, cores, vectors=0, warpgroups=3)
+    if pipeline.tiles == 2:  # two teams of two warpgroups, so two heads at a time
+        pipeline = dataclasses.replace(pipeline, warpgroups=4)
+    # Buffers are assigned in the order in which operands are needed; the first one is released first.
+    streamed = {name: pipeline.packed[name] for name in ("key", "query", "value")}
+    log2_scale = CHANNELS**-0.5 * math.log2(math.e)
 
-    def tile(at: Head, i: Array) -> None:
-        own = at.tile(i)
+    def query_tile(head: Head, i: Array) -> None:
+        rows = head.tile(i)
 
-        def sums(result: Any) -> tuple[Array, Array, Array]:
-            def block(j: Any, carry: tuple[Array, Array], width: int = TILE, last: bool = False) -> tuple[Array, Array]:
-                reference, total = carry
+        def accumulate(acc: Any) -> tuple[Array, Array, Array]:
+            def key_tile(
+                j: Any, carry: tuple[Array, Array], width: int = TILE, last: bool = False
+            ) -> tuple[Array, Array]:
+                m_i, l_i = carry
 
-                def products(s: Any) -> Array:
-                    plgpu.wgmma(s, at["query"].at[own], at["key"].at[at.tile(j, width)].T)
+                # QK
+                def scores(s: Any) -> Array:
+                    plgpu.wgmma(s, head["query"].at[rows], head["key"].at[head.tile(j, width)].T)
                     return s[...]
 
-                s = pl.run_scoped(products, plgpu.ACC((TILE, width), jnp.float32))
+                s = pl.run_scoped(scores, plgpu.ACC((TILE, width), jnp.float32))
                 if last:
-                    pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, "key"))
+                    pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, "key"))
                 if causal or last:
-                    s = at.where_seen(s, i * TILE, j * TILE, causal, -math.inf)
-                larger = jnp.maximum(reference, s.max(1) * slope)
-                change = jnp.exp2(reference - larger)
-                weight = jnp.exp2(s * slope - _spread(larger, 0, s))
-                result[...] = result[...] * _spread(change, 0, result)
-                plgpu.wgmma(result, _factor(weight, packed.dtype), at["value"].at[at.tile(j)])
-                return larger, total * change + weight.sum(1)
+                    s = head.mask(s, i * TILE, j * TILE, causal, -math.inf)
+                # Softmax
+                m_next = jnp.maximum(m_i, s.max(1) * log2_scale)
+                alpha = jnp.exp2(m_i - m_next)
+                p = jnp.exp2(s * log2_scale - _broadcast(m_next, 0, s))
+                # PV
+                acc[...] = acc[...] * _broadcast(alpha, 0, acc)
+                plgpu.wgmma(acc, _left_operand(p, packed.dtype), head["value"].at[head.tile(j)])
+                return m_next, l_i * alpha + p.sum(1)
 
-            none, least = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, -math.inf))
-            pl.when(i < loop.team)(functools.partial(at.wait, "value"))
-            carry = lax.fori_loop(0, loop.tiles - 1, block, (least, none))
-            return *block(loop.tiles - 1, carry, loop.rest, last=True), result[...]
+            l_0, m_0 = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, -math.inf))
+            pl.when(i < pipeline.team)(functools.partial(head.wait, "value"))
+            carry = lax.fori_loop(0, pipeline.tiles - 1, key_tile, (m_0, l_0))
+            return *key_tile(pipeline.tiles - 1, carry, pipeline.last_width, last=True), acc[...]
 
-        reference, total, result = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-        at.put({"query": (result / _spread(total, 0, result)).astype(packed.dtype)}, own)
-        at.store("query", Place("result"), own)
-        at.arrays["total"][at.number, own] = reference + jnp.log2(total)
+        m_i, l_i, acc = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+        head.write({"query": (acc / _broadcast(l_i, 0, acc)).astype(packed.dtype)}, rows)
+        head.store("query", HeadSlice("out"), rows)
+        head.arrays["lse"][head.number, rows] = m_i + jnp.log2(l_i)
 
-    def head(at: Head) -> None:
-        at.wait("key", "query")
-        at.each_tile(tile, first=lax.rem(at.member + at.turn, loop.team))
+    def body(head: Head) -> None:
+        head.wait("key", "query")
+        head.each_tile(query_tile, first=lax.rem(head.member + head.index, pipeline.team))
 
     b, t, heads, d = packed.shape
-    result = jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype)
-    total = jax.ShapeDtypeStruct((loop.heads, loop.rows), jnp.float32)
-    results = {"result": result, "total": total}
-    found = loop.run(head, streamed, {"packed": packed}, results, last=("query", "value"))
-    return found["result"], found["total"]
+    results = {
+        "out": jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype),
+        "lse": jax.ShapeDtypeStruct((pipeline.heads, pipeline.rows), jnp.float32),
+    }
+    outputs = pipeline.run(body, streamed, {"packed": packed}, results, last=("query", "value"))
+    return outputs["out"], outputs["lse"]
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "cores"))
-def backward(packed: Array, result: Array, total: Array, cotangent: Array, *, causal: bool, cores: int) -> tuple[Array]:
+def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: bool, cores: int) -> tuple[Array]:
     """Gradients of attention (Dao et al. 2022, appendix B.2).
 
     Args:
-      packed: as for `forward`.
-      result: of `forward`.
-      total: of `forward`.
-      cotangent: of the result.
-      causal: as for `forward`.
-      cores: likewise.
+      packed: argument of `forward`, [b, t, 3 heads, 64].
+      out: first result of `forward`, [b, t, heads, 64].
+      lse: second result of `forward`, float32 [b * heads, t padded to tiles].
+      d_out: cotangent of `out`.
+      causal: whether a position attends only to positions up to its own.
+      cores: number of SMs of the GPU.
 
     Returns:
-      The cotangent of `packed`. The same inputs give the same bits.
+      The cotangent of `packed`. It is deterministic: the same inputs give the same bits.
     """
-    operands = {"packed": packed, "result": result, "cotangent": cotangent, "total": total}
-    loop = Heads.of(packed, cores, vectors=2, warpgroups=2)
-    streamed = {name: Place(name) for name in ("result", "cotangent")} | loop.packed
-    of_packed = {name: dataclasses.replace(place, array="of_packed") for name, place in loop.packed.items()}
-    # What is of the next head and has no buffers of its own gets those of this one, in the order of `streamed`.
-    early = ("result", "cotangent", "query") if loop.buffers < 2 * len(streamed) else ()
+    operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse}
+    pipeline = HeadPipeline.of(packed, cores, vectors=2, warpgroups=2)
+    streamed = {name: HeadSlice(name) for name in ("out", "d_out")} | pipeline.packed
+    d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in pipeline.packed.items()}
+    # SMEM may not hold two heads. The next head then reuses these buffers, in the order of `streamed`, as soon as this
+    # head no longer needs them.
+    early = ("out", "d_out", "query") if pipeline.buffers < 2 * len(streamed) else ()
     scale, dtype = CHANNELS**-0.5, packed.dtype
-    slope = scale * math.log2(math.e)
+    log2_scale = scale * math.log2(math.e)
 
-    def of_row(at: Head, i: Array) -> None:
-        """Leaves what belongs to a tile of queries where all warpgroups find it."""
-        own = at.tile(i)
-        total = plgpu.load(at.arrays["total"].at[at.number, own], layout=ROW, optimized=False)
-        pl.when(i < loop.team)(functools.partial(at.wait, "result", "cotangent"))
-        cotangent, result = (
-            plgpu.load(at[n].at[own], layout=PIECE).astype(jnp.float32) for n in ("cotangent", "result")
-        )
-        at.vectors[0, own], at.vectors[1, own] = total, (cotangent * result).sum(1)
+    def stage_statistics(head: Head, i: Array) -> None:
+        """Stage lse and delta = rowsum(dO * O) of a query tile in SMEM."""
+        rows = head.tile(i)
+        lse = plgpu.load(head.arrays["lse"].at[head.number, rows], layout=ROW, optimized=False)
+        pl.when(i < pipeline.team)(functools.partial(head.wait, "out", "d_out"))
+        d_out, out = (plgpu.load(head[n].at[rows], layout=WGMMA_LAYOUT).astype(jnp.float32) for n in ("d_out", "out"))
+        head.vectors[0, rows], head.vectors[1, rows] = lse, (d_out * out).sum(1)
 
-    def of_query(at: Head, i: Array) -> None:
-        """A tile of queries against all keys."""
-        own = at.tile(i)
-        pl.when(i < loop.team)(functools.partial(at.wait, "query", "key", "value"))
-        total, level = (plgpu.load(at.vectors.at[n, own], layout=ROW, optimized=False) for n in (0, 1))
+    def query_tile(head: Head, i: Array) -> None:
+        """Compute dQ of a query tile over all keys."""
+        rows = head.tile(i)
+        pl.when(i < pipeline.team)(functools.partial(head.wait, "query", "key", "value"))
+        lse, delta = (plgpu.load(head.vectors.at[n, rows], layout=ROW, optimized=False) for n in (0, 1))
 
-        def sums(found: Any) -> Array:
-            def block(j: Any, width: int, last: bool) -> None:
-                others = at.tile(j, width)
+        def accumulate(dq: Any) -> Array:
+            def key_tile(j: Any, width: int, last: bool) -> None:
+                keys = head.tile(j, width)
 
-                def products(s: Any, d_p: Any) -> None:
-                    plgpu.wgmma(s, at["query"].at[own], at["key"].at[others].T)
-                    plgpu.wgmma(d_p, at["cotangent"].at[own], at["value"].at[others].T)
-                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 0, s))
+                def accumulate_tile(s: Any, dp: Any) -> None:
+                    plgpu.wgmma(s, head["query"].at[rows], head["key"].at[keys].T)
+                    plgpu.wgmma(dp, head["d_out"].at[rows], head["value"].at[keys].T)
+                    p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 0, s))
                     if causal or last:
-                        weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0)
-                    d_s = weight * (d_p[...] - _spread(level, 0, s))
-                    plgpu.wgmma(found, _factor(d_s, dtype), at["key"].at[at.tile(j)])
+                        p = head.mask(p, i * TILE, j * TILE, causal, 0.0)
+                    ds = p * (dp[...] - _broadcast(delta, 0, s))
+                    plgpu.wgmma(dq, _left_operand(ds, dtype), head["key"].at[head.tile(j)])
 
-                pl.run_scoped(products, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
+                pl.run_scoped(accumulate_tile, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
-            pl.loop(0, loop.tiles - 1)(functools.partial(block, width=TILE, last=False))
-            block(loop.tiles - 1, loop.rest, last=True)
-            return found[...]
+            pl.loop(0, pipeline.tiles - 1)(functools.partial(key_tile, width=TILE, last=False))
+            key_tile(pipeline.tiles - 1, pipeline.last_width, last=True)
+            return dq[...]
 
-        found = pl.run_scoped(sums, plgpu.ACC((TILE, CHANNELS), jnp.float32))
-        at.put({"result": (found * scale).astype(dtype)}, own)
-        at.store("result", of_packed["query"], own)
+        dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+        head.write({"out": (dq * scale).astype(dtype)}, rows)
+        head.store("out", d_packed["query"], rows)
 
-    def of_key(at: Head, i: Array) -> None:
-        """A tile of keys, and their values, against all queries. Those beyond the end count nothing: they are zeros."""
-        own = at.tile(i)
+    def key_tile(head: Head, i: Array) -> None:
+        """Compute dK and dV of a key tile over all queries.
 
-        def sums(of_k: Any, of_v: Any) -> tuple[Array, Array]:
-            def block(j: Any, width: int) -> None:
-                others = at.tile(j, width)
+        Padded queries and their cotangents are zeros, so they add nothing.
+        """
+        rows = head.tile(i)
 
-                def products(s: Any, d_p: Any) -> None:
-                    plgpu.wgmma(s, at["key"].at[own], at["query"].at[others].T)
-                    plgpu.wgmma(d_p, at["value"].at[own], at["cotangent"].at[others].T)
-                    total, level = (
-                        plgpu.load(at.vectors.at[n, others], layout=COLUMN, optimized=False) for n in (0, 1)
+        def accumulate(dk: Any, dv: Any) -> tuple[Array, Array]:
+            def query_tile(j: Any, width: int) -> None:
+                queries = head.tile(j, width)
+
+                def accumulate_tile(s: Any, dp: Any) -> None:
+                    plgpu.wgmma(s, head["key"].at[rows], head["query"].at[queries].T)
+                    plgpu.wgmma(dp, head["value"].at[rows], head["d_out"].at[queries].T)
+                    lse, delta = (
+                        plgpu.load(head.vectors.at[n, queries], layout=COLUMN, optimized=False) for n in (0, 1)
                     )
-                    weight = jnp.exp2(_loaded(s) * slope - _spread(total, 1, s))
+                    p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 1, s))
                     if causal:
-                        weight = at.where_seen(weight, i * TILE, j * TILE, causal, 0.0, transposed=True)
-                    plgpu.wgmma(of_v, _factor(weight, dtype), at["cotangent"].at[at.tile(j)])
-                    d_s = weight * (_loaded(d_p) - _spread(level, 1, s))
-                    plgpu.wgmma(of_k, _factor(d_s, dtype), at["query"].at[at.tile(j)])
+                        p = head.mask(p, i * TILE, j * TILE, causal, 0.0, transposed=True)
+                    plgpu.wgmma(dv, _left_operand(p, dtype), head["d_out"].at[head.tile(j)])
+                    ds = p * (_load_first(dp) - _broadcast(delta, 1, s))
+                    plgpu.wgmma(dk, _left_operand(ds, dtype), head["query"].at[head.tile(j)])
 
-                pl.run_scoped(products, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
+                pl.run_scoped(accumulate_tile, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
-            if loop.tiles <= UNROLLED:
-                for j in range(loop.tiles - 1):
-                    block(j, TILE)
-                block(loop.tiles - 1, loop.rest)
-            else:  # after a loop, a last block of its own width costs registers that there are not
-                pl.loop(0, loop.tiles)(functools.partial(block, width=TILE))
-            return of_k[...], of_v[...]
+            if pipeline.tiles <= UNROLLED:
+                for j in range(pipeline.tiles - 1):
+                    query_tile(j, TILE)
+                query_tile(pipeline.tiles - 1, pipeline.last_width)
+            else:  # a narrower last tile after the loop would exceed the register budget
+                pl.loop(0, pipeline.tiles)(functools.partial(query_tile, width=TILE))
+            return dk[...], dv[...]
 
-        of_k, of_v = pl.run_scoped(sums, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
+        dk, dv = pl.run_scoped(accumulate, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
         if early:
-            pl.when(i + loop.team >= loop.tiles)(functools.partial(at.release, *early[1:]))
-        # These rows of the keys have been read for all queries then, and may be written over.
-        pl.when(i < loop.team)(functools.partial(at.wait_for_team, "queries"))
-        at.put({"key": (of_k * scale).astype(dtype), "value": of_v.astype(dtype)}, own)
-        at.store("key", of_packed["key"], own)
-        at.store("value", of_packed["value"], own)
+            pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, *early[1:]))
+        # Once the team has finished dQ, no warpgroup reads these rows of keys and values; dK and dV may overwrite them.
+        pl.when(i < pipeline.team)(functools.partial(head.wait_for_team, "queries"))
+        head.write({"key": (dk * scale).astype(dtype), "value": dv.astype(dtype)}, rows)
+        head.store("key", d_packed["key"], rows)
+        head.store("value", d_packed["value"], rows)
 
-    def head(at: Head) -> None:
-        at.each_tile(of_row, first=at.member)
+    def body(head: Head) -> None:
+        head.each_tile(stage_statistics, first=head.member)
         plgpu.commit_smem()
-        at.arrive("rows")
-        at.each_tile(of_query, first=at.member)
+        head.arrive("statistics")
+        head.each_tile(query_tile, first=head.member)
         if early:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            at.release(early[0])
-        at.arrive("queries")
-        at.wait_for_team("rows")
-        # The warpgroup that had one tile more has one less now.
-        at.each_tile(of_key, first=loop.team - 1 - at.member)
+            head.release(early[0])
+        head.arrive("queries")
+        head.wait_for_team("statistics")
+        # Reverse order balances the load: a warpgroup with an extra query tile has one key tile less.
+        head.each_tile(key_tile, first=pipeline.team - 1 - head.member)
 
-    results = {"of_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
-    found = loop.run(head, streamed, operands, results, last=tuple(name for name in streamed if name not in early))
-    return (found["of_packed"],)
-
-
-def _spread(vector: Array, axis: int, piece: Any) -> Array:
-    """A vector of the rows (axis 0) or the columns (axis 1) over a piece."""
-    return lax.broadcast_in_dim(vector, piece.shape, [axis])
+    results = {"d_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
+    last = tuple(name for name in streamed if name not in early)
+    outputs = pipeline.run(body, streamed, operands, results, last=last)
+    return (outputs["d_packed"],)
 
 
-def _factor(piece: Array, dtype: Any) -> Array:
-    """A left factor over the positions of a whole tile, of which the last ones count nothing."""
-    missing = TILE - piece.shape[1]
-    if not missing:
-        return piece.astype(dtype)
-    zeros = plgpu.layout_cast(jnp.zeros((TILE, missing), dtype), PIECE)
-    return lax.concatenate([piece.astype(dtype), zeros], 1)
+def _broadcast(vector: Array, axis: int, tile: Any) -> Array:
+    """Broadcast a vector of rows (axis 0) or columns (axis 1) over a tile."""
+    return lax.broadcast_in_dim(vector, tile.shape, [axis])
 
 
-def _loaded(accumulator: Any) -> Array:
-    """What was accumulated, while the product after it may be under way."""
-    return plgpu.wgmma_accumulator_load(accumulator, wait_n=1)
+def _left_operand(tile: Array, dtype: Any) -> Array:
+    """Cast a GEMM's left operand, padded with zero columns to `TILE`."""
+    padding = TILE - tile.shape[1]
+    if not padding:
+        return tile.astype(dtype)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE, padding), dtype), WGMMA_LAYOUT)
+    return lax.concatenate([tile.astype(dtype), zeros], 1)
+
+
+def _load_first(acc: Any) -> Array:
+    """Load an accumulator while the next wgmma is still in flight."""
+    return plgpu.wgmma_accumulator_load(acc, wait_n=1)

@@ -1,4 +1,4 @@
-"""LayerNorm: fused kernels on Hopper GPUs, or plain XLA."""
+"""LayerNorm on fused Hopper kernels or plain XLA."""
 
 import functools
 from typing import Any, Literal
@@ -12,24 +12,24 @@ from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 
 NormImplementation = Literal["xla", "mosaic_gpu"]
-LAYER_NORM_EPSILON = 1e-5
+LAYER_NORM_EPSILON = 1e-5  # added to the variance; PyTorch's default
 
 
 def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
-    """The fastest LayerNorm on the default device.
+    """Select the fastest LayerNorm for the traced device.
 
     Args:
-      x: [..., width], the argument.
-      dtypes: of the result.
+      x: [..., width], argument of the LayerNorm.
+      *dtypes: dtypes of the result.
 
     Returns:
-      "mosaic_gpu" with an argument that the kernels accept and of which each device has whole rows, see
-      `rows_for_kernels`. Otherwise "xla", which the compiler can split.
+      "mosaic_gpu" if the kernels support the shape and dtypes and each device holds whole rows, see `rows_for_kernels`.
+      Otherwise "xla", which the compiler can partition.
     """
     rows = rows_for_kernels(x.shape)
     if rows is None:
         return "xla"
-    from infcl_jax.ops.layer_norm import pallas_mosaic_gpu  # only GPUs need it
+    from infcl_jax.ops.layer_norm import pallas_mosaic_gpu  # needed on GPUs only
 
     return "mosaic_gpu" if pallas_mosaic_gpu.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
 
@@ -38,46 +38,47 @@ def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
 def normalize(
     x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None = None
 ) -> jax.Array:
-    """LayerNorm (Ba et al. 2016) over the last axis.
+    """LayerNorm over the last axis (Ba et al. 2016), computed in float32.
 
     Args:
       x: [..., width], floating.
       scale: [width].
       bias: [width].
-      dtype: of the result.
-      implementation: "xla", or "mosaic_gpu" for the kernels of Hopper GPUs; None for `best_normalization`.
+      dtype: dtype of the result.
+      implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_normalization`.
 
     Returns:
-      [..., width]; float32 throughout.
+      [..., width] in `dtype`.
     """
     return _forward(x, scale, bias, dtype, implementation)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def normalize_beside(
+def normalize_with_residual(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    added: jax.Array | None,
+    deferred_bias: jax.Array | None,
     dtype: Any,
     implementation: NormImplementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`normalize`, and `x` itself, to be used in place of `x` where it is also passed on unchanged.
+    """LayerNorm and residual input; the backward pass fuses both cotangents.
 
-    The kernels then add the cotangents of both uses before they round, and without another pass over them. On the way
-    they add up the rows of the sum: the gradient of a vector that `x` contains.
+    Use the returned `x` for the residual connection. The kernels then add the cotangents of both uses of `x` before
+    rounding and without another pass over memory. In the same pass they sum the cotangent of `x` over rows, which is
+    the gradient of a bias that was added to `x`.
 
     Args:
-      x: as for `normalize`.
-      scale: likewise.
-      bias: likewise.
-      added: [width], a vector that was added to every row of `x` without gradient, and gets its gradient here; None for
-        none.
-      dtype: as for `normalize`.
-      implementation: likewise.
+      x: [..., width], floating.
+      scale: [width].
+      bias: [width].
+      deferred_bias: [width], a bias that was added to every row of `x` without gradient and gets its gradient here;
+        None for none.
+      dtype: dtype of the normalized result.
+      implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_normalization`.
 
     Returns:
-      The result of `normalize`, and `x`.
+      The result of `normalize` in `dtype`, and `x`, both [..., width].
     """
     return _forward(x, scale, bias, dtype, implementation)[0], x
 
@@ -86,38 +87,38 @@ def _forward(
     x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     run = _forward_xla if _chosen(implementation, x, dtype) == "xla" else _forward_kernel
-    y, mean, inverse = run(x, scale, bias, dtype)
-    return y, (x, mean, inverse, scale, bias)
+    y, mean, inv_std = run(x, scale, bias, dtype)
+    return y, (x, mean, inv_std, scale, bias)
 
 
 def _backward(
-    dtype: Any, implementation: NormImplementation | None, saved: tuple[jax.Array, ...], of_y: jax.Array
+    dtype: Any, implementation: NormImplementation | None, saved: tuple[jax.Array, ...], dy: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    return _backward_beside(dtype, implementation, (*saved, None), (of_y, None))[:3]
+    return _backward_with_residual(dtype, implementation, (*saved, None), (dy, None))[:3]
 
 
-def _forward_beside(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, added: jax.Array | None, *how: Any
+def _forward_with_residual(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, deferred_bias: jax.Array | None, *settings: Any
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
-    y, saved = _forward(x, scale, bias, *how)
-    return (y, x), (*saved, added)
+    y, saved = _forward(x, scale, bias, *settings)
+    return (y, x), (*saved, deferred_bias)
 
 
-def _backward_beside(
+def _backward_with_residual(
     dtype: Any,
     implementation: NormImplementation | None,
     saved: tuple[Any, ...],
     cotangents: tuple[jax.Array, jax.Array | None],
 ) -> tuple[jax.Array | None, ...]:
-    x, mean, inverse, scale, bias, added = saved
+    x, mean, inv_std, scale, bias, deferred_bias = saved
     run = _backward_xla if _chosen(implementation, x, dtype) == "xla" else _backward_kernel
-    of_x, *sums = run(x, mean, inverse, scale, *cotangents, sum_rows=added is not None)
-    vectors = (scale, bias, added)
-    return of_x, *(None if v is None else of_v.astype(v.dtype) for v, of_v in zip(vectors, sums, strict=True))
+    dx, *sums = run(x, mean, inv_std, scale, *cotangents, sum_rows=deferred_bias is not None)
+    vectors = (scale, bias, deferred_bias)
+    return dx, *(None if v is None else dv.astype(v.dtype) for v, dv in zip(vectors, sums, strict=True))
 
 
 normalize.defvjp(_forward, _backward)
-normalize_beside.defvjp(_forward_beside, _backward_beside)
+normalize_with_residual.defvjp(_forward_with_residual, _backward_with_residual)
 
 
 def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any) -> NormImplementation:
@@ -125,37 +126,54 @@ def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any)
 
 
 def _forward_xla(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
-    """The result, and mean and inverse standard deviation [..., 1]; statistics from one pass over `x`."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True) - mean * mean, 0.0)
-    inverse = lax.rsqrt(variance + LAYER_NORM_EPSILON)
-    y = (wide - mean) * inverse * along(scale, x) + along(bias, x)
-    return y.astype(dtype), mean, inverse
+    """Compute the result, and the mean and inverse standard deviation [..., 1].
+
+    The statistics take a single pass over `x`.
+    """
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(x32 * x32, axis=-1, keepdims=True) - mean * mean, 0.0)
+    inv_std = lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    y = (x32 - mean) * inv_std * broadcast_vector(scale, x) + broadcast_vector(bias, x)
+    return y.astype(dtype), mean, inv_std
 
 
 def _backward_xla(
     x: jax.Array,
     mean: jax.Array,
-    inverse: jax.Array,
+    inv_std: jax.Array,
     scale: jax.Array,
-    of_y: jax.Array,
-    beside: jax.Array | None,
+    dy: jax.Array,
+    dx_residual: jax.Array | None,
     sum_rows: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """Cotangents of `x`, scale and bias, and the first of them summed over rows if asked for; all but it float32."""
-    x, mean, inverse, scale = lax.optimization_barrier((x, mean, inverse, scale))
-    slope = of_y.astype(jnp.float32)
-    normal = (x.astype(jnp.float32) - mean) * inverse
+    """Compute the gradients of LayerNorm.
+
+    Args:
+      x: [..., width], argument of the LayerNorm.
+      mean: float32 [..., 1].
+      inv_std: float32 [..., 1].
+      scale: [width].
+      dy: [..., width], cotangent of the result.
+      dx_residual: [..., width], cotangent of `x` from the residual connection, to be added; None for none.
+      sum_rows: whether to sum the cotangent of `x` over rows.
+
+    Returns:
+      The cotangent of `x` in its dtype; the float32 [width] cotangents of scale and bias; the float32 [width] sum of
+      the first over rows, None without `sum_rows`.
+    """
+    x, mean, inv_std, scale = lax.optimization_barrier((x, mean, inv_std, scale))
+    dy32 = dy.astype(jnp.float32)
+    x_hat = (x.astype(jnp.float32) - mean) * inv_std
     rows = tuple(range(x.ndim - 1))
-    of_scale, of_bias = (slope * normal).sum(rows), slope.sum(rows)
-    slope = slope * along(scale, x)
-    projection = jnp.mean(slope * normal, axis=-1, keepdims=True)
-    of_x = inverse * (slope - jnp.mean(slope, axis=-1, keepdims=True) - normal * projection)
-    of_x = of_x.astype(x.dtype)
-    # A float32 sum would be stored as such, since rows are summed from it.
-    of_x = of_x if beside is None else of_x + beside
-    return of_x, of_scale, of_bias, of_x.sum(rows, dtype=jnp.float32) if sum_rows else None
+    d_scale, d_bias = (dy32 * x_hat).sum(rows), dy32.sum(rows)
+    dx_hat = dy32 * broadcast_vector(scale, x)
+    projection = jnp.mean(dx_hat * x_hat, axis=-1, keepdims=True)
+    dx = inv_std * (dx_hat - jnp.mean(dx_hat, axis=-1, keepdims=True) - x_hat * projection)
+    dx = dx.astype(x.dtype)
+    # Added after rounding: the row sum also reads dx, so XLA would store a float32 dx.
+    dx = dx if dx_residual is None else dx + dx_residual
+    return dx, d_scale, d_bias, dx.sum(rows, dtype=jnp.float32) if sum_rows else None
 
 
 def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
@@ -169,18 +187,18 @@ def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any)
         y, *statistics = run(flat_rows(x), scale, bias)
         return y.reshape(x.shape), *(s.reshape(*x.shape[:-1], 1) for s in statistics)
 
-    own = P(automatic_axes())
-    run_on_each = on_each_device(local, (own, P(), P()), own)
+    batch_spec = P(automatic_axes())
+    run_on_each = on_each_device(local, (batch_spec, P(), P()), batch_spec)
     return run_on_each(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
 
 
 def _backward_kernel(
     x: jax.Array,
     mean: jax.Array,
-    inverse: jax.Array,
+    inv_std: jax.Array,
     scale: jax.Array,
-    of_y: jax.Array,
-    beside: jax.Array | None,
+    dy: jax.Array,
+    dx_residual: jax.Array | None,
     sum_rows: bool,
 ) -> tuple[jax.Array | None, ...]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
@@ -189,22 +207,22 @@ def _backward_kernel(
     axes = automatic_axes()
 
     def local(
-        scale: jax.Array, mean: jax.Array, inverse: jax.Array, *arrays: jax.Array
+        scale: jax.Array, mean: jax.Array, inv_std: jax.Array, *arrays: jax.Array
     ) -> tuple[jax.Array | None, ...]:
-        first, *others = (flat_rows(a) for a in arrays)
-        of_x, *sums = run(first, mean.reshape(-1), inverse.reshape(-1), scale, *others)
-        return of_x.reshape(arrays[0].shape), *(lax.psum(sums, axes) if axes else sums)
+        x, *cotangents = (flat_rows(a) for a in arrays)
+        dx, *sums = run(x, mean.reshape(-1), inv_std.reshape(-1), scale, *cotangents)
+        return dx.reshape(arrays[0].shape), *(lax.psum(sums, axes) if axes else sums)
 
-    arrays = (mean, inverse, x, of_y, *(() if beside is None else (beside,)))
+    arrays = (mean, inv_std, x, dy, *(() if dx_residual is None else (dx_residual,)))
     run_on_each = on_each_device(local, (P(), *(P(axes) for _ in arrays)), (P(axes), P(), P(), P()))
     return run_on_each(scale.astype(jnp.float32), *arrays)
 
 
 def flat_rows(x: jax.Array) -> jax.Array:
-    """[..., width] as [rows, width]."""
+    """Reshape [..., width] to [rows, width]."""
     return x.reshape(-1, x.shape[-1])
 
 
-def along(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """float32 [width] with the leading axes of `x` added."""
+def broadcast_vector(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """Reshape [width] to broadcast against `x` [..., width], as float32."""
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)

@@ -1,6 +1,7 @@
-"""LayerNorm for Hopper GPUs, in Pallas Mosaic GPU: every array is read or written once.
+"""LayerNorm on Hopper GPUs, in Pallas Mosaic GPU.
 
-Statistics are sums within a warp, which takes whole rows; gradients of scale and bias are added up in its registers.
+Each warp processes whole rows, so row statistics are reductions within a warp. The gradients of scale and bias are
+accumulated in its registers. Every array is read or written once.
 """
 
 import functools
@@ -16,7 +17,8 @@ from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling,
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
-# For arrays up to a width each. As many programs as registers allow, with enough bytes in flight to hide the latency.
+# Tilings by largest width. Each has as many CTAs per SM as registers allow, and enough bytes in flight to hide the
+# latency of global memory.
 FORWARD = (
     (512, Tiling(rows=8, stages=4, programs=6)),
     (768, Tiling(rows=4, stages=6, programs=5)),
@@ -27,15 +29,15 @@ BACKWARD = (
     (512, Tiling(rows=4, stages=4, programs=3)),
     (1280, Tiling(rows=4, stages=3, programs=2)),
 )
-WIDEST = 1280
-DEPTH = 128  # of which widths are multiples
-FEWEST = max(tiling.rows for _, tiling in FORWARD + BACKWARD)  # rows
+WIDEST = 1280  # largest supported width
+WIDTH_MULTIPLE = 128  # supported widths are multiples of it
+FEWEST = max(tiling.rows for _, tiling in FORWARD + BACKWARD)  # rows; every CTA needs a whole tile
 
 
 def accepts(rows: int, width: int, *dtypes: Any) -> bool:
-    """Whether the kernels take [rows, width] arrays of these dtypes."""
-    known = all(jnp.dtype(d) in DTYPES for d in dtypes)
-    return known and rows >= FEWEST and width % DEPTH == 0 and 0 < width <= WIDEST
+    """Return whether the kernels support [rows, width] arrays of the given dtypes."""
+    supported = all(jnp.dtype(d) in DTYPES for d in dtypes)
+    return supported and rows >= FEWEST and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "cores", "tiling"))
@@ -55,50 +57,50 @@ def forward(
       x: [rows, width], see `accepts`.
       scale: float32 [width].
       bias: float32 [width].
-      dtype: of the result.
-      epsilon: added to the variance.
-      cores: multiprocessors of the device.
-      tiling: of the rows; None for the best for this width.
+      dtype: dtype of the result.
+      epsilon: constant added to the variance.
+      cores: number of SMs of the GPU.
+      tiling: tiling of the rows; None for the tiling of this width in `FORWARD`.
 
     Returns:
-      [rows, width] in `dtype`, and float32 [rows] mean and inverse standard deviation of each row.
+      The result [rows, width] in `dtype`, and the mean and inverse standard deviation of each row, float32 [rows].
     """
     rows, width = x.shape
     stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, cores, {"x": x})
     tile, _, column = layouts(width, x.dtype, dtype)
 
     def kernel(*refs: Any) -> None:
-        x, scale, bias, y, means, inverses, *shared = refs
+        x, scale, bias, y, means, inv_stds, *shared = refs
         gain, shift = (plgpu.load(r, layout=column, optimized=False) for r in (scale, bias))
 
         def body(at: RowTile, carry: tuple) -> tuple:
             for group in range(0, stream.tiling.rows, WARPS):
-                wide = at.load("x", group, tile)
-                mean = wide.sum(1) * (1 / width)
-                centered = wide - spread(mean, 0, width)
-                inverse = lax.rsqrt((centered * centered).sum(1) * (1 / width) + epsilon)
-                normal = centered * spread(inverse, 0, width)
-                place = pl.ds(at.first + group, WARPS)
-                y[place] = (normal * spread(gain, 1, width) + spread(shift, 1, width)).astype(dtype)
-                means[place], inverses[place] = mean, inverse
+                x32 = at.load("x", group, tile)
+                mean = x32.sum(1) * (1 / width)
+                centered = x32 - spread(mean, 0, width)
+                inv_std = lax.rsqrt((centered * centered).sum(1) * (1 / width) + epsilon)
+                x_hat = centered * spread(inv_std, 0, width)
+                rows = pl.ds(at.first + group, WARPS)
+                y[rows] = (x_hat * spread(gain, 1, width) + spread(shift, 1, width)).astype(dtype)
+                means[rows], inv_stds[rows] = mean, inv_std
             return carry
 
         stream.run({"x": x}, shared, body, ())
 
-    of_rows = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    out = (jax.ShapeDtypeStruct((rows, width), dtype), of_rows, of_rows)
-    y, mean, inverse = stream.call(kernel, out, x, scale, bias)
-    return y, mean, inverse
+    row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    out = (jax.ShapeDtypeStruct((rows, width), dtype), row_statistic, row_statistic)
+    y, mean, inv_std = stream.call(kernel, out, x, scale, bias)
+    return y, mean, inv_std
 
 
 @functools.partial(jax.jit, static_argnames=("sum_rows", "cores", "tiling"))
 def backward(
     x: jax.Array,
     mean: jax.Array,
-    inverse: jax.Array,
+    inv_std: jax.Array,
     scale: jax.Array,
-    of_y: jax.Array,
-    of_x: jax.Array | None = None,
+    dy: jax.Array,
+    dx_residual: jax.Array | None = None,
     *,
     sum_rows: bool = False,
     cores: int,
@@ -107,28 +109,29 @@ def backward(
     """Gradients of LayerNorm.
 
     Args:
-      x: [rows, width], as for `forward`.
-      mean: float32 [rows], of `forward`.
-      inverse: float32 [rows], likewise.
+      x: [rows, width], argument of `forward`.
+      mean: float32 [rows], row means from `forward`.
+      inv_std: float32 [rows], inverse standard deviations from `forward`.
       scale: float32 [width].
-      of_y: [rows, width] cotangent of the result.
-      of_x: [rows, width] cotangent of `x` from its other uses, to be added; None for none.
-      sum_rows: whether to add up the rows of the first result.
-      cores: multiprocessors of the device.
-      tiling: of the rows; None for the best for this width.
+      dy: [rows, width], cotangent of the result.
+      dx_residual: [rows, width], cotangent of `x` from its other uses, to be added; None for none.
+      sum_rows: whether to sum the cotangent of `x` over rows.
+      cores: number of SMs of the GPU.
+      tiling: tiling of the rows; None for the tiling of this width in `BACKWARD`.
 
     Returns:
-      The cotangents of x, in its dtype, rounded once, and of scale and bias, float32, added up in the same order every
-      time; likewise the sum of the rows of the first one, before they are rounded, None if it was not asked for.
+      The cotangent of `x` in its dtype, rounded once; the float32 [width] cotangents of scale and bias; the float32
+      [width] sum over rows of the cotangent of `x` before rounding, None without `sum_rows`. All sums have a fixed
+      order, so results are deterministic.
     """
     rows, width = x.shape
-    streamed = {"x": x, "y": of_y} | ({} if of_x is None else {"residual": of_x})
+    streamed = {"x": x, "y": dy} | ({} if dx_residual is None else {"residual": dx_residual})
     stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, cores, streamed)
     tile, row, column = layouts(width, *(a.dtype for a in streamed.values()))
-    sums = 3 if sum_rows else 2
+    sum_count = 3 if sum_rows else 2
 
     def kernel(*refs: Any) -> None:
-        names = [*streamed, "mean", "inverse", "scale", "of_x", "sums"]
+        names = [*streamed, "mean", "inv_std", "scale", "dx", "sums"]
         named, shared = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
         gain = plgpu.load(named["scale"], layout=column, optimized=False)
 
@@ -136,44 +139,45 @@ def backward(
             return [
                 plgpu.load(named[name].at[pl.ds(at.first + group, WARPS)], layout=row, optimized=False)
                 for group in range(0, stream.tiling.rows, WARPS)
-                for name in ("mean", "inverse")
+                for name in ("mean", "inv_std")
             ]
 
         def body(at: RowTile, carry: tuple) -> tuple:
-            *totals, known = carry
-            ahead = statistics(at.after())  # long before they are needed
+            *sums, current = carry
+            following = statistics(at.after())  # prefetched one tile ahead to hide the latency of global memory
             for number, group in enumerate(range(0, stream.tiling.rows, WARPS)):
-                mean, inverse = known[2 * number : 2 * number + 2]
-                cotangent = at.load("y", group, tile)
-                scaled_mean = spread(mean * inverse, 0, width)
-                spread_inverse = spread(inverse, 0, width)
-                normal = at.load("x", group, tile) * spread_inverse - scaled_mean
-                counted = spread(at.counted(group, row), 0, width)
-                product = cotangent * normal
-                terms = [product, cotangent]
-                slope = cotangent * spread(gain, 1, width)
-                along = (product * spread(gain, 1, width)).sum(1) * (inverse * (1 / width))
-                level = slope.sum(1) * (inverse * (1 / width))
-                found = slope * spread_inverse - (normal * spread(along, 0, width) + spread(level, 0, width))
-                if of_x is not None:
-                    found = found + at.load("residual", group, tile)
+                mean, inv_std = current[2 * number : 2 * number + 2]
+                dy = at.load("y", group, tile)
+                scaled_mean = spread(mean * inv_std, 0, width)
+                inv_std_tile = spread(inv_std, 0, width)
+                x_hat = at.load("x", group, tile) * inv_std_tile - scaled_mean
+                is_new = spread(at.counted(group, row), 0, width)
+                dy_x_hat = dy * x_hat
+                terms = [dy_x_hat, dy]
+                dx_hat = dy * spread(gain, 1, width)
+                projection = (dy_x_hat * spread(gain, 1, width)).sum(1) * (inv_std * (1 / width))
+                mean_dx_hat = dx_hat.sum(1) * (inv_std * (1 / width))
+                dx = dx_hat * inv_std_tile - (x_hat * spread(projection, 0, width) + spread(mean_dx_hat, 0, width))
+                if dx_residual is not None:
+                    dx = dx + at.load("residual", group, tile)
                 if sum_rows:
-                    terms.append(found)
-                totals = [total + term * counted for total, term in zip(totals, terms, strict=True)]
-                named["of_x"][pl.ds(at.first + group, WARPS)] = found.astype(x.dtype)
-            return *totals, ahead
+                    terms.append(dx)
+                # Overlapping tiles share rows, which must be summed once.
+                sums = [acc + term * is_new for acc, term in zip(sums, terms, strict=True)]
+                named["dx"][pl.ds(at.first + group, WARPS)] = dx.astype(x.dtype)
+            return *sums, following
 
         zeros = plgpu.layout_cast(jnp.zeros((WARPS, width), jnp.float32), tile)
-        begin = *(zeros for _ in range(sums)), statistics(stream.tile(jnp.int32(0)))
-        *totals, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
-        for number, total in enumerate(totals):
-            named["sums"][lax.axis_index("program"), number] = total
+        begin = *(zeros for _ in range(sum_count)), statistics(stream.tile(jnp.int32(0)))
+        *sums, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
+        for number, acc in enumerate(sums):
+            named["sums"][lax.axis_index("program"), number] = acc
 
-    of_warps = jax.ShapeDtypeStruct((stream.programs, sums, WARPS, width), jnp.float32)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype), of_warps
-    found, of_programs = stream.call(kernel, out, *streamed.values(), mean, inverse, scale)
-    of_scale, of_bias, *of_rows = of_programs.sum((0, 2))  # in one go
-    return found, of_scale, of_bias, of_rows[0] if sum_rows else None
+    partial_sums = jax.ShapeDtypeStruct((stream.programs, sum_count, WARPS, width), jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums
+    dx, sums = stream.call(kernel, out, *streamed.values(), mean, inv_std, scale)
+    d_scale, d_bias, *row_sum = sums.sum((0, 2))  # a single reduction for all of them
+    return dx, d_scale, d_bias, row_sum[0] if sum_rows else None
 
 
 def _tiling(choices: tuple[tuple[int, Tiling], ...], width: int) -> Tiling:

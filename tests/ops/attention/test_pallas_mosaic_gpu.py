@@ -214,8 +214,8 @@ def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
     monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
-    monkeypatch.setattr(api.devices, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(api.devices, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(api.gpu, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(api.gpu, "compute_capability", lambda: "9.0")
     arrays, mesh = given(8, 20, 3, BF16), oracle.mesh_of(4)
     sharded = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arrays]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

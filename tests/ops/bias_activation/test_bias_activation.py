@@ -128,7 +128,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
     monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
-    monkeypatch.setattr(api.devices, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(api.gpu, "multiprocessors", lambda: 132)
     arrays, mesh = given(40, 128, BF16), oracle.mesh_of(4)
     own, all_of = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
     sharded = [jax.device_put(a.reshape(shape), own) if a.ndim > 1 else jax.device_put(a, all_of) for a in arrays]

@@ -51,7 +51,7 @@ def assert_close(found, want, dtype, result):
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def beside_residual(x, scale, bias, of_y, beside, dtype, implementation, added=True):
     added = jnp.zeros(x.shape[1], jnp.float32) if added else None
-    norm = functools.partial(api.normalize_beside, dtype=dtype, implementation=implementation)
+    norm = functools.partial(api.normalize_with_residual, dtype=dtype, implementation=implementation)
     (y, _), pull = jax.vjp(norm, x, scale, bias, added)
     return y, *jax.tree.leaves(pull((of_y, beside)))
 
@@ -176,7 +176,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
     monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
-    monkeypatch.setattr(api.devices, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(api.gpu, "multiprocessors", lambda: 132)
     arrays, mesh = given(40, 128, FP32, FP32), oracle.mesh_of(4)
     own, all_of = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
     sharded = [jax.device_put(a.reshape(shape), own) if a.ndim > 1 else jax.device_put(a, all_of) for a in arrays]
@@ -184,7 +184,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
     @jax.jit
     def run(x, scale, bias, of_y, beside):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            norm = functools.partial(api.normalize_beside, dtype=FP32, implementation="mosaic_gpu")
+            norm = functools.partial(api.normalize_with_residual, dtype=FP32, implementation="mosaic_gpu")
             (y, _), pull = jax.vjp(norm, x, scale, bias, bias)
         return y, *pull((of_y, beside))
 

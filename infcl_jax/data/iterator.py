@@ -85,9 +85,8 @@ class TrainIterator(grain.DatasetIterator):
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
         if self._num_workers:
-            if (
-                not flags.FLAGS.is_parsed()
-            ):  # grain reads its flags to start workers; notebooks and tests do not parse them
+            # grain reads its flags to start workers. Notebooks and tests do not parse them.
+            if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)

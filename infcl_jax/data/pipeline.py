@@ -33,10 +33,10 @@ _logger = logging.getLogger(__name__)
 
 
 class _Reader:
-    """Read (example, index) pairs, replacing bad records by the next good record.
+    """Reader of (example, index) pairs that replaces bad records by good ones.
 
-    The replacement depends on the data alone, so a resumed run reads the same examples. Each process, and each worker
-    process, counts its own bad records.
+    A bad record is replaced by the next good record. The replacement depends on the data alone, so a resumed run reads
+    the same examples. Each process, and each worker process, counts its own bad records.
     """
 
     def __init__(self, source: Source, max_bad_records: int):
@@ -59,11 +59,11 @@ class _Reader:
             try:
                 return self._source[candidate], candidate
             except BadRecordError as error:
-                self._note(candidate, error)
+                self._record_bad(candidate, error)
                 last = error
         raise BadRecordError(f"{last}; the {offset + 1} records from {index} on are all bad")
 
-    def _note(self, index: int, error: BadRecordError) -> None:
+    def _record_bad(self, index: int, error: BadRecordError) -> None:
         if index in self._bad:
             return
         if len(self._bad) >= self._max_bad_records:

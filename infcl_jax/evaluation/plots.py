@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 Series = dict[str, tuple[list[int], list[float]]]
 
-_DPI = 100
-_PANEL_INCHES = (6.0, 4.0)
-_CELL_INCHES = 1.2
-_CAPTION_INCHES = 2.6
+_DPI = 100  # pixels per inch
+_PANEL_INCHES = (6.0, 4.0)  # width and height of a panel of curves
+_CELL_INCHES = 1.2  # side of an image cell in the retrieval plot
+_CAPTION_INCHES = 2.6  # width of the caption column
 _LOSS = re.compile(r"(^|[/_])loss$")
 _SCORE = re.compile(r"(^|[/_])(top\d+|r\d+|accuracy|recall)$")
 
@@ -56,7 +56,7 @@ def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLik
     figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     for column, (series, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), column)
-        # A fixed legend position, because matplotlib's search for a free one is slow on long runs.
+        # A fixed corner away from the end of the curves: matplotlib's search for a free one is slow on long runs.
         _draw_series(axes, series, label, legend="upper right" if series is losses else "lower right")
         if series is scores:
             axes.set_ylim(0, 1)
@@ -91,17 +91,17 @@ def plot_retrieval_grid(
         ImportError: matplotlib is not installed.
     """
     similarities = np.asarray(similarities, np.float32)
-    right = np.arange(len(captions)) if correct is None else np.asarray(correct)
-    _check_grid(captions, images, similarities, right, columns)
+    target = np.arange(len(captions)) if correct is None else np.asarray(correct)
+    _check_grid(captions, images, similarities, target, columns)
     columns = min(columns, len(images))
     figure = _figure(_CAPTION_INCHES + _CELL_INCHES * columns, _CELL_INCHES * len(captions))
     order = np.argsort(np.where(np.isnan(similarities), np.inf, -similarities), axis=1, kind="stable")
     for row, caption in enumerate(captions):
-        rank = int(np.flatnonzero(order[row] == right[row])[0]) + 1
+        rank = int(np.flatnonzero(order[row] == target[row])[0]) + 1
         _draw_caption(figure, row, len(captions), caption, rank)
         for column, index in enumerate(order[row, :columns]):
             axes = figure.add_axes(_cell(row, column, len(captions), columns))
-            _draw_image(axes, images[int(index)], framed=bool(index == right[row]))
+            _draw_image(axes, images[int(index)], framed=bool(index == target[row]))
     _save(figure, png_path)
 
 
@@ -175,7 +175,7 @@ def _check_grid(
     captions: Sequence[str],
     images: Sequence[np.ndarray] | np.ndarray,
     similarities: np.ndarray,
-    right: np.ndarray,
+    target: np.ndarray,
     columns: int,
 ) -> None:
     """Validate the arguments of `plot_retrieval_grid`."""
@@ -184,9 +184,9 @@ def _check_grid(
             f"expected similarities of shape ({len(captions)}, {len(images)}) (captions, images), neither empty, "
             f"got {similarities.shape}"
         )
-    if right.shape != (len(captions),) or not np.issubdtype(right.dtype, np.integer):
-        raise ValueError(f"expected {len(captions)} integers in correct, got {right.dtype} {right.shape}")
-    if right.min() < 0 or right.max() >= len(images):
-        raise ValueError(f"expected correct in [0, {len(images)}), got values in [{right.min()}, {right.max()}]")
+    if target.shape != (len(captions),) or not np.issubdtype(target.dtype, np.integer):
+        raise ValueError(f"expected {len(captions)} integers in correct, got {target.dtype} {target.shape}")
+    if target.min() < 0 or target.max() >= len(images):
+        raise ValueError(f"expected correct in [0, {len(images)}), got values in [{target.min()}, {target.max()}]")
     if columns < 1:
         raise ValueError(f"expected columns >= 1, got {columns}")

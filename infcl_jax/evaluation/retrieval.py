@@ -19,8 +19,8 @@ from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
 # summation, so without a tolerance it would rank equal features arbitrarily.
 TIE_TOLERANCE = 1e-6
 
-_QUERY_BLOCK = 2048
-_GALLERY_BLOCK = 4096
+_QUERY_BLOCK = 2048  # maximum query rows per block
+_GALLERY_BLOCK = 4096  # maximum gallery rows per tile of a device
 
 _logger = logging.getLogger(__name__)
 

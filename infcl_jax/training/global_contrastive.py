@@ -147,9 +147,9 @@ class GlobalContrastive:
         Returns:
           The loss, and the new rows of the sample state for the batch.
         """
-        config, kind = self.config, VARIANTS[self.variant]
+        config, variant = self.config, VARIANTS[self.variant]
         epoch = step // self.steps_per_epoch
-        per_sample = kind.temperature == "samples"
+        per_sample = variant.temperature == "samples"
         return global_contrastive_loss(
             output.image,
             output.text,
@@ -157,7 +157,7 @@ class GlobalContrastive:
             samples,
             variant=self.variant,
             gamma=self.gamma(epoch),
-            rho=config.rho if kind.regularized else 0.0,
+            rho=config.rho if variant.regularized else 0.0,
             eps=config.eps,
             mode=config.mode,
             mesh=self.mesh,
@@ -182,8 +182,8 @@ class GlobalContrastive:
 
     def gamma(self, epoch: jax.Array) -> jax.Array:
         """Compute the inner learning rate gamma, fp32, of a zero-based epoch."""
-        least, last = self.config.gamma_min, self.config.gamma_epochs
+        gamma_min, epochs = self.config.gamma_min, self.config.gamma_epochs
         if (self.config.gamma_schedule or VARIANTS[self.variant].gamma_schedule) == "constant":
-            return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(least))
-        phase = jnp.minimum(epoch, last).astype(jnp.float32) * (jnp.pi / last)
-        return least + (1 - least) * (1 + jnp.cos(phase)) / 2
+            return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(gamma_min))
+        phase = jnp.minimum(epoch, epochs).astype(jnp.float32) * (jnp.pi / epochs)
+        return gamma_min + (1 - gamma_min) * (1 + jnp.cos(phase)) / 2

@@ -174,7 +174,7 @@ class ProgressPrinter:
             if value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
         self.examples_per_second: float | None = None
-        self._total, self._batch, self._every = total_steps, batch_size, every
+        self._total_steps, self._batch_size, self._every = total_steps, batch_size, every
         self._print = (print_line or _print_flushed) if lead else None
         self._clock = clock
         self._pauses, self._pause_start, self._idle = 0, 0.0, 0.0
@@ -192,11 +192,11 @@ class ProgressPrinter:
             metrics: scalars by name; "loss" and "logit_scale" are printed if present.
         """
         first = self._first is None
-        if not (first or step % self._every == 0 or step == self._total):
+        if not (first or step % self._every == 0 or step == self._total_steps):
             return
         now = self._active_time()
         if not first:
-            self.examples_per_second = _ratio((step - self._last[0]) * self._batch, now - self._last[1])
+            self.examples_per_second = _ratio((step - self._last[0]) * self._batch_size, now - self._last[1])
         if self._print is not None:
             self._print(self._line(step, metrics, now))
         self._last = (step, now)
@@ -224,8 +224,8 @@ class ProgressPrinter:
         return now - self._idle
 
     def _line(self, step: int, metrics: Mapping[str, Any], now: float) -> str:
-        width = len(str(self._total))
-        fields = [f"step {step:>{width}}/{self._total}"]
+        width = len(str(self._total_steps))
+        fields = [f"step {step:>{width}}/{self._total_steps}"]
         if "loss" in metrics:
             fields.append(f"loss {float(_scalar('loss', metrics['loss'])):.4f}")
         if "logit_scale" in metrics:
@@ -233,7 +233,7 @@ class ProgressPrinter:
         if self._first is not None and self.examples_per_second is not None:
             seconds_per_step = _ratio(now - self._first[1], step - self._first[0])
             fields.append(f"{self.examples_per_second:,.0f} examples/s")
-            fields.append(f"left {_duration((seconds_per_step or 0.0) * (self._total - step))}")
+            fields.append(f"left {_duration((seconds_per_step or 0.0) * (self._total_steps - step))}")
         return "  ".join(fields)
 
 

@@ -15,7 +15,7 @@ SCHEDULES = ("cosine", "constant")
 WARMUP_STARTS = ("zero", "one_step")
 TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
 
-# FastCLIP-v3: at or below this temperature, the learning rate of the temperature is multiplied by this factor.
+# FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _THRESHOLD, _BELOW_THRESHOLD = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
 # Adafactor: smallest size of both dimensions of a matrix whose second moments are factored into row and column means.

@@ -195,7 +195,7 @@ def train_iterator(
 
 
 def _chunk_size(local_size: int) -> int:
-    """Return the largest divisor of a process's rows that is at most `_CHUNK`."""
+    """Largest divisor of `local_size` that is at most `_CHUNK`."""
     return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
 
 

@@ -191,7 +191,10 @@ class Sample(NamedTuple):
 
 
 class _Draws:
-    """Random draws of one sample, from a Philox stream keyed by (split, index)."""
+    """Random draws of one sample.
+
+    The Philox stream is keyed by (split, index), so no two samples share a stream.
+    """
 
     def __init__(self, split: str, index: int):
         if split not in SPLITS:

@@ -224,7 +224,7 @@ def _decode(image: bytes | np.ndarray) -> np.ndarray:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Flatten a text or a nested sequence of texts or dicts with texts."""
+    """Flatten a text, a sequence of texts, or dicts with texts."""
     if isinstance(value, dict):
         return _texts(value["text"])
     if isinstance(value, bytes):

@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     context_length: int
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Encode n texts (n = 1 for a string) as int32 [n, context_length]."""
+        """Encode n texts as int32 [n, context_length]; n = 1 for a string."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -53,7 +53,7 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """Return a view of the central pixels, at most `size` along each axis."""
+    """View the central pixels, at most `size` along each axis."""
     top, left = (max(0, round((side - size) / 2)) for side in image.shape[:2])
     return image[top : top + size, left : left + size]
 

@@ -66,8 +66,8 @@ def encode_split(
         depend on the number of processes.
 
     Raises:
-        ValueError: there is no batch or no row with a true mask, a batch lacks a field or has fields of different
-            lengths, or the output of an encoder is not [b, D].
+        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, or an encoder
+            with an output that is not [b, D].
     """
     batches_on_host: list[dict[str, np.ndarray]] = []
     pending: dict[str, jax.Array] | None = None
@@ -129,7 +129,16 @@ def shard_rows(mesh: Mesh, array: np.ndarray, *, fill: float = 0, multiple: int 
 
 
 def pad_rows(array: np.ndarray, rows: int, *, fill: float = 0) -> np.ndarray:
-    """Pad [n, ...] to `rows` >= n rows of value `fill`, keeping the dtype."""
+    """Pad an array along its first axis.
+
+    Args:
+        array: [n, ...].
+        rows: number of rows of the result, >= n.
+        fill: value of the padding rows.
+
+    Returns:
+        [rows, ...] with the dtype of `array`; `array` itself if it has `rows` rows.
+    """
     if len(array) == rows:
         return array
     tail = np.full((rows - len(array), *array.shape[1:]), fill, array.dtype)
@@ -148,7 +157,10 @@ def l2_normalize(features: np.ndarray) -> np.ndarray:
 
 
 def _padded_rows(batch: Batch, mesh: Mesh) -> int:
-    """Validate a batch and round its length up to a multiple of local devices."""
+    """Validate a batch and return its padded length.
+
+    The padded length is a multiple of the number of local devices.
+    """
     missing = [key for key in _BATCH_KEYS if key not in batch]
     if missing:
         raise ValueError(f"expected evaluation batches with {_BATCH_KEYS}, got one without {missing}; use eval_batches")

@@ -144,7 +144,7 @@ def _draw_image(axes: Axes, image: np.ndarray, *, framed: bool) -> None:
 
 
 def _cell(row: int, column: int, rows: int, columns: int) -> tuple[float, float, float, float]:
-    """Compute (left, bottom, width, height) of an image as fractions of the figure."""
+    """Left, bottom, width and height of an image, in fractions of the figure."""
     width = _CAPTION_INCHES + _CELL_INCHES * columns
     margin = 0.06
     left = (_CAPTION_INCHES + _CELL_INCHES * column + margin) / width

@@ -38,8 +38,8 @@ def retrieval_recall(
     to text, an image is a hit if fewer than k captions of other images are at least as similar to it as the best of its
     own captions. Captions of the same image never count against each other.
 
-    This is the protocol of COCO and Flickr30k, where each image has five captions and any of them in the top k is a hit
-    (Karpathy & Fei-Fei 2015, section 4.1; CLIP, arXiv:2103.00020, table 13).
+    This is the protocol of COCO and Flickr30k (Karpathy & Fei-Fei 2015, section 4.1; CLIP, arXiv:2103.00020, table 13).
+    There, each image has five captions, and any of them in the top k is a hit.
 
     Ties count as misses: similarities within `TIE_TOLERANCE` are tied, and NaN ties with everything. A model with
     collapsed features therefore scores 0 instead of 100 %. Repeated captions also tie, which bounds recall at 1 below
@@ -137,7 +137,9 @@ def count_rivals(
     gallery_group: np.ndarray,
     mesh: Mesh,
 ) -> np.ndarray:
-    """Count rivals: gallery rows of other groups with similarity at least the threshold.
+    """Count the rivals of each query in the gallery.
+
+    Rivals are gallery rows of other groups whose similarity to the query is at least its threshold.
 
     If the threshold is the similarity of the correct match, the count is the zero-based rank of the match, with ties as
     misses. The gallery is sharded over the mesh. Blocks of queries are replicated, and the counts of all devices are
@@ -203,7 +205,7 @@ def _count_block(
 
 
 def _check(image: np.ndarray, text: np.ndarray, ks: Sequence[int], text_image: np.ndarray | None) -> np.ndarray:
-    """Validate the arguments and return the image row of each caption, int32 [M]."""
+    """Validate the arguments and return `text_image` as int32 [M]."""
     if image.ndim != 2 or text.ndim != 2 or image.shape[1] != text.shape[1] or 0 in (*image.shape, *text.shape):
         raise ValueError(f"expected features [N, D] and [M, D], none empty, got {image.shape} and {text.shape}")
     if not ks or min(ks) < 1:

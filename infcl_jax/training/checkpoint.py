@@ -160,7 +160,8 @@ def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_fits(step: int, saved: Any, template: Any) -> None:
-    """Raise `ValueError` at the first shape or dtype that differs, before orbax reads any array."""
+    """Raise `ValueError` at the first shape or dtype mismatch."""
+    # This check precedes the restore, so orbax reads no array of another run.
     saved_types, expected_types = _array_types(saved), _array_types(template)
     for name in sorted(saved_types | expected_types, key=lambda name: (not name.startswith("params/"), name)):
         if saved_types.get(name) != expected_types.get(name):
@@ -172,7 +173,7 @@ def _check_fits(step: int, saved: Any, template: Any) -> None:
 
 
 def _array_types(tree: Any) -> dict[str, str]:
-    """Map the path of each array to its type, such as "float32[3, 4]"."""
+    """Map array paths to types such as "float32[3, 4]"."""
     # All keys become strings, because orbax saves named tuples as dicts.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
@@ -182,7 +183,7 @@ def _array_types(tree: Any) -> dict[str, str]:
 
 
 def _saved(state: Any) -> dict[str, Any]:
-    """Collect the arrays of a state by field, without fields that are None."""
+    """Collect the array fields of a state that are not None."""
     fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
     samples = fields["samples"]
     fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}

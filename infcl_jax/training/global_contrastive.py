@@ -177,7 +177,10 @@ class GlobalContrastive:
         return {f"temperature_{name}": value for name, value in settings.items() if value is not None}
 
     def write(self, samples: SampleState, index: jax.Array, rows: SampleState) -> SampleState:
-        """Write the rows of a batch into the sample state, in place if it is donated."""
+        """Write the rows of a batch into the sample state.
+
+        The update is in place if `samples` is donated.
+        """
         return write_samples(samples, index, rows, mesh=self.mesh)
 
     def gamma(self, epoch: jax.Array) -> jax.Array:

@@ -250,7 +250,7 @@ def _summary_writer(folder: Path, resume_step: int | None) -> Any:
 
 
 def _repair(path: Path, resume_step: int | None) -> None:
-    """Drop a truncated last line and all lines after `resume_step` from the file."""
+    """Drop a truncated last line and all lines after `resume_step`."""
     kept = [raw for line, raw in _parse(path) if resume_step is None or line["step"] <= resume_step]
     content = b"".join(raw + b"\n" for raw in kept)
     if content == path.read_bytes():
@@ -264,7 +264,10 @@ def _repair(path: Path, resume_step: int | None) -> None:
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Parse a metrics file into (object, raw line) pairs, skipping an invalid last line."""
+    """Parse a metrics file into (object, raw line) pairs.
+
+    An invalid last line is skipped. Any other invalid line raises `ValueError`.
+    """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
         lines.pop()

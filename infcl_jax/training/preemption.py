@@ -47,7 +47,10 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def noticed(self, step: int) -> bool:
-        """Return whether to save and stop now. All processes must call it at every step."""
+        """Return whether to save and stop now.
+
+        All processes must call it at every step.
+        """
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received

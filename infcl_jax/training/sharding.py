@@ -13,13 +13,16 @@ MIN_SIZE = 1 << 14
 
 
 def sharded_axis(shape: Sequence[int], devices: int, parameter_sharding: str) -> int | None:
-    """Return the axis along which an array is sharded, or None if it is replicated.
+    """Choose the axis along which to shard an array.
 
     Args:
       shape: shape of the array.
       devices: number of devices n.
       parameter_sharding: "replicated", or "fsdp" (ZeRO, Rajbhandari et al. 2020). "fsdp" shards arrays of at least
         `MIN_SIZE` elements along their largest axis that n divides.
+
+    Returns:
+      The axis, or None for a replicated array.
     """
     even = [axis for axis, size in enumerate(shape) if size % devices == 0]
     if parameter_sharding == "replicated" or devices == 1 or not even or math.prod(shape) < MIN_SIZE:
@@ -42,7 +45,10 @@ def shardings(tree: Any, mesh: Mesh, parameter_sharding: str) -> Any:
 
 
 def constrain(tree: Any, mesh: Mesh | None, parameter_sharding: str) -> Any:
-    """Constrain a tree to its `shardings` inside jit; a no-op without a mesh."""
+    """Constrain a tree to its `shardings` inside jit.
+
+    Without a mesh, the tree is returned unchanged.
+    """
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, parameter_sharding))

@@ -47,7 +47,9 @@ class TrainState(train_state.TrainState):
         return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
-        """Apply one optimizer step, then clamp the logit scale to at most 100.
+        """Apply one optimizer step and clamp the logit scale.
+
+        The logit scale stays at most 100.
 
         Args:
           grads: gradients of the trained parameters.

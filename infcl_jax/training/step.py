@@ -326,7 +326,7 @@ def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
 
 
 def check_finite(step: int, metrics: Metrics) -> None:
-    """Raise an error if a stage of the training step is not finite.
+    """Raise an error if the training step is not finite.
 
     Args:
       step: training step of the metrics.

@@ -66,8 +66,8 @@ def encode_split(
         depend on the number of processes.
 
     Raises:
-        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, or an encoder
-            with an output that is not [b, D].
+        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, or an
+            encoder with an output that is not [b, D].
     """
     batches_on_host: list[dict[str, np.ndarray]] = []
     pending: dict[str, jax.Array] | None = None

@@ -119,7 +119,7 @@ class TrainIterator(grain.DatasetIterator):
             self._threads = concurrent.futures.ThreadPoolExecutor(self._num_threads, "replay")
         first = self._next_batch * self._chunks_per_batch
         self._next_batch += 1
-        self._stale = True
+        self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
         read = functools.partial(lambda first, number: self._chunks[first + number], first)
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)

@@ -1,4 +1,4 @@
-"""The resumable iterator of the training pipeline: chunks from threads or workers, put together to batches."""
+"""Resumable training data iterator: concatenates chunks read by threads or worker processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class BatchReader:
-    """One process-local batch that is read part by part, as often as needed, and never held as a whole.
+    """Process-local batch that is read chunk by chunk instead of stored.
+
+    Chunks can be read repeatedly.
 
     Attributes:
-      rows: of the batch.
-      chunk_rows: rows that are read together.
-      read_chunk: `read_chunk(number) -> Batch` of so many rows, the same for the same number.
-      threads: in which they are read.
+      rows: rows of the batch.
+      chunk_rows: rows per chunk.
+      read_chunk: `read_chunk(number) -> Batch` of `chunk_rows` rows; deterministic.
+      threads: executor that reads the chunks.
     """
 
     rows: int
@@ -33,13 +35,13 @@ class BatchReader:
     threads: concurrent.futures.Executor
 
     def read(self, spans: Sequence[slice]) -> Batch:
-        """The rows of some spans `[start, stop)`, one after the other."""
-        parts = [part for span in spans for part in self._parts(span)]
-        chunks = self.threads.map(self.read_chunk, [number for number, _ in parts])
-        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, parts, strict=True)])
+        """Read and concatenate the rows of slices `[start, stop)`."""
+        sections = [section for span in spans for section in self._sections(span)]
+        chunks = self.threads.map(self.read_chunk, [number for number, _ in sections])
+        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)])
 
-    def _parts(self, span: slice) -> list[tuple[int, slice]]:
-        """The chunks that hold the rows of a span, with their rows of it."""
+    def _sections(self, span: slice) -> list[tuple[int, slice]]:
+        """Split a slice into (chunk number, rows within the chunk) pairs."""
         size = self.chunk_rows
         return [
             (n, slice(max(span.start - n * size, 0), min(span.stop - n * size, size)))
@@ -48,10 +50,10 @@ class BatchReader:
 
 
 class TrainIterator(grain.DatasetIterator):
-    """An endless iterator of process-local batches whose state is the number of batches it has returned.
+    """Endless resumable iterator of process-local batches.
 
-    The state is independent of the number of processes and of workers: a run may be resumed on another machine. It is
-    JSON-serialisable, as grain's checkpoint handler for orbax expects.
+    Its state is the number of batches it has returned. The state does not depend on the number of processes or workers,
+    so a run can resume on another machine. It is JSON-serializable, as grain's checkpoint handler for orbax expects.
     """
 
     def __init__(
@@ -74,16 +76,17 @@ class TrainIterator(grain.DatasetIterator):
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._next_batch = 0
-        self._passed_over = False
+        self._stale = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._open()
 
     def _open(self) -> None:
-        """Opens the batches from `_next_batch` on. Threads and workers start with the first one asked for."""
-        self._passed_over = False
+        """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
+        self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
         if self._num_workers:
-            if not flags.FLAGS.is_parsed():  # in notebooks and tests; grain reads its flags to start workers
+            # grain reads its flags to start workers. Notebooks and tests do not parse them.
+            if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -93,13 +96,13 @@ class TrainIterator(grain.DatasetIterator):
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
-        # Threads and workers must be gone before the interpreter takes modules apart; `finalize` runs before that.
+        # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that.
         self._batches = [iter(dataset)]
         self._finalizer = weakref.finalize(self, _close_all, self._batches)
 
     def __next__(self) -> Batch:
         self._assert_not_closed()
-        if self._passed_over:
+        if self._stale:
             self._finalizer()
             self._open()
         batch = next(self._batches[0])
@@ -107,29 +110,32 @@ class TrainIterator(grain.DatasetIterator):
         return batch
 
     def next_reader(self) -> BatchReader:
-        """The next batch, instead of by `next`, to be read in parts by `num_threads` threads of this process."""
+        """Return a reader of the next batch, in place of `next`.
+
+        `num_threads` threads of this process read its chunks.
+        """
         self._assert_not_closed()
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self._num_threads, "replay")
         first = self._next_batch * self._chunks_per_batch
         self._next_batch += 1
-        self._passed_over = True
+        self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
         read = functools.partial(lambda first, number: self._chunks[first + number], first)
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
 
     def get_state(self) -> dict[str, int]:
-        """Returns the state after the last batch returned."""
+        """Return the state after the last returned batch."""
         return {"next_batch": self._next_batch, **self._identity}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Continues from a state of an iterator over the same data.
+        """Restore the state of an iterator over the same data.
 
         Args:
-          state: what `get_state` returned.
+          state: state that `get_state` returned.
 
         Raises:
-          ValueError: the state is of another dataset size, batch size or seed.
+          ValueError: the state has another dataset size, batch size or seed, or the iterator is closed.
         """
         for key, value in self._identity.items():
             if state.get(key) != value:
@@ -143,23 +149,23 @@ class TrainIterator(grain.DatasetIterator):
         self._open()
 
     def start_prefetch(self) -> None:
-        """Starts to prepare batches before the first is asked for."""
+        """Start to prepare batches before the first `next`."""
         self._assert_not_closed()
         self._batches[0].start_prefetch()
 
     def close(self) -> None:
-        """Stops threads and workers. The iterator cannot be used afterwards."""
+        """Stop threads and workers and close the iterator."""
         if not self._closed:
             self._closed: bool = True
-            if hasattr(self, "_finalizer"):  # absent where the constructor failed
+            if hasattr(self, "_finalizer"):  # absent if the constructor failed
                 self._finalizer()
                 if self._threads is not None:
                     self._threads.shutdown(cancel_futures=True)
 
 
 def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ignores Ctrl-C in a worker."""
-    # The terminal sends it to all processes, and the training process may still wait for a batch before it saves.
+    """Ignore SIGINT in a worker process."""
+    # The terminal sends SIGINT to all processes. The training process may still need a batch before it saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

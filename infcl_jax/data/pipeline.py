@@ -1,11 +1,11 @@
-"""Batches for training and evaluation: deterministic, resumable at any batch, the same for any number of processes.
+"""Deterministic, resumable batches for training and evaluation.
 
-The order of the data is a function of the seed alone. A global batch t is cut into one contiguous part per process, so
-concatenating the parts in process order gives the same rows whatever the number of processes or workers.
+The order of the data depends on the seed alone. Each global batch is split into one contiguous block of rows per
+process. Concatenating the blocks in process order gives the same rows for any number of processes or workers.
 
-A training record that cannot be decoded is replaced by the next one that can, with one warning, and a run stops only
-after `max_bad_records` different ones: a broken image must not end a run of days, and a broken disk must. Evaluation
-raises at the first, since a score over part of a benchmark would be misleading.
+Training replaces an undecodable record by the next good record and logs one warning for it. It stops after
+`max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must. Evaluation
+raises at the first bad record, because a score over a subset of a benchmark would be misleading.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from infcl_jax.data.sources import BadRecordError, BatchedSource, Example, Sourc
 from infcl_jax.data.tokenizer import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
-_CHUNK = 256  # rows that a thread or worker prepares at a time; batches are put together from chunks
+_CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
 _DEFAULT_AUGMENTATION = Augmentation()
-_MAX_REPLACEMENTS = 16  # neighbours tried for one bad record
+_MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
 
 _logger = logging.getLogger(__name__)
 
 
 class _Reader:
-    """Reads (example, its index), with bad records replaced by the next good one.
+    """Reader of (example, index) pairs that replaces bad records by good ones.
 
-    The replacement depends on the data alone, so a resumed run sees the same. The count of bad records is this
-    process's (each worker has its own).
+    A bad record is replaced by the next good record. The replacement depends on the data alone, so a resumed run reads
+    the same examples. Each process, and each worker process, counts its own bad records.
     """
 
     def __init__(self, source: Source, max_bad_records: int):
@@ -45,7 +45,8 @@ class _Reader:
         self._bad: set[int] = set()
 
     def read(self, indices: Sequence[int]) -> list[tuple[Example, int]]:
-        """Reads together what the source can, which is much cheaper; one by one where that meets a bad record."""
+        """Read records, replacing bad ones."""
+        # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
             with contextlib.suppress(BadRecordError):
                 return list(zip(self._source.__getitems__(indices), indices, strict=True))
@@ -58,11 +59,11 @@ class _Reader:
             try:
                 return self._source[candidate], candidate
             except BadRecordError as error:
-                self._note(candidate, error)
+                self._record_bad(candidate, error)
                 last = error
         raise BadRecordError(f"{last}; the {offset + 1} records from {index} on are all bad")
 
-    def _note(self, index: int, error: BadRecordError) -> None:
+    def _record_bad(self, index: int, error: BadRecordError) -> None:
         if index in self._bad:
             return
         if len(self._bad) >= self._max_bad_records:
@@ -73,7 +74,7 @@ class _Reader:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainChunk:
-    """Makes a part of a batch from (global row, sample index) pairs."""
+    """Make one chunk of a batch from (global row, sample index) pairs."""
 
     reader: _Reader
     tokenizer: Tokenizer
@@ -85,8 +86,8 @@ class _TrainChunk:
         read = self.reader.read([index for _, index in rows])
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
-            # Keyed by the row, which counts on over epochs: the same whichever process or worker makes it. The offset
-            # keeps clear of the streams that draw `data.shapes`.
+            # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
+            # or worker. The offset 2**32 avoids the streams of `data.shapes`.
             rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
             captions = example["captions"]
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
@@ -101,10 +102,10 @@ class _TrainChunk:
 
 
 class _ProcessRows(grain.MapDataset):
-    """The rows of one process, as (global row, sample index): the contiguous part of every global batch.
+    """Rows of one process as (global row, sample index) pairs.
 
-    The parent holds the sample indices of an epoch of whole batches; beyond its length it goes on with further epochs,
-    and so does this dataset.
+    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch of
+    whole batches. Indices beyond its length address further epochs, in the parent and in this dataset.
     """
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
@@ -139,32 +140,34 @@ def train_iterator(
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
 ) -> TrainIterator:
-    """Endless training batches; each epoch has its own order and every sample at most once.
+    """Create an endless iterator of training batches.
 
-    An epoch is `len(source) // batch_size` batches; the samples left over differ from epoch to epoch.
+    An epoch has `len(source) // batch_size` batches and every sample at most once. Each epoch has another order and
+    leaves out other samples.
 
     Args:
-      source: the examples.
-      tokenizer: text to ids.
+      source: source of examples.
+      tokenizer: tokenizer of the captions.
       image_size: side S of the images, in pixels.
       batch_size: GLOBAL batch size B, over all processes.
-      seed: decides order, augmentation and choice of captions; in [0, 2**32).
-      process_index: this process, in [0, process_count).
-      process_count: processes that share each batch; each gets b = B / process_count rows.
-      num_workers: processes that read and transform; 0 uses threads of this process.
-      num_threads: those threads. Decoding and resizing run in parallel, the Python code between does not.
-      prefetch_batches: batches kept ready. Host memory holds about two more while they are put together.
-      augmentation: the image transform; None resizes and crops the centre, as evaluation does.
-      max_bad_records: different undecodable records, per reading process, to replace before giving up.
+      seed: seed of order, augmentation and choice of captions, in [0, 2**32).
+      process_index: index of this process, in [0, process_count).
+      process_count: number of processes that share each batch; each gets b = B / process_count rows.
+      num_workers: number of worker processes that read and transform; 0 uses threads of this process.
+      num_threads: number of reading threads without workers. Decoding and resizing run in parallel; other Python code
+        does not.
+      prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
+      augmentation: image transform; None resizes and crops the center, as in evaluation.
+      max_bad_records: maximum number of different bad records to replace, per reading process.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
       `set_state`. Close it to stop its threads and workers.
 
     Raises:
-      ValueError: batch_size does not divide over the processes or exceeds the source, or another argument is out of
-        range.
-      BadRecordError: from the iterator, see `max_bad_records`.
+      ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
+        out of range.
+      BadRecordError: the iterator found more than `max_bad_records` bad records, or no good record to replace one.
     """
     local_size = _local_size(batch_size, process_index, process_count)
     if batch_size > len(source):
@@ -177,11 +180,11 @@ def train_iterator(
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     chunk = _chunk_size(local_size)
-    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # another order every epoch
+    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
     rows = _ProcessRows(order[: len(source) // batch_size * batch_size], batch_size, process_index, process_count)
-    make = _TrainChunk(_Reader(source, max_bad_records), tokenizer, image_size, augmentation, seed)
+    make_chunk = _TrainChunk(_Reader(source, max_bad_records), tokenizer, image_size, augmentation, seed)
     return TrainIterator(
-        rows.batch(chunk, drop_remainder=True, batch_fn=make).repeat(),
+        rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
         identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
@@ -192,7 +195,7 @@ def train_iterator(
 
 
 def _chunk_size(local_size: int) -> int:
-    """The largest divisor of a process's rows up to `_CHUNK`."""
+    """Largest divisor of `local_size` that is at most `_CHUNK`."""
     return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
 
 
@@ -212,7 +215,10 @@ def _check_at_least(low: int, **values: int) -> None:
 
 
 class EvalBatches:
-    """An iterable over one split, in order, once per `iter`; `len` is the number of batches. See `eval_batches`."""
+    """Ordered batches of one split; see `eval_batches`.
+
+    Each `iter` starts a new pass over the split. `len` is the number of batches.
+    """
 
     def __init__(
         self, source: Source, tokenizer: Tokenizer, image_size: int, batch_size: int, offset: int, local_size: int
@@ -260,24 +266,26 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> EvalBatches:
-    """Every example once, in order. All processes get the same number of batches of the same shapes.
+    """Create ordered batches that contain every example once.
+
+    All processes get the same number of batches of the same shapes.
 
     Args:
-      source: the examples.
-      tokenizer: text to ids.
-      image_size: side S of the images, in pixels; the centre is cropped.
+      source: source of examples.
+      tokenizer: tokenizer of the captions.
+      image_size: side S of the center-cropped images, in pixels.
       batch_size: GLOBAL batch size B, over all processes; it may exceed the source.
-      process_index: this process, in [0, process_count).
-      process_count: processes that share each batch; each gets b = B / process_count rows.
+      process_index: index of this process, in [0, process_count).
+      process_count: number of processes that share each batch; each gets b = B / process_count rows.
 
     Returns:
-      An iterable, which can be iterated again, of {"image": uint8 [b, S, S, 3], "text": int32 [b, L],
-      "index": int64 [b], "label": int32 [b] (-1 without class), "mask": bool [b]}. Where mask is False the row is
-      padding: zeros, with index and label -1.
+      A reusable iterable of {"image": uint8 [b, S, S, 3], "text": int32 [b, L],
+      "index": int64 [b], "label": int32 [b] (-1 without class), "mask": bool [b]}. Rows with a False
+      mask are padding: zeros, with index and label -1.
 
     Raises:
-      ValueError: batch_size does not divide over the processes, or another argument is out of range.
-      BadRecordError: from the iteration, at the first record that cannot be decoded.
+      ValueError: batch_size is not a multiple of the number of processes, or another argument is out of range.
+      BadRecordError: a record cannot be decoded; raised during iteration.
     """
     local_size = _local_size(batch_size, process_index, process_count)
     _check_at_least(1, image_size=image_size)

@@ -14,19 +14,21 @@ from infcl_jax.data import sources
 
 
 def prepare(name: str, data_dir: str | Path) -> str:
-    """Writes a dataset as array_record, unless it is there. A killed preparation leaves nothing that looks complete.
+    """Write a dataset to disk as array_record, unless it exists.
+
+    An interrupted preparation leaves no dataset that looks complete.
 
     Args:
-      name: "shapes/quickstart", "shapes/full", "digits", or a dataset of the TFDS catalogue.
-      data_dir: the folder that holds the datasets; created where missing.
+      name: "shapes/quickstart", "shapes/full", "digits", or a dataset of the TFDS catalog.
+      data_dir: directory of the datasets, created if missing.
 
     Returns:
-      What was done, in one line: counts, seconds, place.
+      A one-line summary: example counts, seconds and directory.
 
     Raises:
       ValueError: the name is unknown.
-      OSError: the folder cannot be written.
-      ImportError: the dataset needs a package that is not installed to be prepared.
+      OSError: the directory is not writable.
+      ImportError: preparing the dataset needs a package that is not installed.
     """
     if name == sources.DIGITS:
         return f"{name}: nothing to prepare, scikit-learn has it"
@@ -37,7 +39,7 @@ def prepare(name: str, data_dir: str | Path) -> str:
     _check_writable(Path(data_dir))
     start = time.monotonic()
     builder = tfds.builder(name, data_dir=str(data_dir), file_format="array_record")
-    with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints progress there; this command prints one line
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the progress of TFDS, so that the command prints one line
         try:
             builder.download_and_prepare()
         except ImportError as error:

@@ -1,9 +1,10 @@
-"""Procedural captioned images: coloured shapes, alone or in pairs, with captions from a small grammar.
+"""Procedural images of colored shapes, with captions from a small grammar.
 
-A sample is a pure function of `(split, index)`, so the dataset needs no download, and any part of it can be drawn again
-at any image size. Scenes have discrete attributes, of which a caption names some, and continuous jitter, of which it
-names none. Half of the training captions are brief: they name only the colour and shape of each object.
-Lengths are fractions of the image side, x to the right and y down; colours are RGB in [0, 255].
+A sample is a pure function of `(split, index)`, so the dataset needs no download and any sample can be drawn at any
+image size. Scenes have one or two objects. Captions name some of their discrete attributes and none of their continuous
+jitter. Half of the training captions are brief: they name only the color and shape of each object.
+
+Lengths are fractions of the image side, with x to the right and y down. Colors are RGB in [0, 255].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _T = TypeVar("_T")
 _RGB = tuple[float, float, float]
 
 SPLITS = ("train", "validation", "zero_shot")
-MAX_CAPTION_BYTES = 58  # a byte tokenizer with context 60 holds every caption whole
+MAX_CAPTION_BYTES = 58  # bytes of the longest caption; a byte tokenizer with context 60 truncates none
 
 _COLORS: dict[str, _RGB] = {
     "red": (220, 35, 40),
@@ -37,7 +38,7 @@ _BACKGROUNDS: dict[str, _RGB] = {
     "brown": (105, 65, 35),
     "navy": (18, 22, 85),
 }
-_PLACES: dict[str, tuple[float, float]] = {
+_POSITIONS: dict[str, tuple[float, float]] = {
     "center": (0.5, 0.5),
     "left": (0.3, 0.5),
     "right": (0.7, 0.5),
@@ -53,7 +54,7 @@ _RELATIONS: dict[str, tuple[float, float]] = {
     "below": (0.0, 1.0),
 }
 
-# What the grammar may say for each attribute, where that is not the attribute's own name alone.
+# Synonyms of each attribute; an attribute without an entry has its own name alone.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "red": ("red", "crimson"),
     "yellow": ("yellow", "golden"),
@@ -74,7 +75,7 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-# The same relation told from the other object: "{second} with {first} above it".
+# Relations as seen from the second object: "{second} with {first} above it".
 _REVERSED = {"left of": "to its left", "right of": "to its right", "above": "above it", "below": "below it"}
 
 ONE_FORMS = (
@@ -87,12 +88,15 @@ TWO_FORMS = (
     "{second} with {first} {reversed}",
     "{first} {relation} {second} on {background}",
 )
-# For one object and for two. They leave a model nothing but colour and shape to tell images apart by.
+# Forms for one and two objects. They name only color and shape, so only these distinguish images.
 BRIEF_FORMS = ("a {color} {shape}", "{first} and {second}")
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Five points: folds the plane into half a point, whose edge is then one line from tip to notch."""
+    """Approximate signed distance to a five-pointed star.
+
+    Folding the plane by symmetry leaves half a point, whose edge is a line from tip to notch.
+    """
     sector = 2 * math.pi / 5
     angle = np.abs((np.arctan2(x, y) + sector / 2) % sector - sector / 2)
     radius = np.hypot(x, y)
@@ -135,7 +139,10 @@ TEMPLATES: tuple[str, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Thing:
-    """One object: its named attributes, and where and how it is drawn (`angle` in radians, counter-clockwise)."""
+    """Object of a scene: named attributes and geometry.
+
+    `angle` is in radians, counterclockwise.
+    """
 
     shape: str
     color: str
@@ -152,9 +159,11 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A background with one object (`size` and `place` set) or two (`relation`: the first is e.g. "left of" the other).
+    """Background with one or two objects.
 
-    `background_rgb` is the colour at the image centre, `slope` the relative change of its brightness per image side.
+    One object has a `size` and a `place`. Two objects have a `relation`, such as "left of", of the first to the second.
+    `background_rgb` is the color at the image center. `slope` is the relative change of its brightness per image side,
+    along x and y.
     """
 
     things: tuple[Thing, ...]
@@ -167,12 +176,12 @@ class Scene:
 
 
 class Sample(NamedTuple):
-    """An image, one caption of it, and its class.
+    """Image with a caption and a class.
 
     Attributes:
       image: uint8 [S, S, 3].
-      caption: ASCII. It names colour and shape of every object; unless it is brief, also the size and place of a single
-        object or the relation of two, and in some forms the background.
+      caption: ASCII caption that names the color and shape of every object. Unless brief, it also names the size and
+        place of a single object or the relation of two objects, and in some forms the background.
       label: index into `CLASS_NAMES`, -1 for scenes with two objects.
     """
 
@@ -182,7 +191,10 @@ class Sample(NamedTuple):
 
 
 class _Draws:
-    """The random choices of one sample: Philox keyed by (split, index), so that no two samples share a stream."""
+    """Random draws of one sample.
+
+    The Philox stream is keyed by (split, index), so no two samples share a stream.
+    """
 
     def __init__(self, split: str, index: int):
         if split not in SPLITS:
@@ -198,7 +210,7 @@ class _Draws:
         return options[int(next(self._uniform) * len(options))]
 
     def shade(self, rgb: _RGB) -> _RGB:
-        """`rgb`, a little brighter or darker and a little off in hue."""
+        """Jitter the brightness and hue of a color."""
         light = self.uniform(0.9, 1.1)
         red, green, blue = (min(max(value * light + self.uniform(-6, 6), 0.0), 255.0) for value in rgb)
         return red, green, blue
@@ -221,8 +233,8 @@ def _scene(split: str, index: int, draws: _Draws) -> Scene:
         name = draws.choice(CLASS_NAMES)
         if draws.choice((False, True)):
             return _pair(name, background, backdrop, draws)
-    size, place = draws.choice(tuple(_RADII)), draws.choice(tuple(_PLACES))
-    thing = draws.thing(name, _PLACES[place], (0.035, 0.035), _RADII[size])
+    size, place = draws.choice(tuple(_RADII)), draws.choice(tuple(_POSITIONS))
+    thing = draws.thing(name, _POSITIONS[place], (0.035, 0.035), _RADII[size])
     return Scene((thing,), background, *backdrop, size=size, place=place)
 
 
@@ -230,7 +242,7 @@ def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]]
     other = CLASS_NAMES[(CLASS_NAMES.index(name) + draws.choice(range(1, len(CLASS_NAMES)))) % len(CLASS_NAMES)]
     relation = draws.choice(tuple(_RELATIONS))
     dx, dy = _RELATIONS[relation]
-    # Along the relation the centres stay far enough apart for objects that at most touch, across it they may slide.
+    # Jitter along the relation is small enough for the objects to at most touch. Jitter across it can be larger.
     jitter = (0.04, 0.10) if dx else (0.10, 0.04)
     first = draws.thing(name, (0.5 + 0.23 * dx, 0.5 + 0.23 * dy), jitter, _PAIR_RADII)
     second = draws.thing(other, (0.5 - 0.23 * dx, 0.5 - 0.23 * dy), jitter, _PAIR_RADII)
@@ -238,7 +250,7 @@ def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]]
 
 
 def sample_scene(split: str, index: int) -> Scene:
-    """The scene of a sample.
+    """Draw the scene of a sample.
 
     Args:
       split: one of `SPLITS`.
@@ -254,7 +266,7 @@ def sample_scene(split: str, index: int) -> Scene:
 
 
 def phrases(attribute: str) -> tuple[str, ...]:
-    """What a caption may say for a discrete attribute such as "cyan", "top" or "above"."""
+    """Phrases for a discrete attribute such as "cyan", "top" or "above"."""
     return _SYNONYMS.get(attribute, (attribute,))
 
 
@@ -287,10 +299,10 @@ def _grid(image_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(scene: Scene, image_size: int) -> np.ndarray:
-    """Draws a scene, anti-aliased.
+    """Render an anti-aliased image of a scene.
 
     Args:
-      scene: what to draw.
+      scene: scene to draw.
       image_size: side S in pixels.
 
     Returns:
@@ -309,12 +321,14 @@ def draw(scene: Scene, image_size: int) -> np.ndarray:
 
 
 def render(split: str, index: int, image_size: int) -> Sample:
-    """One sample; equal arguments give equal samples, in any order and in any process.
+    """Render one sample.
+
+    Equal arguments give equal samples, in any order and in any process.
 
     Args:
-      split: "train" and "validation" mix scenes of one and of two objects; "zero_shot" has one object and balanced
-        classes. Only "train" has brief captions (`BRIEF_FORMS`), for a random half of its samples. The splits share no
-        random stream.
+      split: "train" and "validation" mix scenes of one and two objects. "zero_shot" has one object per scene and
+        balanced classes. Only "train" has brief captions (`BRIEF_FORMS`), for a random half of its samples. The splits
+        share no random stream.
       index: non-negative.
       image_size: side S in pixels; the scene does not depend on it.
 

@@ -1,4 +1,4 @@
-"""The shapes as a TFDS dataset: rendered and encoded on all cores, written and read without TensorFlow."""
+"""TFDS dataset of shapes, rendered on all cores and used without TensorFlow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _encode_block(split: str, indices: range, image_size: int) -> list[dict[str,
 
 
 def _exit_with_parent() -> None:
-    """Ends a pool process once its parent is gone: a killed parent cannot tell it to, and it would wait for ever."""
+    """Exit a pool process when its parent exits."""
+    # A killed parent cannot shut down its pool, whose processes would wait forever.
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -41,10 +42,10 @@ def _exit_with_parent() -> None:
 
 
 def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> Iterator[list[dict[str, Any]]]:
-    """Blocks of encoded examples in order, from all cores where there are enough of them to pay for the processes."""
+    """Yield blocks of encoded examples in order, encoded on all cores."""
     blocks = [range(start, min(start + block, count)) for start in range(0, count, block)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores == 1 or len(blocks) < 8:
+    if cores == 1 or len(blocks) < 8:  # too few blocks to amortize starting the processes
         yield from (_encode_block(split, indices, image_size) for indices in blocks)
         return
     context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
@@ -53,7 +54,7 @@ def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> It
         try:
             for indices in blocks:
                 pending.append(pool.submit(_encode_block, split, indices, image_size))
-                if len(pending) > 4 * cores:  # bounds the memory when writing is the slower side
+                if len(pending) > 4 * cores:  # bounds the memory when writing is slower than encoding
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -63,7 +64,7 @@ def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> It
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ShapesConfig(tfds.core.BuilderConfig):
-    """Image side in pixels, and the number of examples of each split."""
+    """Image side in pixels and number of examples per split."""
 
     image_size: int
     train: int
@@ -72,14 +73,16 @@ class ShapesConfig(tfds.core.BuilderConfig):
 
 
 class Shapes(tfds.core.GeneratorBasedBuilder):
-    """The dataset `shapes` of TFDS: record i of a split is `shapes.render(split, i, image_size)`.
+    """TFDS dataset `shapes` of rendered samples.
+
+    Record i of a split is `shapes.render(split, i, image_size)`.
 
     Prepare it with `file_format="array_record"`. Large configs are rendered by spawned processes: call
     `download_and_prepare` from a module whose top level is guarded by `if __name__ == "__main__"`.
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    url_infos = None  # nothing is downloaded, so TFDS need not look for checksums
+    url_infos = None  # nothing is downloaded, so TFDS needs no checksums
     BUILDER_CONFIGS: ClassVar[list[ShapesConfig]] = [
         ShapesConfig(name="quickstart", image_size=32, train=32768, validation=1024, zero_shot=1024),
         ShapesConfig(name="full", image_size=64, train=262144, validation=8192, zero_shot=8192),
@@ -94,7 +97,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
                 "label": tfds.features.ClassLabel(names=shapes.CLASS_NAMES),
             }
         )
-        description = "Coloured shapes, alone or in pairs, with captions from a grammar."
+        description = "Colored shapes, alone or in pairs, with captions from a grammar."
         return tfds.core.DatasetInfo(builder=self, description=description, features=features, disable_shuffling=True)
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:

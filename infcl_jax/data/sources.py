@@ -1,4 +1,4 @@
-"""Named random-access sources of captioned images: the built-in shapes, real digits, and TFDS datasets on disk."""
+"""Random-access sources of captioned images: shapes, digits and TFDS datasets."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ _DIGIT_SIZE = 32
 
 
 class Example(TypedDict):
-    """One captioned image.
+    """Captioned image.
 
-    `image` is uint8 [H, W, 3]; `captions` all its captions, at least one, of which `caption` is the one for evaluation;
-    `label` the class index, -1 when there is none.
+    Attributes:
+      image: uint8 [H, W, 3].
+      caption: caption for evaluation, one of `captions`.
+      captions: all captions, at least one.
+      label: class index, -1 without class.
     """
 
     image: np.ndarray
@@ -52,7 +55,7 @@ class Example(TypedDict):
 
 
 class Source(Protocol):
-    """Random access to the examples of one split. Picklable, since worker processes read it too."""
+    """Random-access examples of one split, picklable for worker processes."""
 
     name: str
     split: str
@@ -60,34 +63,41 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example:
-        """Raises `BadRecordError` where the record cannot be decoded."""
+        """Read an example; raise `BadRecordError` if it cannot be decoded."""
         ...
 
 
 @runtime_checkable
 class BatchedSource(Source, Protocol):
-    """A source for which reading several examples at once is cheaper."""
+    """Source that reads several examples at lower cost in one call."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
-        """Raises `BadRecordError` where any record cannot be read or decoded."""
+        """Read examples; raise `BadRecordError` if any cannot be read or decoded."""
         ...
 
 
 class Classes(NamedTuple):
-    """Class names in the order of the labels, and prompt templates with one `{}` for the class name."""
+    """Class names in label order and prompt templates for zero-shot classification.
+
+    Each template contains one `{}` for the class name.
+    """
 
     names: tuple[str, ...]
     templates: tuple[str, ...]
 
 
 class BadRecordError(ValueError):
-    """A record that cannot be read or decoded; the message names the dataset, the split and the index."""
+    """Error for a record that cannot be read or decoded.
+
+    The message names the dataset, the split and the index.
+    """
 
 
 class DigitsSource:
-    """Scikit-learn's 1797 handwritten digits (UCI, 8 x 8 pixels), at 32 x 32, with generated captions.
+    """Handwritten digits of scikit-learn with generated captions.
 
-    The split is stratified and fixed: 70 % train, 15 % validation, 15 % zero_shot of every class.
+    The dataset has 1797 images (UCI, 8 x 8 pixels), resized to 32 x 32. The split is stratified and fixed: 70 % train,
+    15 % validation and 15 % zero_shot of every class.
 
     Raises:
       ValueError: the split is unknown.
@@ -119,7 +129,7 @@ class DigitsSource:
         words = (_DIGIT_NAMES[label], str(label))
         captions = tuple(template.format(word) for template in _DIGIT_TEMPLATES for word in words)
         image = np.repeat(self._images[index][..., None], 3, axis=2)
-        # Evaluation captions take turns over the forms, so that all of them are evaluated.
+        # Evaluation captions cycle through the forms, so that evaluation covers all of them.
         return {"image": image, "caption": captions[index % len(captions)], "captions": captions, "label": label}
 
 
@@ -134,19 +144,21 @@ def _stratified_rows(labels: np.ndarray, split: str) -> np.ndarray:
 
 
 class RecordSource:
-    """A TFDS dataset on disk, prepared as array_record and read without TensorFlow.
+    """TFDS dataset in array_record format, read without TensorFlow.
 
     Its features must have an `image` (Image, or a uint8 tensor) and `caption` or `captions` (text, a sequence of texts,
-    or a sequence of dicts with a `text`). Without captions, a `label` (ClassLabel) makes them: one per template.
+    or a sequence of dicts with a `text`). Without captions, they are generated from a `label` (ClassLabel), one per
+    template.
 
     Args:
-      name: dataset name, with its config where there is one: "shapes/quickstart".
-      split: a split of the dataset, or a part of one in TFDS syntax: "train[:10%]".
-      data_dir: the folder that holds the datasets.
+      name: dataset name, with its config if it has one, such as "shapes/quickstart".
+      split: split of the dataset, or a subset in TFDS syntax such as "train[:10%]".
+      data_dir: directory of the prepared datasets.
 
     Raises:
       FileNotFoundError: the dataset is not prepared in `data_dir`.
-      ValueError: unknown name or split, another file format, or features without image or captions.
+      ValueError: the name or split is unknown, the file format is not array_record, or the features lack image or
+        captions.
     """
 
     def __init__(self, name: str, split: str, data_dir: str | Path):
@@ -160,7 +172,7 @@ class RecordSource:
                 f"{name} in {data_dir} must be prepared as array_record, got {builder.info.file_format}; "
                 'prepare it with file_format="array_record"'
             )
-        # Images are decoded here: TFDS would decode them with whichever of OpenCV and PIL it finds.
+        # Images are decoded with PIL here, because TFDS uses OpenCV or PIL depending on what is installed.
         is_encoded = isinstance(builder.info.features["image"], tfds.features.Image)
         decoders = {"image": tfds.decode.SkipDecoding()} if is_encoded else None
         self._records = builder.as_data_source(split, decoders=decoders)
@@ -176,7 +188,7 @@ class RecordSource:
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
         try:
             return self._example(self._records[index])
-        except Exception as error:  # record readers, protobuf and image decoders raise anything
+        except Exception as error:  # record readers, protobuf and image decoders raise any exception
             raise self._bad(f"record {index}", error) from error
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
@@ -212,7 +224,7 @@ def _decode(image: bytes | np.ndarray) -> np.ndarray:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Flattens what TFDS makes of a text, a sequence of texts, or a sequence of dicts with a text."""
+    """Flatten a text, a sequence of texts, or dicts with texts."""
     if isinstance(value, dict):
         return _texts(value["text"])
     if isinstance(value, bytes):
@@ -247,36 +259,36 @@ def _check_split(name: str, split: str, known: Sequence[str]) -> None:
 
 
 def dataset_dir(name: str, data_dir: str | Path) -> Path | None:
-    """The folder of a prepared TFDS dataset's newest version.
+    """Find the newest prepared version of a TFDS dataset.
 
     Args:
-      name: dataset name, with its config where there is one.
-      data_dir: the folder that holds the datasets.
+      name: dataset name, with its config if it has one.
+      data_dir: directory of the prepared datasets.
 
     Returns:
-      `data_dir/name/version`, or None where no complete version is there.
+      `data_dir/name/version`, or None without a complete version.
     """
     versions = [
         path
         for path in (Path(data_dir) / name).glob("*.*.*")
         if re.fullmatch(r"\d+\.\d+\.\d+", path.name) and (path / "dataset_info.json").is_file()
     ]
-    return max(versions, key=lambda path: tuple(int(part) for part in path.name.split(".")), default=None)
+    return max(versions, key=lambda path: tuple(int(number) for number in path.name.split(".")), default=None)
 
 
 def check_name(name: str) -> None:
-    """Checks that a dataset is one that can be prepared.
+    """Check that a dataset name is known.
 
     Args:
-      name: a built-in dataset, or a dataset of the TFDS catalogue with its config where there is one.
+      name: built-in dataset, or dataset of the TFDS catalog with its config if it has one.
 
     Raises:
-      ValueError: it is not.
+      ValueError: the name is neither built in nor in the TFDS catalog.
     """
-    catalogue = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
-    if name not in BUILT_IN and name.split("/")[0] not in catalogue:
+    catalog = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
+    if name not in BUILT_IN and name.split("/")[0] not in catalog:
         raise ValueError(
-            f"dataset must be one of {', '.join(BUILT_IN)}, or a name of the TFDS catalogue such as coco_captions/2014,"
+            f"dataset must be one of {', '.join(BUILT_IN)}, or a name of the TFDS catalog such as coco_captions/2014,"
             f" got {name!r}"
         )
 
@@ -293,37 +305,37 @@ def _builder(name: str, data_dir: str | Path) -> tfds.core.DatasetBuilder:
 
 
 def load_source(name: str, split: str, data_dir: str | Path = "data") -> Source:
-    """Opens one split of a dataset.
+    """Open one split of a dataset.
 
     Args:
-      name: "shapes/quickstart", "shapes/full", "digits", or any TFDS dataset on disk (see `RecordSource`).
+      name: "shapes/quickstart", "shapes/full", "digits", or a prepared TFDS dataset (see `RecordSource`).
       split: "train", "validation" or "zero_shot" for the built-in datasets.
-      data_dir: the folder that holds the prepared datasets; "digits" needs none.
+      data_dir: directory of the prepared datasets; unused by "digits".
 
     Returns:
       A `Source`.
 
     Raises:
-      FileNotFoundError: the dataset is not prepared; the message has the command that does it.
-      ValueError: unknown name or split, or a dataset without images or captions.
-      ImportError: "digits" without scikit-learn.
+      FileNotFoundError: the dataset is not prepared; the message gives the command to prepare it.
+      ValueError: the name or split is unknown, or the dataset has no images or captions.
+      ImportError: the dataset is "digits" and scikit-learn is not installed.
     """
     return DigitsSource(split) if name == DIGITS else RecordSource(name, split, data_dir)
 
 
 def classes(name: str, data_dir: str | Path = "data") -> Classes | None:
-    """The classes of a dataset, for zero-shot classification.
+    """Get the classes of a dataset for zero-shot classification.
 
     Args:
-      name: see `load_source`.
-      data_dir: the folder that holds the prepared datasets; the built-in datasets need none.
+      name: dataset name of `load_source`.
+      data_dir: directory of the prepared datasets; unused by built-in datasets.
 
     Returns:
-      `Classes` (class names in the order of the labels, prompt templates), or None where the dataset has no labels.
+      `Classes` (class names in label order, prompt templates), or None for a dataset without labels.
 
     Raises:
-      FileNotFoundError: the dataset is not built in and not prepared.
-      ValueError: unknown name.
+      FileNotFoundError: the dataset is neither built in nor prepared.
+      ValueError: the name is unknown.
     """
     if name == DIGITS:
         return Classes(_DIGIT_NAMES, _DIGIT_TEMPLATES)

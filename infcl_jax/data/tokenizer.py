@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Text tokenizers."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import numpy as np
 _PAD, _FIRST_BYTE, _START, _END = 0, 1, 257, 258
 
 _logger = logging.getLogger(__name__)
-_count_lock = threading.Lock()  # of the module, because a tokenizer that holds a lock cannot be pickled
+_count_lock = threading.Lock()  # module-level, because a tokenizer with a lock cannot be pickled
 
 
 class Tokenizer(Protocol):
-    """What the pipeline and the evaluators need of a tokenizer. It must be picklable, for worker processes."""
+    """Interface of a tokenizer, picklable for worker processes."""
 
     vocab_size: int
     context_length: int
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Returns int32 [n, context_length]; a single string is a batch of one."""
+        """Encode n texts as int32 [n, context_length]; n = 1 for a string."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of one row of ids."""
+        """Decode one row of ids."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens: pad 0, byte v is 1 + v, start 257, end 258.
+    """Tokenizer of UTF-8 bytes.
 
-    The end token has the largest id and appears once, so that a text tower can pool at the argmax of the ids, as CLIP
-    does (Radford et al. 2021, section 2.4). A text that is too long is cut so that the end token stays, in the last
-    place. The first truncation of each tokenizer logs a warning.
+    Token ids are 0 for padding, 1 + v for byte v, 257 for start and 258 for end. The end token has the largest id and
+    appears once, so a text tower can pool at the argmax of the ids, as CLIP does (Radford et al. 2021, section 2.4).
+    Texts that are too long are truncated before the end token. The first truncation of each tokenizer logs a warning.
 
     Attributes:
       vocab_size: 259.
-      context_length: the length of every row of ids, start and end included.
-      truncated: number of texts cut so far. Each worker process has its own copy, which counts and warns for itself.
+      context_length: tokens per row, start and end included.
+      truncated: number of truncated texts so far. Each worker process counts and warns separately.
     """
 
     vocab_size: int = 259
@@ -52,10 +52,10 @@ class ByteTokenizer:
         self.truncated = 0
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Encodes one text or several.
+        """Encode one or several texts.
 
         Args:
-          texts: a string, or n strings.
+          texts: one string or n strings.
 
         Returns:
           int32 [n, context_length] (n = 1 for a string): start, bytes, end, padding.
@@ -73,7 +73,7 @@ class ByteTokenizer:
         return ids
 
     def _count_truncated(self, lengths: Sequence[int]) -> None:
-        """Count the lengths, in bytes, above the limit; warn at the first."""
+        """Count texts, given their lengths in bytes, above the limit; warn once."""
         limit = self.context_length - 2
         cut = sum(length > limit for length in lengths)
         if not cut:
@@ -89,7 +89,9 @@ class ByteTokenizer:
             )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes one row, up to its end token; a character that truncation cut apart becomes U+FFFD.
+        """Decode one row up to its end token.
+
+        A character split by truncation becomes U+FFFD.
 
         Args:
           ids: token ids, with or without the start token and padding.

@@ -1,4 +1,7 @@
-"""Image transforms on the host: uint8 [H, W, 3] in, uint8 [S, S, 3] out, randomness from an explicit generator."""
+"""Image transforms on the host.
+
+Transforms map uint8 [H, W, 3] to uint8 [S, S, 3]. Random transforms take an explicit generator.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 _BICUBIC = Image.Resampling.BICUBIC
-_CROP_TRIES = 10  # as in torchvision
-_MAX_ASPECT_RATIO = 100  # of an image that is resized whole: 20 MB at 224 pixels
+_CROP_TRIES = 10  # draws of a crop box, as in torchvision
+_MAX_ASPECT_RATIO = 100  # longer images are cropped before resizing; bounds the resized image to 20 MB at 224 pixels
 
 
 def _check_image(image: np.ndarray) -> None:
@@ -24,7 +27,7 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
     """Resize the short side (bicubic, antialiased), then crop the central square.
 
     Equals torchvision's `Resize(size, interpolation=BICUBIC)` and `CenterCrop(size)` on PIL images, pixel for pixel,
-    for aspect ratios up to 100. A longer image first loses its ends, because the resized image would take
+    for aspect ratios up to 100. A longer image is first cropped, because the resized image would take
     4 * size^2 * aspect ratio bytes.
 
     Args:
@@ -32,7 +35,7 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
       size: side S of the result, in pixels.
 
     Returns:
-      uint8 [S, S, 3]; the image itself where it has that size already.
+      uint8 [S, S, 3]; the input image itself if it has that size.
 
     Raises:
       ValueError: the image is not uint8 [H, W, 3].
@@ -43,14 +46,14 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
     short = min(image.shape[:2])
     image = _center_crop(image, _MAX_ASPECT_RATIO * short)
     height, width, _ = image.shape
-    # The long side is rounded down and a margin of half a pixel to the even number, as in torchvision. Pillow's
-    # `resize(box=...)` avoids the large image but differs from it by up to 24 levels.
+    # As in torchvision, the long side is rounded down and a half-pixel margin to the even number. Pillow's
+    # `resize(box=...)` needs no large image, but its pixels differ by up to 24 levels.
     resized = np.asarray(Image.fromarray(image).resize((size * width // short, size * height // short), _BICUBIC))
     return np.ascontiguousarray(_center_crop(resized, size))
 
 
 def _center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """View of the central pixels, at most `size` along each axis."""
+    """View the central pixels, at most `size` along each axis."""
     top, left = (max(0, round((side - size) / 2)) for side in image.shape[:2])
     return image[top : top + size, left : left + size]
 
@@ -63,7 +66,9 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.9, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> np.ndarray:
-    """Crop a random box, then resize it to a square (Szegedy et al. 2015, section 6; scale as in OpenCLIP).
+    """Crop a random box and resize it to a square.
+
+    The method is from Szegedy et al. (2015, section 6), the default scale from OpenCLIP.
 
     Args:
       image: uint8 [H, W, 3].
@@ -80,7 +85,7 @@ def random_resized_crop(
     """
     _check_image(image)
     top, left, height, width = random_crop_box(image.shape[0], image.shape[1], rng, scale, ratio)
-    box = image[top : top + height, left : left + width]  # cropped first: bicubic weights reach beyond the box
+    box = image[top : top + height, left : left + width]  # cropped first, because bicubic weights extend beyond the box
     return np.asarray(Image.fromarray(box).resize((size, size), _BICUBIC))
 
 
@@ -89,8 +94,8 @@ def random_crop_box(
 ) -> tuple[int, int, int, int]:
     """Draw a crop box from the distribution of torchvision's `RandomResizedCrop`.
 
-    The first of ten draws of area and aspect ratio that fits into the image is placed uniformly. If none fits, the box
-    is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
+    Area and aspect ratio are the first of ten draws that fits the image, and the position is uniform. If none fits,
+    the box is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
 
     Args:
       height: image height, in pixels.
@@ -117,11 +122,11 @@ def random_crop_box(
 
 
 def random_shift(image: np.ndarray, max_shift: int, rng: np.random.Generator) -> np.ndarray:
-    """Moves an image by whole pixels, up to `max_shift` each way; what becomes visible repeats the border.
+    """Shift an image by whole pixels, repeating its border.
 
     Args:
       image: uint8 [H, W, 3].
-      max_shift: largest move along each axis, in pixels; 0 changes nothing.
+      max_shift: maximum shift along each axis, in pixels; 0 returns the image itself.
       rng: source of randomness.
 
     Returns:
@@ -141,15 +146,17 @@ def random_shift(image: np.ndarray, max_shift: int, rng: np.random.Generator) ->
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """The training transform: a random resized crop, then a random shift. No flips: captions may say "left".
+    """Training transform: a random resized crop, then a random shift.
+
+    Images are not flipped, because captions may say "left".
 
     Attributes:
-      scale: see `random_resized_crop`; (1, 1) leaves the crop out, for `resize_center_crop`.
-      ratio: see `random_resized_crop`.
-      shift: see `random_shift`, in pixels of the result.
+      scale: range of the crop area, as a fraction of the image area; (1, 1) uses `resize_center_crop` instead.
+      ratio: range of the crop's width over height, log-uniform.
+      shift: maximum shift along each axis, in pixels of the result.
 
     Raises:
-      ValueError: a range is empty or out of bounds.
+      ValueError: a range is empty or out of bounds, or `shift` is negative.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
@@ -170,7 +177,7 @@ class Augmentation:
             raise ValueError(f"shift must be at least 0 pixels, got {self.shift}")
 
     def __call__(self, image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Transforms one image: uint8 [H, W, 3] to uint8 [size, size, 3]."""
+        """Transform one image: uint8 [H, W, 3] to uint8 [size, size, 3]."""
         if self.scale == (1.0, 1.0):
             image = resize_center_crop(image, size)
         else:

@@ -1,4 +1,4 @@
-"""Evaluation of dual encoders: features of a split, zero-shot accuracy, retrieval recall, whole-split loss, plots."""
+"""Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
 from infcl_jax.evaluation.contrastive import split_loss
 from infcl_jax.evaluation.features import Features, encode_split

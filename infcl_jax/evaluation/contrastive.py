@@ -1,4 +1,4 @@
-"""The contrastive loss of a whole split as one batch."""
+"""Contrastive loss of a whole split as one batch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from infcl_jax.evaluation.features import shard_rows
 def split_loss(
     image: np.ndarray, text: np.ndarray, logit_scale: float, mesh: Mesh, implementation: str | None = None
 ) -> float:
-    """The exact symmetric contrastive loss with every other sample of the split as a negative.
+    """Compute the exact symmetric contrastive loss over a whole split.
 
-    Unlike a mean over evaluation batches it does not depend on the batch size, so runs trained with different batch
-    sizes can be compared by it; it grows with the size of the split as the logarithm does. Rows that fill up the mesh
-    are masked out. The loss is that of CLIP (arXiv:2103.00020, figure 3).
+    Every other sample of the split is a negative. Unlike a mean over evaluation batches, the loss does not depend on
+    the batch size, so it compares runs trained with different batch sizes. It grows with the logarithm of the size of
+    the split. Padding rows are masked. The loss is that of CLIP (arXiv:2103.00020, figure 3).
 
     Args:
-        image: [N, D] normalised image features, the same on every process; row i is paired with row i of `text`.
-        text: [N, D] normalised text features.
-        logit_scale: factor of the similarities (the exponential of the usual parameter).
+        image: [N, D] normalized image features, the same on every process; row i and row i of `text` are a pair.
+        text: [N, D] normalized text features.
+        logit_scale: factor of the similarities, the exponential of the model's logit scale parameter.
         mesh: mesh with an axis "data", over which the pairs are sharded.
-        implementation: passed to `infcl_jax.clip_loss`.
+        implementation: backend of `infcl_jax.clip_loss`.
 
     Returns:
-        The loss in nats, the mean of both directions; the same on every process.
+        The mean loss of both directions in nats, the same on every process.
 
     Raises:
-        ValueError: features of different shapes, not [N, D], or empty.
+        ValueError: the features differ in shape, are not [N, D], or are empty.
     """
     if image.ndim != 2 or image.shape != text.shape or 0 in image.shape:
         raise ValueError(f"expected image and text features of one shape [N, D], got {image.shape} and {text.shape}")

@@ -1,4 +1,4 @@
-"""Features of a whole split, computed on every device of a mesh and collected on every host."""
+"""Image and text features of a whole split, encoded on a mesh."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _BATCH_KEYS = ("image", "text", "label", "index", "mask")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Features:
-    """Features of the N samples of a split, as host arrays; row i of every field belongs to the same sample.
+    """Features of the N samples of a split, in host memory.
+
+    Row i of every field belongs to the same sample.
 
     Attributes:
-        image: float32 [N, D], the image features.
-        text: float32 [N, D], the text features.
-        label: int32 [N], the class of the sample, -1 where the source has none.
-        index: int64 [N], the sample's index in its source.
+        image: float32 [N, D], image features.
+        text: float32 [N, D], text features.
+        label: int32 [N], class of the sample, -1 without class.
+        index: int64 [N], index of the sample in its source.
     """
 
     image: np.ndarray
@@ -38,36 +40,36 @@ class Features:
     index: np.ndarray
 
     def __len__(self) -> int:
-        """The number of samples N."""
+        """Number of samples N."""
         return len(self.index)
 
 
 def encode_split(
     encode_image: Encode, encode_text: Encode, params: Any, batches: Iterable[Batch], mesh: Mesh
 ) -> Features:
-    """Encodes a split on all devices of a mesh and returns its features on every process.
+    """Encode a split on all devices of a mesh.
 
-    The encoders are compiled once per function object and batch shape, so pass the same two functions at every
-    evaluation of a run. Every process must call this with the same number of batches of the same local size. A batch
-    that does not fill the devices (or is shorter than the one before it) is padded here; padding never comes back.
+    Encoders are compiled once per function object and batch shape, so pass the same two functions at every evaluation
+    of a run. Every process must call this function with the same number of batches of the same local size. A batch that
+    does not fill the devices, or is shorter than an earlier batch, is padded. The result contains no padding.
 
     Args:
         encode_image: `encode_image(params, image [b, H, W, 3]) -> [b, D]`, any float dtype.
         encode_text: `encode_text(params, text [b, L]) -> [b, D]`, any float dtype.
-        params: what the encoders take; arrays must live on `mesh` (see `infcl_jax.distributed.replicate`).
+        params: parameters of the encoders, on `mesh` (see `infcl_jax.distributed.replicate`).
         batches: process-local batches with `image` uint8 [b, H, W, 3], `text` int32 [b, L], `label` int32 [b],
             `index` int64 [b] and `mask` bool [b], False for padding.
         mesh: mesh with an axis "data", over which the batch is sharded.
 
     Returns:
-        The features of the rows with a true mask, in order of `index` (so the order does not depend on the number of
-        processes).
+        Features of the rows with a true mask, on every process. They are sorted by `index`, so the order does not
+        depend on the number of processes.
 
     Raises:
-        ValueError: no batch, no row with a true mask, a batch without one of the fields or with fields of different
-            lengths, or an encoder whose output is not [b, D].
+        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, or an
+            encoder with an output that is not [b, D].
     """
-    parts: list[dict[str, np.ndarray]] = []
+    batches_on_host: list[dict[str, np.ndarray]] = []
     pending: dict[str, jax.Array] | None = None
     rows = 0
     for batch in batches:
@@ -75,22 +77,31 @@ def encode_split(
         device = shard_batch(mesh, _device_fields(batch, rows))
         image = encode_sharded(encode_image, mesh, params, device.pop("image"))
         text = encode_sharded(encode_text, mesh, params, device.pop("text"))
-        # Collecting one batch late keeps the devices busy while the host copies and the input pipeline works.
+        # Collecting the previous batch overlaps host copies and the input pipeline with device computation.
         if pending is not None:
-            parts.append(_collect(pending))
+            batches_on_host.append(_collect(pending))
         pending = {"image": image, "text": text, **device}
     if pending is None:
         raise ValueError("expected at least one evaluation batch, got none; check the split and the batch size")
-    parts.append(_collect(pending))
-    return _join(parts)
+    batches_on_host.append(_collect(pending))
+    return _join(batches_on_host)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -> jax.Array:
-    """Encodes [b, ...] sharded over the axis "data" of `mesh` into float32 [b, D] with the same sharding.
+    """Encode a batch sharded over the axis "data" of `mesh`.
+
+    Args:
+        encode: encoder `encode(params, inputs) -> [b, D]`.
+        mesh: mesh with an axis "data".
+        params: parameters of the encoder; replicated inside.
+        inputs: [b, ...], sharded over "data".
+
+    Returns:
+        float32 [b, D] with the sharding of `inputs`.
 
     Raises:
-        ValueError: the encoder's output is not [b, D].
+        ValueError: the output of the encoder is not [b, D].
     """
     features = encode(jax.lax.with_sharding_constraint(params, NamedSharding(mesh, P())), inputs)
     if features.ndim != 2 or features.shape[0] != inputs.shape[0]:
@@ -102,23 +113,32 @@ def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -
 
 
 def shard_rows(mesh: Mesh, array: np.ndarray, *, fill: float = 0, multiple: int = 1) -> jax.Array:
-    """Shards the rows of a host array that every process holds in full.
+    """Pad and shard the rows of a host array.
 
     Args:
         mesh: mesh with an axis "data".
         array: [n, ...], the same on every process.
-        fill: value of the rows added at the end.
-        multiple: every device gets a multiple of this many rows.
+        fill: value of the padding rows.
+        multiple: number that divides the rows of every device.
 
     Returns:
-        A global array [m, ...] sharded over "data", m the smallest multiple of `mesh.size * multiple` that is >= n.
+        Global array [m, ...] sharded over "data"; m is n rounded up to a multiple of `mesh.size * multiple`.
     """
     padded = pad_rows(array, -(-len(array) // (mesh.size * multiple)) * mesh.size * multiple, fill=fill)
     return jax.make_array_from_callback(padded.shape, NamedSharding(mesh, P("data")), lambda block: padded[block])
 
 
 def pad_rows(array: np.ndarray, rows: int, *, fill: float = 0) -> np.ndarray:
-    """Appends rows of `fill` to [n, ...] until it has `rows` >= n rows; the dtype stays."""
+    """Pad an array along its first axis.
+
+    Args:
+        array: [n, ...].
+        rows: number of rows of the result, >= n.
+        fill: value of the padding rows.
+
+    Returns:
+        [rows, ...] with the dtype of `array`; `array` itself if it has `rows` rows.
+    """
     if len(array) == rows:
         return array
     tail = np.full((rows - len(array), *array.shape[1:]), fill, array.dtype)
@@ -126,7 +146,10 @@ def pad_rows(array: np.ndarray, rows: int, *, fill: float = 0) -> np.ndarray:
 
 
 def l2_normalize(features: np.ndarray) -> np.ndarray:
-    """Unit vectors along the last axis, float32; a zero vector stays zero and a non-finite one becomes NaN."""
+    """Normalize vectors along the last axis to unit length, as float32.
+
+    Zero vectors stay zero. Non-finite vectors become NaN.
+    """
     wide = np.asarray(features, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         norm = np.linalg.norm(wide, axis=-1, keepdims=True)
@@ -134,7 +157,10 @@ def l2_normalize(features: np.ndarray) -> np.ndarray:
 
 
 def _padded_rows(batch: Batch, mesh: Mesh) -> int:
-    """Checks one process-local batch and returns its length rounded up to this process's devices."""
+    """Validate a batch and return its padded length.
+
+    The padded length is a multiple of the number of local devices.
+    """
     missing = [key for key in _BATCH_KEYS if key not in batch]
     if missing:
         raise ValueError(f"expected evaluation batches with {_BATCH_KEYS}, got one without {missing}; use eval_batches")
@@ -146,8 +172,8 @@ def _padded_rows(batch: Batch, mesh: Mesh) -> int:
 
 
 def _device_fields(batch: Batch, rows: int) -> dict[str, np.ndarray]:
-    """The batch as arrays of `rows` rows that survive a trip through devices without 64-bit types."""
-    # JAX without x64 would cut int64 to int32; two 32-bit words a row carry any index exactly.
+    """Pad the fields of a batch to `rows` rows without 64-bit dtypes."""
+    # JAX without x64 truncates int64 to int32. Two 32-bit words per row represent any index exactly.
     words = np.ascontiguousarray(batch["index"], np.int64).view(np.int32).reshape(-1, 2)
     fields = {
         "image": np.asarray(batch["image"]),
@@ -160,17 +186,17 @@ def _device_fields(batch: Batch, rows: int) -> dict[str, np.ndarray]:
 
 
 def _collect(device: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Brings one batch to every host and drops its padding."""
+    """Gather a batch on every host and drop its padding."""
     host = to_host(device)
     keep = np.asarray(host.pop("mask"))
     host["index"] = np.ascontiguousarray(host["index"]).view(np.int64).reshape(-1)
     return {key: value[keep] for key, value in host.items()}
 
 
-def _join(parts: list[dict[str, np.ndarray]]) -> Features:
-    """Concatenates the batches in order of the sample index."""
-    whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    if len(whole["index"]) == 0:
+def _join(batches: list[dict[str, np.ndarray]]) -> Features:
+    """Concatenate batches and sort the rows by sample index."""
+    fields = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+    if len(fields["index"]) == 0:
         raise ValueError("expected at least one sample in the split, got only padding (every mask is False)")
-    order = np.argsort(whole["index"], kind="stable")
-    return Features(**{key: value[order] for key, value in whole.items()})
+    order = np.argsort(fields["index"], kind="stable")
+    return Features(**{key: value[order] for key, value in fields.items()})

@@ -1,4 +1,7 @@
-"""Pictures of a run: training curves and what the model retrieves. Needs matplotlib, imported when first used."""
+"""Plots of training curves and retrieval results.
+
+The plots need matplotlib, which is imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,30 @@ if TYPE_CHECKING:
 
 Series = dict[str, tuple[list[int], list[float]]]
 
-_DPI = 100
-_PANEL_INCHES = (6.0, 4.0)
-_CELL_INCHES = 1.2
-_CAPTION_INCHES = 2.6
+_DPI = 100  # pixels per inch
+_PANEL_INCHES = (6.0, 4.0)  # width and height of a panel of curves
+_CELL_INCHES = 1.2  # side of an image cell in the retrieval plot
+_CAPTION_INCHES = 2.6  # width of the caption column
 _LOSS = re.compile(r"(^|[/_])loss$")
 _SCORE = re.compile(r"(^|[/_])(top\d+|r\d+|accuracy|recall)$")
 
 
 def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> None:
-    """Draws the loss curves and the accuracy and recall curves of a run over its steps.
+    """Plot the losses, accuracies and recalls of a run over its steps.
 
-    A metric is drawn as a loss if the last word of its name is `loss` (`loss`, `val/loss`), and as a score if it is
-    `accuracy`, `recall`, `top<k>` or `r<k>` (`zero_shot/top1`, `image_to_text_r5`); words end at "/" and "_". A kind
-    without any metric has no panel. Values that are not finite leave a gap. The picture has 600 x 400 pixels a panel.
+    The last word of a metric's name decides its panel; "/" and "_" separate words. `loss` makes it a loss (`loss`,
+    `val/loss`). `accuracy`, `recall`, `top<k>` and `r<k>` make it a score (`zero_shot/top1`, `image_to_text_r5`).
+    Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
+    leave gaps.
 
     Args:
-        metrics_path: the `metrics.jsonl` written by `infcl_jax.training.metrics.MetricWriter`.
-        png_path: where the picture goes; its folder is created, an existing picture is replaced.
+        metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
+        png_path: output file, replaced if it exists; its directory is created if missing.
 
     Raises:
-        FileNotFoundError: no metrics file.
-        ValueError: no loss or score in it.
-        ImportError: matplotlib is missing.
+        FileNotFoundError: the metrics file does not exist.
+        ValueError: the metrics file contains no loss or score.
+        ImportError: matplotlib is not installed.
     """
     lines = read_metrics(metrics_path)
     losses, scores = _series(lines, _LOSS), _series(lines, _SCORE)
@@ -52,7 +56,7 @@ def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLik
     figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     for column, (series, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), column)
-        # A fixed corner, away from where such curves end: matplotlib's search for a free one is slow on long runs.
+        # A fixed corner away from the end of the curves: matplotlib's search for a free one is slow on long runs.
         _draw_series(axes, series, label, legend="upper right" if series is losses else "lower right")
         if series is scores:
             axes.set_ylim(0, 1)
@@ -69,38 +73,40 @@ def plot_retrieval_grid(
     correct: Sequence[int] | np.ndarray | None = None,
     columns: int = 5,
 ) -> None:
-    """Draws one row a caption: its text, the rank of its image, and its most similar images, the right one framed.
+    """Plot the most similar images of each caption.
+
+    Each row shows a caption, the rank of its correct image, and the most similar images. A frame marks the correct
+    image. The plot is 260 + 120 * columns pixels wide and 120 * Q pixels high.
 
     Args:
         captions: Q query captions.
-        images: G images, uint8 [H, W, 3]; only those shown are read.
-        similarities: [Q, G], any float dtype. Images are shown from the most similar; NaN comes last.
-        png_path: where the picture goes; its folder is created, an existing picture is replaced. It is
-            260 + 120 * columns pixels wide and 120 * Q high.
-        correct: int [Q], the right image of each caption; by default image i for caption i.
-        columns: images a row, at most G are shown.
+        images: G images, uint8 [H, W, 3]; only displayed images are read.
+        similarities: [Q, G], any float dtype. Images are sorted by decreasing similarity, with NaN last.
+        png_path: output file, replaced if it exists; its directory is created if missing.
+        correct: int [Q], index of the correct image of each caption; None: image i for caption i.
+        columns: images per row, limited to G.
 
     Raises:
-        ValueError: shapes that do not fit, `correct` outside [0, G), or columns < 1.
-        ImportError: matplotlib is missing.
+        ValueError: the shapes do not match, `correct` is outside [0, G), or columns < 1.
+        ImportError: matplotlib is not installed.
     """
     similarities = np.asarray(similarities, np.float32)
-    right = np.arange(len(captions)) if correct is None else np.asarray(correct)
-    _check_grid(captions, images, similarities, right, columns)
+    target = np.arange(len(captions)) if correct is None else np.asarray(correct)
+    _check_grid(captions, images, similarities, target, columns)
     columns = min(columns, len(images))
     figure = _figure(_CAPTION_INCHES + _CELL_INCHES * columns, _CELL_INCHES * len(captions))
     order = np.argsort(np.where(np.isnan(similarities), np.inf, -similarities), axis=1, kind="stable")
     for row, caption in enumerate(captions):
-        rank = int(np.flatnonzero(order[row] == right[row])[0]) + 1
+        rank = int(np.flatnonzero(order[row] == target[row])[0]) + 1
         _draw_caption(figure, row, len(captions), caption, rank)
         for column, index in enumerate(order[row, :columns]):
             axes = figure.add_axes(_cell(row, column, len(captions), columns))
-            _draw_image(axes, images[int(index)], framed=bool(index == right[row]))
+            _draw_image(axes, images[int(index)], framed=bool(index == target[row]))
     _save(figure, png_path)
 
 
 def _series(lines: list[dict[str, int | float]], pattern: re.Pattern[str]) -> Series:
-    """Steps and values of every metric whose name matches, non-finite values as NaN."""
+    """Collect steps and values of matching metrics, with non-finite values as NaN."""
     series: Series = {}
     for line in lines:
         for name in filter(pattern.search, line):
@@ -112,7 +118,7 @@ def _series(lines: list[dict[str, int | float]], pattern: re.Pattern[str]) -> Se
 
 def _draw_series(axes: Axes, series: Series, label: str, *, legend: Literal["upper right", "lower right"]) -> None:
     for name, (steps, values) in series.items():
-        # A line needs two points: a metric measured once would be invisible without a marker.
+        # Markers make a metric with a single value visible.
         axes.plot(steps, values, label=name, linewidth=1.2, marker="o" if len(steps) < 30 else None, markersize=3)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
@@ -123,7 +129,7 @@ def _draw_series(axes: Axes, series: Series, label: str, *, legend: Literal["upp
 def _draw_caption(figure: Figure, row: int, rows: int, caption: str, rank: int) -> None:
     wrapped = textwrap.fill(caption, 34, max_lines=5, placeholder=" ...") + f"\n(rank {rank})"
     left = 0.05 / figure.get_figwidth()
-    # Without parse_math=False a caption with two dollar signs would be set as a formula.
+    # parse_math=False, because matplotlib renders text between two dollar signs as a formula.
     figure.text(left, 1 - (row + 0.5) / rows, wrapped, fontsize=8, va="center", parse_math=False)
 
 
@@ -138,7 +144,7 @@ def _draw_image(axes: Axes, image: np.ndarray, *, framed: bool) -> None:
 
 
 def _cell(row: int, column: int, rows: int, columns: int) -> tuple[float, float, float, float]:
-    """Left, bottom, width and height of one image, as fractions of the figure."""
+    """Left, bottom, width and height of an image, in fractions of the figure."""
     width = _CAPTION_INCHES + _CELL_INCHES * columns
     margin = 0.06
     left = (_CAPTION_INCHES + _CELL_INCHES * column + margin) / width
@@ -148,7 +154,7 @@ def _cell(row: int, column: int, rows: int, columns: int) -> tuple[float, float,
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure that draws with Agg and stays out of pyplot's global state."""
+    """Create an Agg figure outside the global state of pyplot."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -169,18 +175,18 @@ def _check_grid(
     captions: Sequence[str],
     images: Sequence[np.ndarray] | np.ndarray,
     similarities: np.ndarray,
-    right: np.ndarray,
+    target: np.ndarray,
     columns: int,
 ) -> None:
-    """Validates the arguments of `plot_retrieval_grid`."""
+    """Validate the arguments of `plot_retrieval_grid`."""
     if len(captions) == 0 or similarities.shape != (len(captions), len(images)):
         raise ValueError(
             f"expected similarities of shape ({len(captions)}, {len(images)}) (captions, images), neither empty, "
             f"got {similarities.shape}"
         )
-    if right.shape != (len(captions),) or not np.issubdtype(right.dtype, np.integer):
-        raise ValueError(f"expected {len(captions)} integers in correct, got {right.dtype} {right.shape}")
-    if right.min() < 0 or right.max() >= len(images):
-        raise ValueError(f"expected correct in [0, {len(images)}), got values in [{right.min()}, {right.max()}]")
+    if target.shape != (len(captions),) or not np.issubdtype(target.dtype, np.integer):
+        raise ValueError(f"expected {len(captions)} integers in correct, got {target.dtype} {target.shape}")
+    if target.min() < 0 or target.max() >= len(images):
+        raise ValueError(f"expected correct in [0, {len(images)}), got values in [{target.min()}, {target.max()}]")
     if columns < 1:
         raise ValueError(f"expected columns >= 1, got {columns}")

@@ -1,4 +1,4 @@
-"""Recall at k of image-text retrieval, exact for any gallery size and on any number of devices."""
+"""Exact recall at k of image-text retrieval on a mesh."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from infcl_jax.distributed import is_lead, replicate
 from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
 
-# Cosine similarities closer than this are a tie: float32 rounding of a dot product of unit vectors depends on the
-# order of its sum, so equal features would otherwise win or lose against each other by accident.
+# Cosine similarities within this tolerance are ties. The float32 rounding of a dot product depends on the order of
+# summation, so without a tolerance it would rank equal features arbitrarily.
 TIE_TOLERANCE = 1e-6
 
-_QUERY_BLOCK = 2048
-_GALLERY_BLOCK = 4096
+_QUERY_BLOCK = 2048  # maximum query rows per block
+_GALLERY_BLOCK = 4096  # maximum gallery rows per tile of a device
 
 _logger = logging.getLogger(__name__)
 
@@ -32,74 +32,75 @@ def retrieval_recall(
     ks: Sequence[int] = (1, 5, 10),
     text_image: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Recall at k in both directions, by cosine similarity.
+    """Compute recall at k in both directions by cosine similarity.
 
-    A caption finds its image if fewer than k other images are at least as similar to it. An image finds a caption if
-    fewer than k captions of other images are at least as similar to it as the best of its own: the protocol of COCO
-    and Flickr30k, where each image has five captions and any of them in the first k is a hit (Karpathy & Fei-Fei
-    2015, section 4.1; CLIP, arXiv:2103.00020, table 13).
+    Text to image, a caption is a hit if fewer than k other images are at least as similar to it as its own image. Image
+    to text, an image is a hit if fewer than k captions of other images are at least as similar to it as the best of its
+    own captions. Captions of the same image never count against each other.
 
-    Ties count against the query (similarities within `TIE_TOLERANCE` are tied, and NaN ties with everything). A model
-    whose features have collapsed to a point therefore scores 0 and not 100 %. The price: if two images carry the same
-    caption, the two captions tie, so neither image finds its own in first place, and only one of the two captions finds
-    its image there. A split with repeated captions thus has a ceiling below 1 at k = 1; drop the repeats, or raise k,
-    where that matters. The lead process logs a warning with the ceiling, once per process and gallery. Captions of the
-    same image never count against each other.
+    This is the protocol of COCO and Flickr30k (Karpathy & Fei-Fei 2015, section 4.1; CLIP, arXiv:2103.00020, table 13).
+    There, each image has five captions, and any of them in the top k is a hit.
 
-    No device holds more than a tile of the similarity matrix, its share of the gallery and one block of queries. A k
-    that is not smaller than the gallery gives 1 whatever the features are.
+    Ties count as misses: similarities within `TIE_TOLERANCE` are tied, and NaN ties with everything. A model with
+    collapsed features therefore scores 0 instead of 100 %. Repeated captions also tie, which bounds recall at 1 below
+    100 %. If two images have the same caption, neither image finds its own caption first, and only one of the two
+    captions finds its image first. Drop repeated captions or raise k to avoid the bound. The lead process logs a
+    warning with the bound, once per process and gallery.
+
+    A device holds one tile of the similarity matrix, its shard of the gallery and one block of queries. A k that is at
+    least the size of the gallery always gives 1.
 
     Args:
-        image: [N, D] image features, any float dtype, the same on every process; they need not be normalised.
-        text: [M, D] caption features, likewise.
+        image: [N, D] image features, any float dtype, the same on every process; need not be normalized.
+        text: [M, D] caption features, any float dtype, the same on every process; need not be normalized.
         mesh: mesh with an axis "data".
-        ks: cut-offs, each >= 1.
-        text_image: int [M], the row of `image` each caption belongs to; by default row i belongs to image i (M = N).
+        ks: cutoffs k, each >= 1.
+        text_image: int [M], row of `image` for each caption; None: row i of `text` belongs to row i of `image` (M = N).
 
     Returns:
         `{"image_to_text_r1": ..., "text_to_image_r1": ..., ...}`, fractions in [0, 1].
 
     Raises:
-        ValueError: shapes that do not fit, a `text_image` outside [0, N), an image without a caption, or a k < 1.
+        ValueError: the shapes do not match, `text_image` is outside [0, N), an image has no caption, or a k is < 1.
     """
     owner = _check(image, text, ks, text_image)
     image, text = l2_normalize(image), l2_normalize(text)
     positive = paired_similarity(text, image[owner])
     best = np.full(len(image), -np.inf, np.float32)
-    with np.errstate(invalid="ignore"):  # NaN wins a maximum, and a NaN threshold counts as a miss
+    with np.errstate(invalid="ignore"):  # the maximum propagates NaN, and a NaN threshold is a miss
         np.maximum.at(best, owner, positive)
     if is_lead():
         _warn_of_repeats(text, owner)
-    own = np.arange(len(image), dtype=np.int32)
+    image_row = np.arange(len(image), dtype=np.int32)
     rivals = {
-        "image_to_text": count_rivals(image, own, best, text, owner, mesh),
-        "text_to_image": count_rivals(text, owner, positive, image, own, mesh),
+        "image_to_text": count_rivals(image, image_row, best, text, owner, mesh),
+        "text_to_image": count_rivals(text, owner, positive, image, image_row, mesh),
     }
     return {f"{name}_r{k}": float(np.mean(count < k)) for name, count in rivals.items() for k in ks}
 
 
 def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float, float]:
-    """Count captions shared between images and bound recall at 1, where ties are misses.
+    """Count captions shared between images and bound recall at 1.
 
-    An image without an unshared caption cannot find its own first. Of the images that share a caption, at most one is
-    found by it.
+    Ties are misses, so an image whose captions are all shared cannot find its own caption first. A caption shared by
+    several images finds at most one of them first.
 
     Args:
-        text: [M, D] caption features; equal captions have features of equal bits.
-        text_image: int [M], the image of each caption, in [0, N), every image at least once.
+        text: [M, D] caption features; equal captions have bitwise equal features.
+        text_image: int [M], image of each caption in [0, N); every image occurs at least once.
 
     Returns:
-        Number of captions that another image has too, and the upper bounds of image-to-text and text-to-image R@1.
+        Number of captions shared with another image, and upper bounds of image-to-text and text-to-image R@1.
     """
     rows = np.ascontiguousarray(text)
     _, caption = np.unique(rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel(), return_inverse=True)
     pairs, copies = np.unique(np.stack([caption, text_image]), axis=1, return_counts=True)
-    images = np.bincount(pairs[0])  # per distinct caption
+    images = np.bincount(pairs[0])  # images per distinct caption
     shared = images[caption] > 1
-    most = np.zeros_like(images)  # copies of one caption that belong to one image
-    np.maximum.at(most, pairs[0], copies)
+    max_copies = np.zeros_like(images)  # largest number of copies of a caption that belong to one image
+    np.maximum.at(max_copies, pairs[0], copies)
     with_unshared = len(np.unique(text_image[~shared]))
-    return int(shared.sum()), with_unshared / len(np.unique(text_image)), float(most.sum() / len(text))
+    return int(shared.sum()), with_unshared / len(np.unique(text_image)), float(max_copies.sum() / len(text))
 
 
 def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
@@ -120,7 +121,11 @@ def _warn_once(message: str) -> None:
 
 
 def paired_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Row-wise inner products of two [n, D] arrays, summed in float64: float32 [n]."""
+    """Row-wise inner products of two [n, D] arrays.
+
+    Returns:
+        float32 [n], accumulated in float64.
+    """
     return np.einsum("nd,nd->n", a, b, dtype=np.float64).astype(np.float32)
 
 
@@ -132,21 +137,24 @@ def count_rivals(
     gallery_group: np.ndarray,
     mesh: Mesh,
 ) -> np.ndarray:
-    """How many gallery rows of other groups are at least as similar to each query as its threshold.
+    """Count the rivals of each query in the gallery.
 
-    With the similarity of the right answer as threshold, the count is the answer's rank from 0, ties counted against
-    it. The gallery is sharded over the mesh; blocks of queries visit all devices and the counts are summed.
+    Rivals are gallery rows of other groups whose similarity to the query is at least its threshold.
+
+    If the threshold is the similarity of the correct match, the count is the zero-based rank of the match, with ties as
+    misses. The gallery is sharded over the mesh. Blocks of queries are replicated, and the counts of all devices are
+    summed.
 
     Args:
         query: float32 [Q, D], unit vectors.
         query_group: int [Q]; gallery rows of the same group are not rivals.
-        threshold: float32 [Q], a similarity; every row rivals a NaN.
+        threshold: float32 [Q], similarity threshold; if NaN, all rows of other groups are rivals.
         gallery: float32 [G, D], unit vectors.
         gallery_group: int [G], each >= 0.
         mesh: mesh with an axis "data".
 
     Returns:
-        int32 [Q], the same on every process.
+        int32 [Q], number of rivals of each query, the same on every process.
     """
     rows = -(-len(gallery) // mesh.size)
     tiles = -(-rows // _GALLERY_BLOCK)
@@ -166,17 +174,28 @@ def count_rivals(
 def _count_block(
     queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array, *, mesh: Mesh, tile: int
 ) -> jax.Array:
-    """Counts the rivals of one block of queries: [B, D], [B], [B] against the sharded gallery -> int32 [B]."""
+    """Count the rivals of one block of queries.
+
+    Args:
+        queries: features [B, D], groups [B] and thresholds [B], replicated.
+        gallery: [G, D], sharded over "data".
+        group: [G], sharded over "data"; -1 for padding.
+        mesh: mesh with an axis "data".
+        tile: gallery rows per tile of the similarity matrix.
+
+    Returns:
+        int32 [B].
+    """
 
     def local(queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array) -> jax.Array:
         query, query_group, threshold = queries
 
         def count(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             similarity = jnp.einsum("qd,gd->qg", query, block[0], precision=jax.lax.Precision.HIGHEST)
-            # "not below" rather than "at least": comparisons with NaN are false, and NaN must count against.
-            close = ~(similarity < (threshold - TIE_TOLERANCE)[:, None])
-            other = (block[1] >= 0)[None, :] & (block[1][None, :] != query_group[:, None])
-            return jnp.sum(close & other, axis=1, dtype=jnp.int32)
+            # ~(a < b) instead of a >= b: comparisons with NaN are false, and NaN must count as a rival.
+            rival = ~(similarity < (threshold - TIE_TOLERANCE)[:, None])
+            other_group = (block[1] >= 0)[None, :] & (block[1][None, :] != query_group[:, None])
+            return jnp.sum(rival & other_group, axis=1, dtype=jnp.int32)
 
         blocks = (gallery.reshape(-1, tile, gallery.shape[1]), group.reshape(-1, tile))
         return jax.lax.psum(jnp.sum(jax.lax.map(count, blocks), axis=0), "data")
@@ -186,11 +205,11 @@ def _count_block(
 
 
 def _check(image: np.ndarray, text: np.ndarray, ks: Sequence[int], text_image: np.ndarray | None) -> np.ndarray:
-    """Validates the arguments and returns the image row of every caption, int32 [M]."""
+    """Validate the arguments and return `text_image` as int32 [M]."""
     if image.ndim != 2 or text.ndim != 2 or image.shape[1] != text.shape[1] or 0 in (*image.shape, *text.shape):
         raise ValueError(f"expected features [N, D] and [M, D], none empty, got {image.shape} and {text.shape}")
     if not ks or min(ks) < 1:
-        raise ValueError(f"expected cut-offs ks >= 1, got {tuple(ks)}")
+        raise ValueError(f"expected cutoffs ks >= 1, got {tuple(ks)}")
     if text_image is None:
         if len(image) != len(text):
             raise ValueError(
@@ -203,7 +222,9 @@ def _check(image: np.ndarray, text: np.ndarray, ks: Sequence[int], text_image: n
         raise ValueError(f"expected integer text_image of shape ({len(text)},), got {owner.dtype} {owner.shape}")
     if owner.min() < 0 or owner.max() >= len(image):
         raise ValueError(f"expected text_image in [0, {len(image)}), got values in [{owner.min()}, {owner.max()}]")
-    bare = np.flatnonzero(np.bincount(owner, minlength=len(image)) == 0)
-    if len(bare):
-        raise ValueError(f"expected a caption for every image, got none for {len(bare)} (first: row {bare[0]})")
+    without_caption = np.flatnonzero(np.bincount(owner, minlength=len(image)) == 0)
+    if len(without_caption):
+        raise ValueError(
+            f"expected a caption for every image, got none for {len(without_caption)} (first: row {without_caption[0]})"
+        )
     return owner.astype(np.int32)

@@ -1,4 +1,4 @@
-"""All evaluations of a run in one call: zero-shot accuracy, retrieval, and the loss over a whole split."""
+"""Evaluation suite: zero-shot accuracy, retrieval recall and split loss."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,21 +20,20 @@ from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.retrieval import retrieval_recall
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
-GRID_QUERIES = 8
+GRID_QUERIES = 8  # captions in the retrieval plot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What to evaluate on.
+    """Settings of the evaluation suite.
 
     Attributes:
-      batch_size: images (and captions) encoded at once, over all devices.
-      retrieval_dataset: dataset for retrieval and the whole-split loss, a name of `infcl_jax.data.load_source`; None:
-        skip.
-      retrieval_split: its split.
-      gallery: retrieval among this many first examples of the split; None: among all.
-      zero_shot_dataset: dataset for zero-shot classification, one with classes; None: skip.
-      zero_shot_split: its split.
+      batch_size: images or captions encoded at once, over all devices.
+      retrieval_dataset: dataset of `infcl_jax.data.load_source` for retrieval and the split loss; None: skip both.
+      retrieval_split: split for retrieval and the split loss.
+      gallery: number of first examples of the split used for retrieval; None: all.
+      zero_shot_dataset: dataset with classes for zero-shot classification; None: skip.
+      zero_shot_split: split for zero-shot classification.
     """
 
     batch_size: int = 256
@@ -46,7 +45,10 @@ class EvaluationConfig:
 
 
 class Suite:
-    """Evaluates a model on all devices of a mesh. Every process must call it; every process gets the results."""
+    """Evaluate a model on all devices of a mesh.
+
+    Every process must call it, and every process gets the results.
+    """
 
     def __init__(
         self,
@@ -59,20 +61,20 @@ class Suite:
         mesh: Mesh,
         implementation: str | None = None,
     ):
-        """Opens the datasets.
+        """Open the datasets.
 
         Args:
-          config: what to evaluate on.
+          config: settings of the evaluation.
           model: a `CLIP` module.
-          tokenizer: for captions and prompts.
-          image_size: pixels of the square images the model takes.
-          data_dir: folder of the prepared datasets.
-          mesh: devices to use.
-          implementation: of the whole-split loss, see `infcl_jax.pairwise_lse`.
+          tokenizer: tokenizer of captions and prompts.
+          image_size: side of the square input images, in pixels.
+          data_dir: directory of the prepared datasets.
+          mesh: mesh with an axis "data".
+          implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
-          ValueError: an unknown dataset or split, or a zero-shot dataset without classes.
+          ValueError: a dataset or split is unknown, or the zero-shot dataset has no classes.
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
@@ -86,15 +88,15 @@ class Suite:
                 raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
 
     def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
-        """Evaluates a model.
+        """Evaluate a model.
 
         Args:
-          variables: the model's, on the mesh, such as `TrainState.variables`.
-          grid_path: where to draw the first captions of the gallery with their most similar images, if anywhere.
+          variables: Flax variables of the model on the mesh, such as `TrainState.variables`.
+          grid_path: output file for a plot of retrieval results; None: no plot.
 
         Returns:
-          `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r1` (and 5, 10, and the other direction) as
-          fractions, `validation/loss` in nats, as far as configured.
+          Metrics of the configured datasets: `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r<k>` and
+          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` in nats.
         """
         metrics: dict[str, float] = {}
         if self._gallery is not None:
@@ -150,7 +152,7 @@ class Suite:
 
 @dataclasses.dataclass(frozen=True)
 class _Images(Sequence[np.ndarray]):
-    """The first images of a source, read when looked at."""
+    """First images of a source, read on access."""
 
     source: Source
     length: int

@@ -16,10 +16,10 @@ Template = str | Callable[[str], str]
 
 
 class Tokenizer(Protocol):
-    """Anything that turns n texts into int32 [n, context_length]."""
+    """Tokenizer of n texts as int32 [n, context_length]."""
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Token ids of the texts, int32 [n, context_length]."""
+        """Encode texts as int32 [n, context_length]."""
 
 
 def class_embeddings(
@@ -32,25 +32,26 @@ def class_embeddings(
     *,
     batch_size: int = 512,
 ) -> np.ndarray:
-    """One classifier vector a class: the normalised mean of the normalised features of its prompts.
+    """Compute one zero-shot classifier vector per class.
 
-    This is the prompt ensemble in embedding space of CLIP (Radford et al. 2021, arXiv:2103.00020, section 3.1.4).
+    A vector is the normalized mean of the normalized features of the prompts of its class. This is the prompt ensemble
+    in embedding space of CLIP (Radford et al. 2021, arXiv:2103.00020, section 3.1.4).
 
     Args:
-        encode_text: `encode_text(params, ids [b, L]) -> [b, D]`, any float dtype; pass the same function object each
-            time, the compiled encoder is kept per object.
-        params: what `encode_text` takes, living on `mesh`.
-        tokenizer: texts -> int32 [n, L].
-        class_names: C names.
-        templates: T templates, each a string in which every "{}" stands for the name, or a function of the name.
+        encode_text: `encode_text(params, ids [b, L]) -> [b, D]`, any float dtype. Pass the same function object each
+            time, because the encoder is compiled once per object.
+        params: parameters of `encode_text`, on `mesh`.
+        tokenizer: tokenizer of n texts as int32 [n, L].
+        class_names: C class names.
+        templates: T prompt templates. A template is a string with "{}" for the class name, or a function of the name.
         mesh: mesh with an axis "data"; prompts are encoded on all its devices.
-        batch_size: prompts encoded at once over the whole mesh, rounded up to the mesh size.
+        batch_size: prompts encoded at once over all devices, rounded up to a multiple of the mesh size.
 
     Returns:
         float32 [C, D], unit vectors, the same on every process.
 
     Raises:
-        ValueError: no class, no template, a template without "{}", or a batch size < 1.
+        ValueError: there is no class or no template, a template lacks "{}", or `batch_size` < 1.
     """
     if not class_names or not templates:
         raise ValueError(f"expected classes and templates, got {len(class_names)} and {len(templates)}")
@@ -60,12 +61,12 @@ def class_embeddings(
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     prompts = [_fill(template, name) for name in class_names for template in templates]
     size = -(-min(batch_size, len(prompts)) // mesh.size) * mesh.size
-    parts = []
+    features = []
     for start in range(0, len(prompts), size):
         ids = tokenizer(prompts[start : start + size])
-        features = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, size)))
-        parts.append(to_host(features)[: len(ids)])
-    unit = l2_normalize(np.concatenate(parts)).reshape(len(class_names), len(templates), -1)
+        encoded = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, size)))
+        features.append(to_host(encoded)[: len(ids)])
+    unit = l2_normalize(np.concatenate(features)).reshape(len(class_names), len(templates), -1)
     return l2_normalize(unit.mean(axis=1))
 
 
@@ -76,36 +77,37 @@ def zero_shot_accuracy(
     mesh: Mesh,
     topk: Sequence[int] = (1, 5),
 ) -> dict[str, float]:
-    """Top-k accuracy of classification by the most similar class embedding (CLIP, arXiv:2103.00020, section 3.1).
+    """Compute the top-k accuracy of zero-shot classification.
 
-    Ties count against the right class, as in `retrieval_recall`: collapsed or non-finite features score 0. A k that is
-    not smaller than the number of classes gives 1 whatever the features are.
+    Classes are ranked by the cosine similarity of their embeddings to the image (CLIP, arXiv:2103.00020, section 3.1).
+    Ties count as misses, as in `retrieval_recall`, so collapsed or non-finite features score 0. A k that is at least
+    the number of classes always gives 1.
 
     Args:
-        image_features: [N, D], any float dtype, the same on every process; they need not be normalised.
-        labels: int [N], in [0, C), or -1 for a sample without a class, which is left out.
-        class_embeddings: [C, D], see the function of that name.
+        image_features: [N, D], any float dtype, the same on every process; need not be normalized.
+        labels: int [N], classes in [0, C), or -1 for samples without a class, which are ignored.
+        class_embeddings: [C, D], classifier vectors from `class_embeddings`.
         mesh: mesh with an axis "data".
-        topk: cut-offs, each >= 1.
+        topk: cutoffs k, each >= 1.
 
     Returns:
-        `{"top1": ..., "top5": ...}`, fractions in [0, 1] of the labelled samples.
+        `{"top1": ..., "top5": ...}`, fractions in [0, 1] of the labeled samples.
 
     Raises:
-        ValueError: shapes that do not fit, a label >= C or < -1, no labelled sample, or a k < 1.
+        ValueError: the shapes do not match, a label is >= C or < -1, no sample is labeled, or a k is < 1.
     """
     labels = np.asarray(labels)
     _check(image_features, labels, class_embeddings, topk)
-    labelled = labels >= 0
-    label = labels[labelled].astype(np.int32)
-    image, classes = l2_normalize(image_features[labelled]), l2_normalize(class_embeddings)
-    right = paired_similarity(image, classes[label])
-    rank = count_rivals(image, label, right, classes, np.arange(len(classes), dtype=np.int32), mesh)
+    labeled = labels >= 0
+    label = labels[labeled].astype(np.int32)
+    image, classes = l2_normalize(image_features[labeled]), l2_normalize(class_embeddings)
+    positive = paired_similarity(image, classes[label])
+    rank = count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
     return {f"top{k}": float(np.mean(rank < k)) for k in topk}
 
 
 def _fill(template: Template, name: str) -> str:
-    """The prompt of one class."""
+    """Fill a template with a class name."""
     if callable(template):
         return template(name)
     if "{}" not in template:
@@ -114,15 +116,15 @@ def _fill(template: Template, name: str) -> str:
 
 
 def _check(image: np.ndarray, labels: np.ndarray, classes: np.ndarray, topk: Sequence[int]) -> None:
-    """Validates the arguments of `zero_shot_accuracy`."""
+    """Validate the arguments of `zero_shot_accuracy`."""
     if image.ndim != 2 or classes.ndim != 2 or image.shape[1] != classes.shape[1] or 0 in classes.shape:
         raise ValueError(f"expected features [N, D] and class embeddings [C, D], got {image.shape} and {classes.shape}")
     if labels.shape != (len(image),) or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(f"expected integer labels of shape ({len(image)},), got {labels.dtype} {labels.shape}")
     if not topk or min(topk) < 1:
-        raise ValueError(f"expected cut-offs topk >= 1, got {tuple(topk)}")
+        raise ValueError(f"expected cutoffs topk >= 1, got {tuple(topk)}")
     if not np.any(labels >= 0):
-        raise ValueError(f"expected labelled samples, got none among {len(labels)}; use a split that has classes")
+        raise ValueError(f"expected labeled samples, got none among {len(labels)}; use a split that has classes")
     if labels.min() < -1 or labels.max() >= len(classes):
         raise ValueError(
             f"expected labels in [-1, {len(classes)}), got values in [{labels.min()}, {labels.max()}]; "

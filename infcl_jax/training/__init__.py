@@ -1,4 +1,4 @@
-"""The training loop's parts: state, step, optimizer, checkpoints, metrics."""
+"""Training loop components: state, step, optimizer, checkpoints and metrics."""
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig, initial_samples

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole run: state and data position, written in the background, found again by themselves."""
+"""Asynchronous checkpoints of the train state and the data position."""
 
 import json
 import os
@@ -14,20 +14,23 @@ CONFIG_FILE = "config.json"
 
 
 class DataIterator(Protocol):
-    """What a data iterator needs to be checkpointed: a JSON-serialisable state, the same on every process."""
+    """Interface of a checkpointable data iterator.
+
+    Its state must be JSON-serializable and the same on every process.
+    """
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch."""
+        """Return the position after the last batch."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from that position."""
+        """Continue from a position that `get_state` returned."""
 
 
 class Checkpointer:
-    """Saves and restores a run in `workdir/checkpoints`, with orbax.
+    """Save and restore a run in `workdir/checkpoints` with orbax.
 
-    A checkpoint is written in the background and appears under its name only when it is complete: a run killed at any
-    moment finds the one before. All processes call every method together.
+    Checkpoints are written in the background. A checkpoint gets its name only when it is complete, so a run killed
+    during a write restores the previous one. All processes must call every method together.
 
     Example:
       with Checkpointer(workdir, keep=3) as checkpoints:
@@ -36,11 +39,11 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2):
-        """Opens the folder.
+        """Open the checkpoint directory.
 
         Args:
-          workdir: the run's directory, made if it is not there.
-          keep: how many of the latest checkpoints to keep.
+          workdir: directory of the run, created if missing.
+          keep: number of latest checkpoints to keep.
         """
         self._manager = ocp.CheckpointManager(
             (Path(workdir) / "checkpoints").absolute(),
@@ -49,25 +52,36 @@ class Checkpointer:
         )
 
     def latest_step(self) -> int | None:
-        """The step of the latest complete checkpoint, None if there is none."""
+        """Return the step of the latest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, data: DataIterator) -> None:
-        """Starts to save `state` and the position of `data` as step `step`; does nothing if it is there already."""
+        """Start to save `state` and the position of `data`.
+
+        Does nothing if the latest checkpoint already has this step.
+
+        Args:
+          step: step under which the checkpoint is saved.
+          state: train state.
+          data: data iterator.
+        """
         if step == self._manager.latest_step():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(_saved(state)), data=ocp.args.JsonSave(data.get_state()))
         self._manager.save(step, args=args)
 
     def restore_latest(self, state: Any, data: DataIterator | None = None) -> Any:
-        """The latest checkpoint's state, placed as `state` is; `state` itself if there is no checkpoint.
+        """Restore the latest checkpoint, or return `state` if there is none.
 
         Args:
-          state: a train state of the same structure, for its shapes, dtypes and shardings.
-          data: iterator to be moved to the saved position; None leaves it out, for evaluation.
+          state: train state with the structure, shapes, dtypes and shardings to restore.
+          data: iterator to move to the saved position; None restores the state alone, for evaluation.
+
+        Returns:
+          The saved state with the shardings of `state`.
 
         Raises:
-          ValueError: the checkpoint is of another model or optimizer, or of other data settings.
+          ValueError: the checkpoint has another model, optimizer or data configuration.
         """
         step = self.latest_step()
         if step is None:
@@ -80,29 +94,29 @@ class Checkpointer:
         restored = self._manager.restore(step, args=ocp.args.Composite(**args))
         if data is not None:
             data.set_state(restored["data"])
-        parts = restored["state"]
+        fields = restored["state"]
         if state.samples is not None:
-            parts["samples"] = state.samples._replace(**parts["samples"])
-        return state.replace(**parts)
+            fields["samples"] = state.samples._replace(**fields["samples"])
+        return state.replace(**fields)
 
     def wait(self) -> None:
-        """Returns when everything is on disk."""
+        """Wait until all checkpoints are on disk."""
         self._manager.wait_until_finished()
 
     def __enter__(self) -> "Checkpointer":
-        """Returns itself."""
+        """Return the checkpointer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Waits for the last write and closes."""
+        """Wait for the last write and close."""
         self._manager.close()
 
 
 def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
-    """Makes the run's directory and checks that it can be written to.
+    """Create the directory of the run and check that it is writable.
 
     Raises:
-      ValueError: it cannot be; the message says why.
+      ValueError: the directory is not writable; the message gives the reason.
     """
     workdir = Path(workdir)
     probe = workdir / f".writable-{jax.process_index()}"
@@ -117,7 +131,10 @@ def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
 
 
 def save_config(workdir: Path, config: dict[str, Any]) -> None:
-    """Writes the run's configuration where `experiments.evaluate` finds it, in one atomic rename."""
+    """Write the configuration of a run to `workdir/config.json`.
+
+    An atomic rename replaces an earlier file. `experiments.evaluate` reads the configuration from there.
+    """
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     temporary = workdir / f"{CONFIG_FILE}.new"
     temporary.write_text(text)
@@ -125,10 +142,10 @@ def save_config(workdir: Path, config: dict[str, Any]) -> None:
 
 
 def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The configuration that `save_config` wrote.
+    """Read the configuration that `save_config` wrote.
 
     Raises:
-      FileNotFoundError: there is no run in `workdir`.
+      FileNotFoundError: `workdir` contains no run.
       ValueError: the file is not JSON.
     """
     path = Path(workdir) / CONFIG_FILE
@@ -143,18 +160,21 @@ def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_fits(step: int, saved: Any, template: Any) -> None:
-    """Compares what is saved with what is asked for before orbax reads any of it; the first difference is the error."""
-    there, here = _array_types(saved), _array_types(template)
-    for name in sorted(there | here, key=lambda name: (not name.startswith("params/"), name)):
-        if there.get(name) != here.get(name):
+    """Raise `ValueError` at the first shape or dtype mismatch."""
+    # This check precedes the restore, so orbax reads no array of another run.
+    saved_types, expected_types = _array_types(saved), _array_types(template)
+    for name in sorted(saved_types | expected_types, key=lambda name: (not name.startswith("params/"), name)):
+        if saved_types.get(name) != expected_types.get(name):
             raise ValueError(
-                f"the checkpoint of step {step} is of another run: {name} is {there.get(name, 'absent')} "
-                f"there and {here.get(name, 'absent')} here; keep the run's settings or choose another --workdir"
+                f"the checkpoint of step {step} is of another run: {name} is "
+                f"{saved_types.get(name, 'absent')} there and {expected_types.get(name, 'absent')} here; keep the "
+                "run's settings or choose another --workdir"
             )
 
 
 def _array_types(tree: Any) -> dict[str, str]:
-    """Types like "float32[3, 4]" by path. Orbax saves tuples with named fields as dicts, so all keys become text."""
+    """Map array paths to types such as "float32[3, 4]"."""
+    # All keys become strings, because orbax saves named tuples as dicts.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
@@ -163,8 +183,8 @@ def _array_types(tree: Any) -> dict[str, str]:
 
 
 def _saved(state: Any) -> dict[str, Any]:
-    """All arrays; what a state does not have is left out, so that checkpoints of simple runs stay simple."""
-    parts = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
-    samples = parts["samples"]
-    parts["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
-    return {name: part for name, part in parts.items() if part is not None}
+    """Collect the array fields of a state that are not None."""
+    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
+    samples = fields["samples"]
+    fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The global contrastive losses in training: their settings, the schedule of gamma, and what they remember."""
+"""Training with global contrastive losses: settings, gamma schedule and sample state."""
 
 import dataclasses
 import math
@@ -20,26 +20,30 @@ GAMMA_SCHEDULES = ("constant", "cosine")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalContrastiveConfig:
-    """Settings of SogCLR, iSogCLR and FastCLIP, see `infcl_jax.global_contrastive_loss`.
+    """Settings of SogCLR, iSogCLR and FastCLIP.
+
+    The loss is `infcl_jax.global_contrastive_loss`.
 
     Attributes:
       mode: "published" or "reference".
-      gamma_schedule: of gamma, which is constant within an epoch: "cosine" from 1 in the first epoch to `gamma_min` in
-        epoch `gamma_epochs`, or "constant", 1 in the first and `gamma_min` from then on. None: as the variant has it,
-        constant for SogCLR and iSogCLR and a cosine for FastCLIP (Wei et al. 2024, section 4).
-      gamma_min: the last gamma.
-      gamma_epochs: epochs until then.
-      rho: weight of the temperatures; without meaning for variants that have none.
-      eps: added to u.
-      temperature_learning_rate: of the temperatures of samples. The one temperature of other variants is the model's
-        logit scale, and learns as `OptimizerConfig` says.
-      temperature_beta1: decay of the first moment of the samples' temperatures. None: beta1 of the run's optimizer in
-        mode "reference", as FastCLIP's code passes it, and 0.9 in mode "published".
-      temperature_beta2: decay of their second moment. None: beta2 of the run's optimizer, or 0.999.
-      temperature_eps: added to the root of their second moment. None: eps of the run's optimizer, or 1e-8.
+      gamma_schedule: schedule of gamma by epoch; gamma is constant within an epoch. "cosine": from 1 in the first epoch
+        to `gamma_min` in epoch `gamma_epochs`. "constant": 1 in the first epoch and `gamma_min` afterwards. None: the
+        schedule of the variant, constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et al. 2024, section 4).
+      gamma_min: final gamma, in [0, 1].
+      gamma_epochs: epochs until the cosine reaches `gamma_min`.
+      rho: weight of the temperature regularizer; ignored by variants without one.
+      eps: constant added to u.
+      temperature_learning_rate: learning rate of per-sample temperatures. Other variants have one temperature, the
+        model's logit scale, whose learning rate `OptimizerConfig` sets.
+      temperature_beta1: decay of the first moment of per-sample temperatures. None: beta1 of the run's optimizer in
+        mode "reference", as in FastCLIP's code, and 0.9 in mode "published".
+      temperature_beta2: decay of the second moment of per-sample temperatures. None: beta2 of the run's optimizer in
+        mode "reference", and 0.999 in mode "published".
+      temperature_eps: constant added to the root of the second moment of per-sample temperatures. None: eps of the
+        run's optimizer in mode "reference", and 1e-8 in mode "published".
 
     Raises:
-      ValueError: a value out of its range.
+      ValueError: a value is out of range.
     """
 
     mode: str = "published"
@@ -72,39 +76,43 @@ class GlobalContrastiveConfig:
 
 
 def initial_samples(variant: str, samples: int, init_logit_scale: float, mesh: Mesh | None = None) -> SampleState:
-    """What a loss remembers before the first step; where each sample has temperatures of its own, they start alike.
+    """Create the sample state (u, tau) of a global contrastive loss.
+
+    Per-sample temperatures all start at `exp(-init_logit_scale)`.
 
     Args:
       variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
-      samples: of the dataset.
-      init_logit_scale: the model's, the logarithm of the inverse of the temperature to start from.
-      mesh: devices over which the state is sharded, as the batch is; None: one device.
+      samples: number of samples in the dataset.
+      init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
+      mesh: devices over which the state and the batch are sharded; None: one device.
 
     Returns:
       The state, fp32 `[n, 2]` with n at least `samples`, see `infcl_jax.create_samples`.
 
     Raises:
-      ValueError: an unknown variant; otherwise as `infcl_jax.create_samples`.
+      ValueError: the variant is unknown, or `infcl_jax.create_samples` rejects its arguments.
     """
     check_choice("loss", variant, tuple(VARIANTS))
-    own = VARIANTS[variant].temperature == "samples"
-    return create_samples(samples, temperature=math.exp(-init_logit_scale) if own else None, mesh=mesh)
+    per_sample = VARIANTS[variant].temperature == "samples"
+    return create_samples(samples, temperature=math.exp(-init_logit_scale) if per_sample else None, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalContrastive:
-    """The loss of a run.
+    """Global contrastive loss of a training run.
 
     Attributes:
       variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
-      config: its settings.
-      steps_per_epoch: of the data.
-      mesh: devices over which batch and state are sharded.
-      implementation: see `infcl_jax.pairwise_lse`.
-      optimizer: settings of the run's optimizer, from which mode "reference" takes Adam's for temperatures of samples.
+      config: settings of the loss.
+      steps_per_epoch: training steps per epoch.
+      mesh: devices over which the batch and the sample state are sharded.
+      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
+      optimizer: settings of the run's optimizer. Mode "reference" takes Adam's betas and eps for per-sample
+        temperatures from them.
 
     Raises:
-      ValueError: an unknown variant or implementation, an epoch without a step, or no optimizer where it is needed.
+      ValueError: the variant or implementation is unknown, `steps_per_epoch` < 1, or `optimizer` is None for per-sample
+        temperatures in mode "reference".
     """
 
     variant: str
@@ -119,8 +127,8 @@ class GlobalContrastive:
         check_implementation(self.implementation, IMPLEMENTATIONS)
         if self.steps_per_epoch < 1:
             raise ValueError(f"expected steps_per_epoch >= 1, got {self.steps_per_epoch}")
-        own = VARIANTS[self.variant].temperature == "samples"
-        if own and self.config.mode == "reference" and self.optimizer is None:
+        per_sample = VARIANTS[self.variant].temperature == "samples"
+        if per_sample and self.config.mode == "reference" and self.optimizer is None:
             raise ValueError(
                 f"expected the run's optimizer for {self.variant} in mode 'reference', got None; pass its settings"
             )
@@ -128,17 +136,20 @@ class GlobalContrastive:
     def __call__(
         self, output: CLIPOutput, index: jax.Array, samples: SampleState, step: jax.Array
     ) -> tuple[jax.Array, SampleState]:
-        """The loss and the batch's new rows of the state.
+        """Compute the loss and the new sample state of the batch.
 
         Args:
-          output: of the model for the global batch.
-          index: int `[b]`, the sample of each row.
-          samples: the state, which is left alone.
-          step: int32 scalar, steps taken before this one.
+          output: model output for the global batch.
+          index: int `[b]`, sample index of each row.
+          samples: sample state; not modified.
+          step: int32 scalar, number of completed steps.
+
+        Returns:
+          The loss, and the new rows of the sample state for the batch.
         """
-        config, kind = self.config, VARIANTS[self.variant]
+        config, variant = self.config, VARIANTS[self.variant]
         epoch = step // self.steps_per_epoch
-        own = kind.temperature == "samples"
+        per_sample = variant.temperature == "samples"
         return global_contrastive_loss(
             output.image,
             output.text,
@@ -146,33 +157,36 @@ class GlobalContrastive:
             samples,
             variant=self.variant,
             gamma=self.gamma(epoch),
-            rho=config.rho if kind.regularized else 0.0,
+            rho=config.rho if variant.regularized else 0.0,
             eps=config.eps,
             mode=config.mode,
             mesh=self.mesh,
             implementation=self.implementation,
             rows_only=True,
-            logit_scale=None if own else output.logit_scale,
-            epoch=epoch if own else None,
-            temperature_learning_rate=config.temperature_learning_rate if own else None,
-            **(self._temperature_adam() if own else {}),
+            logit_scale=None if per_sample else output.logit_scale,
+            epoch=epoch if per_sample else None,
+            temperature_learning_rate=config.temperature_learning_rate if per_sample else None,
+            **(self._temperature_adam() if per_sample else {}),
         )
 
     def _temperature_adam(self) -> dict[str, Any]:
-        """Adam's settings for temperatures of samples; defaults are left out."""
+        """Collect the Adam settings of per-sample temperatures that are not defaults."""
         settings = {name: getattr(self.config, f"temperature_{name}") for name in ("beta1", "beta2", "eps")}
         if self.config.mode == "reference":
             settings = {name: getattr(self.optimizer, name) if v is None else v for name, v in settings.items()}
         return {f"temperature_{name}": value for name, value in settings.items() if value is not None}
 
     def write(self, samples: SampleState, index: jax.Array, rows: SampleState) -> SampleState:
-        """The state with the rows of a batch, in place where it is donated."""
+        """Write the rows of a batch into the sample state.
+
+        The update is in place if `samples` is donated.
+        """
         return write_samples(samples, index, rows, mesh=self.mesh)
 
     def gamma(self, epoch: jax.Array) -> jax.Array:
-        """The inner learning rate of an epoch, counted from 0, as fp32."""
-        least, last = self.config.gamma_min, self.config.gamma_epochs
+        """Compute the inner learning rate gamma, fp32, of a zero-based epoch."""
+        gamma_min, epochs = self.config.gamma_min, self.config.gamma_epochs
         if (self.config.gamma_schedule or VARIANTS[self.variant].gamma_schedule) == "constant":
-            return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(least))
-        phase = jnp.minimum(epoch, last).astype(jnp.float32) * (jnp.pi / last)
-        return least + (1 - least) * (1 + jnp.cos(phase)) / 2
+            return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(gamma_min))
+        phase = jnp.minimum(epoch, epochs).astype(jnp.float32) * (jnp.pi / epochs)
+        return gamma_min + (1 - gamma_min) * (1 + jnp.cos(phase)) / 2

@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON-lines file that survives crashes, TensorBoard, and one console line an interval."""
+"""Training metrics: crash-safe JSON lines, TensorBoard and console progress."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _RESERVED = ("step", "time")
 
 
 class MetricWriter:
-    """Appends metrics to `metrics.jsonl` in the work directory, and to TensorBoard if asked.
+    """Append metrics to `workdir/metrics.jsonl` and, optionally, to TensorBoard.
 
-    Every line is one JSON object `{"step": ..., "time": ..., <name>: <value>, ...}`, time in seconds since the epoch.
-    JSON has no infinities, so NaN and infinite values are written as the strings "NaN", "Infinity" and "-Infinity";
-    `read_metrics` turns them back into floats. Each line is flushed when written.
+    Every line is one JSON object `{"step": ..., "time": ..., <name>: <value>, ...}`, with the time in seconds since the
+    Unix epoch. JSON cannot represent NaN and infinities, so they are written as the strings "NaN", "Infinity" and
+    "-Infinity". `read_metrics` converts them back to floats. Each line is flushed when written.
 
-    On start the file of an earlier run in the same directory is repaired: a last line torn by a crash is dropped, and
-    with `resume_step` so are the lines of later steps, which the resumed run will write again. The repaired file
-    replaces the old one in one atomic rename.
+    The constructor repairs an existing file. It drops a last line truncated by a crash. With `resume_step` it also
+    drops the lines of later steps, which the resumed run writes again. An atomic rename replaces the file.
 
     Example:
         with MetricWriter(workdir, resume_step=restored_step, lead=is_lead()) as writer:
@@ -43,83 +42,86 @@ class MetricWriter:
         lead: bool = True,
         resume_step: int | None = None,
     ) -> None:
-        """Opens (and repairs) the file.
+        """Open the metrics file and repair it if needed.
 
         Args:
             workdir: directory of the run, created if missing.
-            tensorboard: also write event files to `workdir/tensorboard`; needs tensorboardX.
-            lead: False on all processes but one; such a writer touches no file.
-            resume_step: the last step whose lines are kept; None keeps all of them.
+            tensorboard: whether to also write event files to `workdir/tensorboard`; needs tensorboardX.
+            lead: whether this process writes; True on exactly one process.
+            resume_step: last step whose lines are kept; None keeps all lines.
 
         Raises:
-            ImportError: `tensorboard` without tensorboardX.
-            ValueError: the existing file holds something else than metrics before its last line.
+            ImportError: `tensorboard` is True and tensorboardX is not installed.
+            ValueError: a line before the last of the existing file is not a metrics object.
         """
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._tensorboard: Any = None
         self._closed = False
         if not lead:
             return
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         if tensorboard:
-            self._board = _summary_writer(folder / "tensorboard", resume_step)
+            self._tensorboard = _summary_writer(folder / "tensorboard", resume_step)
         path = folder / METRICS_FILE
         if path.exists():
             _repair(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one line.
+        """Write one line of metrics.
 
         Args:
-            step: the training step the metrics belong to.
-            metrics: scalars (Python, NumPy or JAX; reading a JAX array waits for it). Names are free but for "step"
-                and "time".
+            step: training step of the metrics.
+            metrics: Python, NumPy or JAX scalars by name; a JAX array blocks until it is computed. "step" and "time"
+                are reserved names.
 
         Raises:
-            ValueError: a reserved name, a value that is not a real scalar, or a closed writer. On the lead only.
+            ValueError: a name is reserved, a value is not a real scalar, or the writer is closed. Raised on the lead
+                process only.
         """
         if self._file is None:
             if self._closed:
                 raise ValueError("expected an open MetricWriter, got a write after close()")
             return
-        taken = [name for name in _RESERVED if name in metrics]
-        if taken:
-            raise ValueError(f"expected metric names other than {_RESERVED}, got {taken}; rename them")
+        reserved = [name for name in _RESERVED if name in metrics]
+        if reserved:
+            raise ValueError(f"expected metric names other than {_RESERVED}, got {reserved}; rename them")
         values = {name: _scalar(name, value) for name, value in metrics.items()}
         line = {"step": int(step), "time": round(time.time(), 3)} | {k: _jsonable(v) for k, v in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, int(step))
-            self._board.flush()
+                self._tensorboard.add_scalar(name, value, int(step))
+            self._tensorboard.flush()
 
     def close(self) -> None:
-        """Closes the files; calling it again does nothing."""
+        """Close the files; repeated calls have no effect."""
         if self._file is not None:
             self._file.close()
             self._file = None
             self._closed = True
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
 
     def __enter__(self) -> MetricWriter:
-        """The writer itself."""
+        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Closes the files."""
+        """Close the files."""
         self.close()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
-    """Reads a `metrics.jsonl`, one dict a line, with "NaN" and the infinities as floats; a torn last line is left out.
+    """Read a `metrics.jsonl` file into one dict per line.
+
+    "NaN", "Infinity" and "-Infinity" become floats. A truncated last line is skipped.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: a line before the last is not a metrics object.
     """
     path = Path(path)
@@ -129,10 +131,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
 
 
 class ProgressPrinter:
-    """Prints one console line an interval: step, loss, logit scale, examples per second and time left.
+    """Print training progress at regular intervals.
 
-    Rates count from the first update, so the first step, which waits for compilation, is in none of them,
-    and the clock stands still inside `paused()`. The time left is that of training alone, at the mean rate so far.
+    Each line has the step, loss, logit scale, examples per second and remaining time.
+
+    Rates start at the first update, so they exclude the first step, which includes compilation. They also exclude time
+    inside `paused()`. The remaining time assumes the mean rate so far and covers training alone.
 
     Example:
         progress = ProgressPrinter(total_steps, batch_size=batch_size, lead=is_lead())
@@ -153,15 +157,15 @@ class ProgressPrinter:
         print_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepares the printer.
+        """Initialize the printer.
 
         Args:
-            total_steps: the last step of the run.
-            batch_size: examples a step, over all devices.
-            every: an update prints if its step is a multiple of this, the last one or the first seen.
-            lead: False on all processes but one; such a printer measures but prints nothing.
-            print_line: receives each line; `print` with flushing by default.
-            clock: seconds, monotonic.
+            total_steps: last step of the run.
+            batch_size: examples per step, over all devices.
+            every: print interval in steps; the first update and the last step also print.
+            lead: whether this process prints; all processes measure.
+            print_line: function that receives each line; None: `print` with flushing.
+            clock: monotonic clock, in seconds.
 
         Raises:
             ValueError: total_steps, batch_size or every is < 1.
@@ -170,29 +174,29 @@ class ProgressPrinter:
             if value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
         self.examples_per_second: float | None = None
-        self._total, self._batch, self._every = total_steps, batch_size, every
+        self._total_steps, self._batch_size, self._every = total_steps, batch_size, every
         self._print = (print_line or _print_flushed) if lead else None
         self._clock = clock
         self._pauses, self._pause_start, self._idle = 0, 0.0, 0.0
-        self._first: tuple[int, float] | None = None  # step and active time when the rates start
-        self._last: tuple[int, float] = (0, 0.0)  # the same at the last interval
+        self._first: tuple[int, float] | None = None  # step and active time at the first update
+        self._last: tuple[int, float] = (0, 0.0)  # step and active time at the last printed line
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Notes that `step` is finished and prints its line if it is due.
+        """Record that `step` has finished and print its line if due.
 
-        Call it when the metrics of the step have reached the host: a step that was only dispatched takes no time.
-        After a line, `examples_per_second` holds the rate since the line before (None for the first).
+        Call it after the metrics of the step have reached the host. Dispatch is asynchronous, so an earlier call would
+        not measure the step. `examples_per_second` then holds the rate since the previous line, None for the first.
 
         Args:
-            step: a step later than that of the previous call.
-            metrics: scalars; "loss" and "logit_scale" are shown where present.
+            step: training step, later than the step of the previous call.
+            metrics: scalars by name; "loss" and "logit_scale" are printed if present.
         """
         first = self._first is None
-        if not (first or step % self._every == 0 or step == self._total):
+        if not (first or step % self._every == 0 or step == self._total_steps):
             return
         now = self._active_time()
         if not first:
-            self.examples_per_second = _ratio((step - self._last[0]) * self._batch, now - self._last[1])
+            self.examples_per_second = _ratio((step - self._last[0]) * self._batch_size, now - self._last[1])
         if self._print is not None:
             self._print(self._line(step, metrics, now))
         self._last = (step, now)
@@ -200,9 +204,9 @@ class ProgressPrinter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock, for evaluation and checkpoints; may be nested.
+        """Stop the clock during evaluation and checkpoints; may be nested.
 
-        Wait for the last step before entering, or the rest of its time is lost to the pause.
+        Wait for the last step before entering. Otherwise the pause hides the rest of its time.
         """
         if self._pauses == 0:
             self._pause_start = self._clock()
@@ -215,26 +219,26 @@ class ProgressPrinter:
                 self._idle += self._clock() - self._pause_start
 
     def _active_time(self) -> float:
-        """Seconds on the clock outside of pauses."""
+        """Return the clock time in seconds, excluding pauses."""
         now = self._pause_start if self._pauses else self._clock()
         return now - self._idle
 
     def _line(self, step: int, metrics: Mapping[str, Any], now: float) -> str:
-        width = len(str(self._total))
-        parts = [f"step {step:>{width}}/{self._total}"]
+        width = len(str(self._total_steps))
+        fields = [f"step {step:>{width}}/{self._total_steps}"]
         if "loss" in metrics:
-            parts.append(f"loss {float(_scalar('loss', metrics['loss'])):.4f}")
+            fields.append(f"loss {float(_scalar('loss', metrics['loss'])):.4f}")
         if "logit_scale" in metrics:
-            parts.append(f"scale {float(_scalar('logit_scale', metrics['logit_scale'])):.2f}")
+            fields.append(f"scale {float(_scalar('logit_scale', metrics['logit_scale'])):.2f}")
         if self._first is not None and self.examples_per_second is not None:
-            seconds_a_step = _ratio(now - self._first[1], step - self._first[0])
-            parts.append(f"{self.examples_per_second:,.0f} examples/s")
-            parts.append(f"left {_duration((seconds_a_step or 0.0) * (self._total - step))}")
-        return "  ".join(parts)
+            seconds_per_step = _ratio(now - self._first[1], step - self._first[0])
+            fields.append(f"{self.examples_per_second:,.0f} examples/s")
+            fields.append(f"left {_duration((seconds_per_step or 0.0) * (self._total_steps - step))}")
+        return "  ".join(fields)
 
 
 def _summary_writer(folder: Path, resume_step: int | None) -> Any:
-    """A tensorboardX writer that makes viewers forget the events after `resume_step`."""
+    """Create a tensorboardX writer that purges the events after `resume_step`."""
     try:
         import tensorboardX
     except ImportError as error:
@@ -246,7 +250,7 @@ def _summary_writer(folder: Path, resume_step: int | None) -> Any:
 
 
 def _repair(path: Path, resume_step: int | None) -> None:
-    """Rewrites the file without a torn tail and without lines after `resume_step`, if there is any of either."""
+    """Drop a truncated last line and all lines after `resume_step`."""
     kept = [raw for line, raw in _parse(path) if resume_step is None or line["step"] <= resume_step]
     content = b"".join(raw + b"\n" for raw in kept)
     if content == path.read_bytes():
@@ -260,7 +264,10 @@ def _repair(path: Path, resume_step: int | None) -> None:
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """The objects of a metrics file with their raw lines; a last line that is no such object is left out."""
+    """Parse a metrics file into (object, raw line) pairs.
+
+    An invalid last line is skipped. Any other invalid line raises `ValueError`.
+    """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -275,7 +282,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def _metrics_object(raw: bytes) -> dict[str, Any] | None:
-    """The object on one line, None if the line holds anything else."""
+    """Parse one line; None if it is not a metrics object."""
     try:
         line = json.loads(raw)
     except ValueError:
@@ -284,7 +291,7 @@ def _metrics_object(raw: bytes) -> dict[str, Any] | None:
 
 
 def _scalar(name: str, value: Any) -> int | float:
-    """A Python number from any real scalar."""
+    """Convert a real scalar to a Python number."""
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind in "cOSUMm":
         raise ValueError(f"expected a real scalar for metric {name!r}, got {array.dtype} of shape {array.shape}")
@@ -292,19 +299,19 @@ def _scalar(name: str, value: Any) -> int | float:
 
 
 def _jsonable(value: int | float) -> int | float | str:
-    """The number, or its name if JSON has no such number."""
+    """Replace NaN and infinities, which JSON cannot represent, by their names."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _ratio(amount: float, per: float) -> float | None:
-    """amount / per, None for a clock that has not moved."""
+    """Divide two amounts; None unless the divisor is positive."""
     return amount / per if per > 0 else None
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run by name, with its schedule, its decay and what is different for some parameters."""
+"""Optimizers by name, with schedules, weight decay and per-parameter rules."""
 
 import dataclasses
 from typing import Any
@@ -15,52 +15,58 @@ SCHEDULES = ("cosine", "constant")
 WARMUP_STARTS = ("zero", "one_step")
 TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
 
-# FastCLIP-v3: the temperature at and below which it learns at a third of its rate.
+# FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _THRESHOLD, _BELOW_THRESHOLD = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
-# Adafactor: second moments of matrices with two sides of at least so much are kept as row and column means.
+# Adafactor: smallest size of both dimensions of a matrix whose second moments are factored into row and column means.
 _FACTORED_FROM = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer with the details of the papers that train CLIP with it.
+    """Optimizer settings, with the details of the papers that train CLIP.
 
-    "adamw": Adam with corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
-    "lamb": the update of "adamw", decay included, scaled to the norm of each parameter by a trust ratio (You et al.
-    2020, Algorithm 2). Parameters that do not decay skip the trust ratio, as with timm's default `always_adapt=False`:
-    biases, gains and the logit scale by default, and every parameter if `weight_decay` is 0. "lion": the sign of an
-    interpolated momentum (Chen et al. 2023, Algorithm 2). "sgd": the momentum `m <- beta1 m + g` (Sutskever et al.
-    2013). "adafactor": factored second moments, clipped to an RMS of 1, then a mean in bf16, and nothing relative to
-    the parameters' size (Shazeer & Stern 2018, Algorithm 4; Zhai et al. 2022, section 3.4, for ViT-g).
+    - "adamw": Adam with bias-corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
+    - "lamb": the "adamw" update, weight decay included, scaled to the norm of each parameter by a trust ratio (You et
+      al. 2020, Algorithm 2). Parameters without weight decay skip the trust ratio, as with timm's default
+      `always_adapt=False`. These are biases, gains and the logit scale by default, and all parameters if `weight_decay`
+      is 0.
+    - "lion": the sign of an interpolated momentum (Chen et al. 2023, Algorithm 2).
+    - "sgd": momentum `m <- beta1 m + g` (Sutskever et al. 2013).
+    - "adafactor": factored second moments, update clipping to an RMS of 1, then momentum stored in bf16. The learning
+      rate is not relative to the parameters' RMS (Shazeer & Stern 2018, Algorithm 4; Zhai et al. 2022, section 3.4, for
+      ViT-g).
 
-    All decay decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
+    Weight decay is decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
 
     Attributes:
       name: one of `OPTIMIZERS`.
-      learning_rate: the highest, reached at the end of the warm-up.
-      schedule: "cosine" falls to `final_learning_rate` at the last step, "constant" stays.
-      warmup_steps: steps of linear increase.
-      warmup_start: rate of step t during the warm-up. "zero": `learning_rate t / warmup_steps`, so that the first
-        step changes nothing (FastCLIP's paper, big_vision). "one_step": `learning_rate (t + 1) / warmup_steps`
+      learning_rate: peak learning rate, reached at the end of the warm-up.
+      schedule: schedule after the warm-up. "cosine": decay to `final_learning_rate` at the last step. "constant": no
+        decay.
+      warmup_steps: steps of linear warm-up.
+      warmup_start: learning rate of step t during the warm-up. "zero": `learning_rate t / warmup_steps`, so the first
+        step changes no parameter (FastCLIP's paper, big_vision). "one_step": `learning_rate (t + 1) / warmup_steps`
         (OpenCLIP and FastCLIP's code).
-      final_learning_rate: where the cosine ends.
-      learning_rate_rules: ordered pairs of a regular expression for whole names of parameters ("visual/proj/kernel")
-        and a factor of the rate; the first that matches counts. Empty: 1 for all.
-      temperature_learning_rate: of the logit scale, in the place of the rate and its rules; None: as the others.
-      temperature_schedule: of that rate, without warm-up: "constant", "cosine", or "threshold", a third of it while the
-        temperature is at most 0.03 (FastCLIP-v3).
-      weight_decay: decoupled.
-      weight_decay_rules: as `learning_rate_rules`, factors of the decay. Empty: 1 for parameters with two or more
-        dimensions, 0 for all others, so for gains, biases and the logit scale.
+      final_learning_rate: learning rate at the end of the cosine.
+      learning_rate_rules: ordered pairs (regular expression, factor of the learning rate). The expression matches whole
+        parameter names such as "visual/proj/kernel", and the first match applies. Empty: factor 1 for all.
+      temperature_learning_rate: learning rate of the logit scale; it replaces the schedule and its rules. None: the
+        logit scale has the learning rate of the other parameters.
+      temperature_schedule: schedule of `temperature_learning_rate`, without warm-up: "constant", "cosine", or
+        "threshold", which uses a third of the rate while the temperature is at most 0.03 (FastCLIP-v3).
+      weight_decay: decoupled weight decay.
+      weight_decay_rules: ordered pairs (regular expression, factor of the weight decay), matched like
+        `learning_rate_rules`. Empty: factor 1 for parameters with two or more dimensions and 0 for all others (gains,
+        biases and the logit scale).
       beta1: decay of the first moment, or the momentum.
-      beta2: decay of the second moment; of the momentum for "lion"; the limit of `1 - step^-0.8` for "adafactor";
-        without meaning for "sgd".
-      eps: added to the root of the second moment by "adamw" and "lamb".
-      clip_norm: largest global norm of the gradient; None: no clipping.
+      beta2: decay of the second moment. For "lion", decay of the momentum. For "adafactor", upper limit of the decay
+        `1 - step^-0.8`. Ignored by "sgd".
+      eps: constant added to the root of the second moment by "adamw" and "lamb".
+      clip_norm: maximum global norm of the gradient; None: no clipping.
 
     Raises:
-      ValueError: a value out of its range.
+      ValueError: a value is out of range.
     """
 
     name: str = "adamw"
@@ -85,7 +91,7 @@ class OptimizerConfig:
         check_choice("optimizer.warmup_start", self.warmup_start, WARMUP_STARTS)
         check_choice("optimizer.temperature_schedule", self.temperature_schedule, TEMPERATURE_SCHEDULES)
         for name in ("learning_rate", "eps"):
-            if not getattr(self, name) > 0:  # so that NaN is refused too
+            if not getattr(self, name) > 0:  # also rejects NaN
                 raise ValueError(f"expected optimizer.{name} > 0, got {getattr(self, name)}")
         for name in ("warmup_steps", "final_learning_rate", "weight_decay"):
             if not getattr(self, name) >= 0:
@@ -101,7 +107,9 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Linear warm-up, then a constant or a cosine down to `final_learning_rate` at `total_steps`.
+    """Create a linear warm-up followed by a constant or cosine schedule.
+
+    The cosine reaches `final_learning_rate` at `total_steps`.
 
     Raises:
       ValueError: the warm-up is longer than the run.
@@ -123,19 +131,20 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """The gradient transformation of a run of `total_steps` steps.
+    """Create the gradient transformation for `total_steps` steps.
 
     Raises:
-      ValueError: the warm-up is longer than the run; when initialised, rules that do not fit the parameters.
+      ValueError: the warm-up is longer than the run. On initialization, a parameter matches no rule or a rule matches
+        no parameter.
     """
     clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
     trust = (_trust_ratio(config),) if config.name == "lamb" else ()
-    parts = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
-    return optax.chain(*clipping, *parts)
+    transforms = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
+    return optax.chain(*clipping, *transforms)
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The update without decay and rate."""
+    """Create the update before weight decay and learning rate."""
     if config.name == "lion":
         return optax.scale_by_lion(config.beta1, config.beta2)
     if config.name == "sgd":
@@ -157,7 +166,8 @@ def _scale_by_adafactor(momentum: float, largest_decay: float) -> optax.Gradient
 
 
 def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
-    """A moving average, not corrected, in fp32 of which bf16 is kept. (That of optax multiplies in bf16, too.)"""
+    """Average updates with momentum in fp32, stored in bf16, without bias correction."""
+    # The optax version also multiplies in bf16.
 
     def init(params: Any) -> Any:
         return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
@@ -170,7 +180,7 @@ def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
 
 
 def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
-    """LAMB's trust ratio, for parameters that decay."""
+    """Scale by LAMB's trust ratio the parameters with weight decay."""
 
     def decays(params: Any) -> Any:
         return jax.tree.map(lambda factor: config.weight_decay * factor > 0, decay_factors(config, params))
@@ -179,10 +189,10 @@ def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def decay_factors(config: OptimizerConfig, params: Any) -> Any:
-    """What the weight decay of each parameter is multiplied by.
+    """Compute the weight decay factor of each parameter.
 
     Raises:
-      ValueError: rules that do not fit the parameters.
+      ValueError: a parameter matches no rule, or a rule matches no parameter.
     """
     if config.weight_decay_rules:
         return values_by_rules("optimizer.weight_decay_rules", config.weight_decay_rules, params)
@@ -200,7 +210,7 @@ def _add_decay(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Multiplies by the negative rates; only the step is remembered."""
+    """Multiply by the negative learning rates; the state is the step alone."""
     schedule = learning_rate_schedule(config, total_steps)
 
     def init(params: Any) -> optax.ScaleByScheduleState:
@@ -211,8 +221,9 @@ def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.Gradient
         rate, factors = schedule(state.count), _rate_factors(config, params)
         rates = jax.tree.map(lambda factor: factor * rate, factors)
         if config.temperature_learning_rate is not None:
-            own = _temperature_rate(config, total_steps, state.count, params)
-            rates = jax.tree.map(lambda name, r: own if name == _LOGIT_SCALE else r, parameter_names(params), rates)
+            temperature_rate = _temperature_rate(config, total_steps, state.count, params)
+            names = parameter_names(params)
+            rates = jax.tree.map(lambda name, r: temperature_rate if name == _LOGIT_SCALE else r, names, rates)
         updates = jax.tree.map(lambda r, u: -jnp.asarray(r).astype(u.dtype) * u, rates, updates)
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 

@@ -1,4 +1,4 @@
-"""Notice of a signal to stop, in time for a last checkpoint."""
+"""Preemption signals, handled so that a run can save a last checkpoint."""
 
 import signal
 from types import FrameType, TracebackType
@@ -11,12 +11,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Preemption:
-    """Watches for SIGTERM and SIGINT.
+    """Detect SIGTERM and SIGINT.
 
-    Schedulers send SIGTERM before they stop a job; Ctrl-C sends SIGINT.
-    `noticed(step)` is the same on all processes at the same step, so that all of them save together. A second signal
-    ends a single-process run at once. Several processes learn of SIGTERM from the service of `jax.distributed`; SIGINT
-    interrupts them as before.
+    Schedulers send SIGTERM before they stop a job; Ctrl-C sends SIGINT. All processes get the same `noticed(step)` at
+    the same step, so they save together.
+
+    A single-process run handles both signals, and a second signal ends it at once. A multi-process run receives SIGTERM
+    through the `jax.distributed` service; SIGINT keeps its previous effect there.
 
     Example:
       with Preemption() as preemption:
@@ -27,27 +28,29 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        """Prepares to watch."""
+        """Initialize without installing signal handlers."""
         self._received = False
-        self._watches = jax.process_count() == 1
+        self._handles_signals = jax.process_count() == 1
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Preemption":
-        """Starts to watch. Only the main thread may do so."""
-        if self._watches:
-            # An ignored signal stays ignored: shells start background jobs with SIGINT ignored, so that Ctrl-C in the
-            # terminal does not reach them.
+        """Install the signal handlers. Only the main thread may do so."""
+        if self._handles_signals:
+            # Shells start background jobs with SIGINT ignored, so that Ctrl-C does not stop them. Keep it ignored.
             watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._previous = {number: signal.signal(number, self._receive) for number in watched}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stops to watch: both signals do again what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def noticed(self, step: int) -> bool:
-        """Whether the run should save now and stop; to be called by all processes at every step."""
+        """Return whether to save and stop now.
+
+        All processes must call it at every step.
+        """
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received

@@ -1,4 +1,4 @@
-"""Batches that are read twice, chunk by chunk, so that no memory holds them."""
+"""Batches read chunk by chunk in each gradient-cache pass instead of stored."""
 
 from typing import Protocol
 
@@ -9,25 +9,28 @@ from infcl_jax.grad_cache import Replay
 
 
 class Reader(Protocol):
-    """One process-local batch, such as `infcl_jax.data.BatchReader`."""
+    """Reader of one process-local batch, such as `infcl_jax.data.BatchReader`."""
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows of the process-local batch."""
 
     def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
-        """The rows of some spans, one after the other; the same whenever asked."""
+        """Read the concatenated rows of slices; repeated reads return the same rows."""
 
 
 def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
-    """Images and texts of a batch as entries for `infcl_jax.cached_value_and_grad`.
+    """Make replayed images and texts for `infcl_jax.cached_value_and_grad`.
 
-    Images are read in each pass. Their texts, which are small, stay in memory from the first one.
+    Images are read again in each pass. Texts are small and stay in host memory after the first pass.
 
     Args:
-      reader: of this process's rows, of which each of its devices has a block.
+      reader: reader of this process's rows. Each local device gets one contiguous block of them.
       chunk_size: rows encoded at once, over all devices.
-      mesh: all devices.
+      mesh: mesh of all devices.
+
+    Returns:
+      `{"image": Replay, "text": Replay}`.
     """
     blocks, size = mesh.local_mesh.size, chunk_size // mesh.size
     block = reader.rows // blocks

@@ -1,4 +1,7 @@
-"""Values of parameters by their names: an ordered list of (regular expression, value), of which the first counts."""
+"""Per-parameter values from ordered rules (regular expression, value).
+
+The first rule that matches the name of a parameter gives its value.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,22 +13,24 @@ Rules = Sequence[tuple[str, float]]
 
 
 def parameter_names(params: Any) -> Any:
-    """The tree with "visual/proj/kernel" in the place of each parameter."""
+    """Map each parameter to its name, such as "visual/proj/kernel"."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )
 
 
 def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
-    """The value of the first rule that matches a parameter's whole name, for every parameter.
+    """Map each parameter to the value of its first matching rule.
+
+    A rule matches if its regular expression matches the whole name of the parameter.
 
     Args:
-      name: of the setting, for errors.
-      rules: such as `(("visual/.*", 0.1), (".*", 1.0))`.
+      name: name of the setting, for error messages.
+      rules: ordered rules such as `(("visual/.*", 0.1), (".*", 1.0))`.
       params: tree of parameters.
 
     Raises:
-      ValueError: a parameter that no rule matches, or a rule that matches no parameter.
+      ValueError: a parameter matches no rule, or a rule matches no parameter.
     """
     names = parameter_names(params)
 
@@ -42,13 +47,13 @@ def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Raises `ValueError` unless every rule is a regular expression and a number that is not negative."""
+    """Raise `ValueError` unless rules pair regular expressions with numbers >= 0."""
     for rule in rules:
         try:
             pattern, value = rule
             re.compile(pattern)
-            good = value >= 0
+            valid = value >= 0
         except (TypeError, ValueError, re.error):
-            good = False
-        if not good:
+            valid = False
+        if not valid:
             raise ValueError(f"expected {name} to be pairs of a regular expression and a number >= 0, got {rule!r}")

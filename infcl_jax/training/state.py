@@ -1,4 +1,4 @@
-"""The state of a run: parameters, optimizer state and step, on the devices of the mesh."""
+"""Train state of CLIP models: parameters, optimizer state and step."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,12 +17,14 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state for a CLIP model: `step`, `params`, `opt_state`; static `apply_fn`, `tx` and `frozen`.
+    """Flax train state of a CLIP model.
+
+    `step`, `params` and `opt_state` are arrays; `apply_fn`, `tx` and `frozen` are static.
 
     Attributes:
-      batch_stats: running statistics of batch normalisation, None for models without.
-      samples: what a global contrastive loss remembers (`infcl_jax.SampleState`), None for other losses.
-      frozen: towers that are not trained, of `infcl_jax.models.TOWERS`. The optimizer knows nothing of them.
+      batch_stats: running statistics of batch normalization; None for models without it.
+      samples: sample state of a global contrastive loss (`infcl_jax.SampleState`); None for other losses.
+      frozen: frozen towers, keys of `infcl_jax.models.TOWERS`. They have no optimizer state.
     """
 
     batch_stats: Any = None
@@ -31,34 +33,36 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, params: Any, frozen: tuple[str, ...] = (), **fields: Any) -> "TrainState":
-        """A state at step 0, with optimizer state for what is trained."""
+        """Create a state at step 0, with optimizer state for trained parameters."""
         return super().create(params=trained(params, frozen), frozen=frozen, **fields).replace(params=params)
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The parameters that are trained."""
+        """Parameters outside the frozen towers."""
         return trained(self.params, self.frozen)
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the model's methods take, outside training."""
+        """Flax variables of the model, for inference."""
         return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
-        """One optimizer step, after which the logit scale is put back into its range (at most 100).
+        """Apply one optimizer step and clamp the logit scale.
+
+        The logit scale stays at most 100.
 
         Args:
-          grads: of `trained`.
-          **changes: of other fields.
+          grads: gradients of the trained parameters.
+          **changes: new values of other fields.
         """
         state = super(TrainState, self.replace(params=self.trained)).apply_gradients(grads=grads, **changes)
         return state.replace(params=clamp_logit_scale({**self.params, **state.params}))
 
 
 def trained(params: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
-    """The parameters of a CLIP model without those of the frozen towers."""
-    left_out = [TOWERS[name] for name in frozen]
-    return {name: branch for name, branch in params.items() if name not in left_out}
+    """Select the parameters outside the frozen towers."""
+    frozen_names = [TOWERS[name] for name in frozen]
+    return {name: branch for name, branch in params.items() if name not in frozen_names}
 
 
 def create_state(
@@ -71,22 +75,24 @@ def create_state(
     parameter_sharding: str = "replicated",
     frozen: Collection[str] = (),
 ) -> TrainState:
-    """A fresh state, the same numbers whatever the number of devices.
+    """Initialize a train state on a mesh.
+
+    The initial values do not depend on the number of devices.
 
     Args:
       model: a `CLIP` module.
       tx: optimizer.
-      image_size: pixels of the square images the model takes.
-      context_length: tokens of the texts it takes.
-      seed: of the initial parameters.
+      image_size: side of the square input images, in pixels.
+      context_length: tokens per text.
+      seed: seed of the initial parameters.
       mesh: devices that hold the state.
-      parameter_sharding: "replicated": all of it on every one. "fsdp": every large array, optimizer moments included,
-        is sharded over them, see `infcl_jax.training.sharding`.
-      frozen: towers that keep their parameters, "image" or "text" (LiT, Zhai et al. 2022): without gradients, optimizer
-        moments and weight decay.
+      parameter_sharding: "replicated": every device holds the whole state. "fsdp": every large array, optimizer moments
+        included, is sharded over the devices; see `infcl_jax.training.sharding`.
+      frozen: towers to freeze, "image" or "text" (LiT, Zhai et al. 2022). They have no gradients, optimizer moments or
+        weight decay.
 
     Raises:
-      ValueError: another `parameter_sharding`, or no such tower.
+      ValueError: `parameter_sharding` or a tower is unknown.
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     for name in frozen:
@@ -104,5 +110,5 @@ def create_state(
 
 
 def parameter_count(params: Any) -> int:
-    """Number of scalars."""
+    """Count the scalar parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

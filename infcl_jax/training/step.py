@@ -1,4 +1,4 @@
-"""One training step: encode, global loss through the ring, update."""
+"""Training step: encode, compute the global loss around the ring, update."""
 
 import contextlib
 import dataclasses
@@ -29,13 +29,13 @@ LOSSES = ("clip", "siglip")
 
 
 class Result(NamedTuple):
-    """What metrics tell of a loss besides its value, and what is to be remembered.
+    """Auxiliary outputs of the loss: metrics and new state.
 
     Attributes:
-      logit_scale: of the model.
-      finite: whether the features of each tower are finite numbers. The features themselves are not held on to.
-      samples: index and new state of each row's sample; None for losses that remember nothing.
-      batch_stats: new running statistics of batch normalisation, None for models without.
+      logit_scale: logit scale of the model.
+      finite: whether the features of each tower are finite. Flags instead of features, so no features stay in memory.
+      samples: sample index and new sample state of each row; None for losses without sample state.
+      batch_stats: new running statistics of batch normalization; None for models without it.
     """
 
     logit_scale: jax.Array
@@ -50,19 +50,19 @@ Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradCacheConfig:
-    """Gradient caching of a run, see `infcl_jax.cached_value_and_grad`.
+    """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
     Attributes:
-      chunk_size: pairs whose activations are in memory at a time, over all devices; None: the whole batch, no caching.
-      keep: chunks whose activations are kept from the first pass, so that they need no second one; what that costs:
-        `infcl_jax.cached_value_and_grad`.
-      keep_residual: whether the other chunks keep their transformers' residual streams, from which the second pass
-        computes the rest.
-      residency: "device": the batch is on the devices. "host": in host memory, and visits the devices chunk by chunk.
-        "replay": nowhere; it is read again, chunk by chunk, in the second pass (see `replayed`).
+      chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
+      keep: chunks whose activations are stored in the first pass instead of recomputed in the second.
+        `infcl_jax.cached_value_and_grad` describes the memory cost.
+      keep_residual: whether the other chunks store their transformers' residual streams, from which the second pass
+        recomputes the remaining activations.
+      residency: where the batch is stored. "device": device memory. "host": host memory, copied to the devices chunk by
+        chunk. "replay": not stored; chunks are read again in the second pass (see `replayed`).
 
     Raises:
-      ValueError: a value out of its range, or one that has no effect without caching.
+      ValueError: a value is out of range, or has no effect without caching.
     """
 
     chunk_size: int | None = None
@@ -84,7 +84,7 @@ class GradCacheConfig:
 
     @property
     def keep_names(self) -> tuple[str, ...]:
-        """As of `infcl_jax.cached_value_and_grad`."""
+        """Names of checkpointed values (`keep_names` of `infcl_jax.cached_value_and_grad`)."""
         return (RESIDUAL,) if self.keep_residual else ()
 
 
@@ -92,15 +92,15 @@ NO_CACHE = GradCacheConfig()
 
 
 def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossFn:
-    """The loss of a run as a function of the model's output over the global batch.
+    """Create a loss function of the model output for the global batch.
 
     Args:
-      name: "clip" or "siglip" (which needs a model with a logit bias). `GlobalContrastive` makes the others.
+      name: "clip" or "siglip"; "siglip" needs a model with a logit bias. `GlobalContrastive` implements the others.
       mesh: devices over which the batch is sharded.
-      implementation: see `infcl_jax.pairwise_lse`.
+      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
 
     Raises:
-      ValueError: unknown name or implementation; when called, a model without the bias that "siglip" needs.
+      ValueError: the name or implementation is unknown. The "siglip" loss raises it for a model without a logit bias.
     """
     check_choice("loss", name, LOSSES)
     check_implementation(implementation, IMPLEMENTATIONS)
@@ -123,60 +123,64 @@ def make_train_step(
     mesh: Mesh | None = None,
     parameter_sharding: str = "replicated",
 ) -> TrainStep:
-    """The compiled step `(state, {"image", "text"}) -> (state, metrics)`; the state given is consumed.
+    """Create the compiled step `(state, {"image", "text"}) -> (state, metrics)`.
 
-    Global contrastive losses also need `"index"`, the sample of each pair, and the state's `samples`.
+    The step donates its input state. Global contrastive losses also need `"index"`, the sample index of each pair, in
+    the batch, and `samples` in the state.
 
-    Batch normalisation sees the global batch; with gradient caching one device's share of a chunk, and its running
-    statistics then follow the first chunk of each step. Those of a frozen tower stay.
+    Batch normalization normalizes over the global batch. With gradient caching it normalizes over one device's rows of
+    a chunk, and the running statistics follow the first chunk of each step. Running statistics of a frozen tower do not
+    change.
 
-    Dropout and patch dropout draw from `seed` and the step, so a resumed run repeats them. The state's frozen towers
-    are encoded as in training, but once, and have no gradient. Metrics are scalars on the device: `loss`, `logit_scale`
-    (both before the update), `grad_norm`; and under `finite`, whether each stage of the step held only finite numbers,
-    in order of computation. Where samples have temperatures of their own, `logit_scale` is the inverse of the batch's
-    mean.
+    Dropout and patch dropout keys depend on `seed` and the step alone, so a resumed run draws the same masks. Frozen
+    towers are encoded once, in training mode, and have no gradient.
+
+    Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`. `finite` says whether each
+    stage of the step is finite, in order of computation. With per-sample temperatures, `logit_scale` is the inverse of
+    their mean over the batch.
 
     Args:
-      loss_fn: from `make_loss`, or a `GlobalContrastive`.
-      seed: of the dropout keys.
-      cache: gradient caching. With residency "host" or "replay" the batch is this process's rows as NumPy arrays, which
-        must not be changed before the metrics have been read, or as `replayed`; otherwise arrays on the devices.
-      mesh: devices over whose first axis the batch is sharded; None: one device.
-      parameter_sharding: as the state was created with. With "fsdp" every step gathers the parameters to compute with,
-        and each device updates its own part with its own part of the gradient.
+      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
+      seed: seed of the dropout keys.
+      cache: gradient caching. With residency "device", the step takes arrays on the devices. With "host", it takes this
+        process's rows as NumPy arrays, which must not change before the metrics are read. With "replay", it takes the
+        result of `replayed`.
+      mesh: mesh over whose first axis the batch is sharded; None: one device.
+      parameter_sharding: sharding with which the state was created. With "fsdp", every step gathers the parameters, and
+        each device updates its shard of the parameters from its shard of the gradient.
 
     Raises:
-      ValueError: another `parameter_sharding`, or "fsdp" without a mesh; a global contrastive loss with residency
-        "replay".
+      ValueError: `parameter_sharding` is unknown, or "fsdp" without a mesh, or the loss is global contrastive and the
+        residency "replay".
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
-    memory = loss_fn if isinstance(loss_fn, GlobalContrastive) else None
-    if memory and cache.residency == "replay":
-        raise ValueError(f"expected residency 'device' or 'host' with {memory.variant}, got 'replay'")
+    global_loss = loss_fn if isinstance(loss_fn, GlobalContrastive) else None
+    if global_loss and cache.residency == "replay":
+        raise ValueError(f"expected residency 'device' or 'host' with {global_loss.variant}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
-    def key_of(step: jax.Array | int) -> jax.Array:
+    def dropout_key(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
     def finish(state: TrainState, loss: jax.Array, result: Result, grads: Any) -> tuple[TrainState, Metrics]:
         changes = {} if result.batch_stats is None else {"batch_stats": result.batch_stats}
-        if memory and result.samples:
-            changes["samples"] = memory.write(state.samples, *result.samples)
+        if global_loss and result.samples:
+            changes["samples"] = global_loss.write(state.samples, *result.samples)
         grads = constrain(grads, mesh, parameter_sharding)
-        after = state.apply_gradients(grads=grads, **changes)
-        params, opt_state = constrain((after.params, after.opt_state), mesh, parameter_sharding)
-        return after.replace(params=params, opt_state=opt_state), _metrics(loss, result, grads)
+        updated = state.apply_gradients(grads=grads, **changes)
+        params, opt_state = constrain((updated.params, updated.opt_state), mesh, parameter_sharding)
+        return updated.replace(params=params, opt_state=opt_state), _metrics(loss, result, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        whole = state.replace(params=constrain(state.params, mesh, "replicated"))
-        (loss, result), grads = gradients(whole, batch, key_of(state.step))
+        gathered = state.replace(params=constrain(state.params, mesh, "replicated"))
+        (loss, result), grads = gradients(gathered, batch, dropout_key(state.step))
         return finish(state, loss, result, grads)
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)
-    compiled_key, compiled_finish = jax.jit(key_of), jax.jit(finish, donate_argnums=0)
+    compiled_key, compiled_finish = jax.jit(dropout_key), jax.jit(finish, donate_argnums=0)
 
     def from_host(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         (loss, result), grads = gradients(state, batch, compiled_key(state.step))
@@ -188,16 +192,16 @@ def make_train_step(
 def evaluate_loss(
     loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
 ) -> tuple[jax.Array, Result]:
-    """The loss, of the model's output alone or with its `memory_of`.
+    """Evaluate the loss and its auxiliary outputs.
 
     Args:
-      loss_fn: from `make_loss`, or a `GlobalContrastive`.
-      output: of the model for the global batch, features `[b, D]`.
-      memory: of `memory_of`; other entries are not used.
+      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
+      output: model output for the global batch, features `[b, D]`.
+      memory: mapping with the entries of `memory_of`; other entries are ignored.
 
     Returns:
-      The loss, a scalar, and what is known besides, with index and new state of the batch's samples for a
-      `GlobalContrastive`.
+      The scalar loss and a `Result`. For a `GlobalContrastive`, the result has the sample indices and new sample state
+      of the batch.
     """
     result = Result(output.logit_scale, {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS})
     if not isinstance(loss_fn, GlobalContrastive):
@@ -208,18 +212,18 @@ def evaluate_loss(
 
 
 def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the loss needs besides the model's output.
+    """Collect sample indices, sample state and step for global losses.
 
     Args:
-      loss_fn: from `make_loss`, or a `GlobalContrastive`.
-      state: of the run, with `samples` for a `GlobalContrastive`.
-      batch: of the step, then with `"index"`, int `[b]`: the sample of each pair.
+      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
+      state: train state, with `samples` for a `GlobalContrastive`.
+      batch: batch of the step, with `"index"` for a `GlobalContrastive`: int `[b]`, the sample index of each pair.
 
     Returns:
-      `{"index", "samples", "step"}` for a `GlobalContrastive`, nothing for other losses.
+      `{"index", "samples", "step"}` for a `GlobalContrastive`, an empty dict for other losses.
 
     Raises:
-      ValueError: the state or the batch lacks it.
+      ValueError: a `GlobalContrastive` has no `samples` in the state or no `"index"` in the batch.
     """
     if not isinstance(loss_fn, GlobalContrastive):
         return {}
@@ -229,7 +233,7 @@ def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Map
 
 
 def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients:
-    """Gradients with the activations of the whole batch."""
+    """Compute gradients with the activations of the whole batch in memory."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         memory = memory_of(loss_fn, state, batch)
@@ -240,23 +244,23 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
                 variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
             )
 
-        # The mesh is for infcl_jax.ops.embedding.embed_tokens. The loss is given its own.
+        # infcl_jax.ops.embedding.embed_tokens reads the abstract mesh. The loss has its own mesh argument.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            output, pull, changed = jax.vjp(model, state.trained, has_aux=True)
+            output, model_vjp, new_variables = jax.vjp(model, state.trained, has_aux=True)
         evaluate = functools.partial(evaluate_loss, loss_fn, memory=memory)
-        (loss, result), slopes = jax.value_and_grad(evaluate, has_aux=True)(output)
-        statistics = None if "image" in state.frozen else changed.get("batch_stats")
-        return (loss, result._replace(batch_stats=statistics)), pull(slopes)[0]
+        (loss, result), cotangents = jax.value_and_grad(evaluate, has_aux=True)(output)
+        statistics = None if "image" in state.frozen else new_variables.get("batch_stats")
+        return (loss, result._replace(batch_stats=statistics)), model_vjp(cotangents)[0]
 
     return gradients
 
 
 def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
-    """The same gradients chunk by chunk."""
+    """Compute gradients chunk by chunk with gradient caching."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
-    @functools.cache  # what is compiled for the host's chunks belongs to one model
-    def of_model(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
+    @functools.cache  # cached by model, so that the functions compiled for host chunks are reused
+    def value_and_grad(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
         def encoder(method: str) -> Callable:
             def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
                 return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
@@ -281,8 +285,8 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         pairs = {name: batch[name] for name in ("image", "text")}
-        encode = of_model(state.apply_fn, state.frozen)
-        (loss, result), grads = encode(state.params, pairs | memory_of(loss_fn, state, batch), key)
+        cached = value_and_grad(state.apply_fn, state.frozen)
+        (loss, result), grads = cached(state.params, pairs | memory_of(loss_fn, state, batch), key)
         if state.batch_stats is not None and "image" not in state.frozen:
             first = _first_chunk(batch["image"], cache, sharding)
             result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))
@@ -293,13 +297,13 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
 
 @functools.partial(jax.jit, static_argnums=0)
 def _statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
-    """The running statistics of batch normalisation after some images."""
+    """Compute the running statistics of batch normalization after one chunk."""
     settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
     return apply_fn(variables, image, **settings)[1]["batch_stats"]
 
 
 def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
-    """The rows of a batch that move the running statistics, as an array on the devices."""
+    """Return the first chunk, which updates the running statistics, on the devices."""
     if cache.residency == "device":
         return image[: cache.chunk_size]
     rows = image.load(0) if isinstance(image, Replay) else image[: cache.chunk_size // jax.process_count()]
@@ -307,29 +311,29 @@ def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | N
 
 
 def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
-    own = result.samples and result.samples[1].temperature
+    temperature = result.samples and result.samples[1].temperature
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
     values = {"the loss": loss, **{f"the gradient of {name}": norm for name, norm in norms.items()}}
-    # Ordered, because jit sorts the keys of a plain dict.
+    # An OrderedDict keeps the order of computation; jit sorts the keys of a plain dict.
     finite = OrderedDict((f"{name} features", flag) for name, flag in result.finite.items())
     finite.update((stage, jnp.isfinite(value)) for stage, value in values.items())
     return {
         "loss": loss,
-        "logit_scale": result.logit_scale if own is None else 1 / own.mean(),
+        "logit_scale": result.logit_scale if temperature is None else 1 / temperature.mean(),
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }
 
 
 def check_finite(step: int, metrics: Metrics) -> None:
-    """Stops a run whose numbers are no longer numbers.
+    """Raise an error if the training step is not finite.
 
     Args:
-      step: the step of the metrics.
-      metrics: of `make_train_step`, on the host.
+      step: training step of the metrics.
+      metrics: metrics of a step from `make_train_step`, on the host.
 
     Raises:
-      FloatingPointError: something was not finite; the message names the first such stage of the step.
+      FloatingPointError: a stage is not finite; the message names the first such stage.
     """
     bad = [stage for stage, finite in metrics["finite"].items() if not finite]
     if bad:

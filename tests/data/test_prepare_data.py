@@ -50,7 +50,7 @@ def test_digits_need_nothing(tmp_path):
 
 
 class PreparedOnce(tfds.core.GeneratorBasedBuilder):
-    """A dataset of the TFDS catalogue, as far as `prepare` can tell."""
+    """A dataset of the TFDS catalog, as far as `prepare` can tell."""
 
     VERSION = tfds.core.Version("1.0.0")
     url_infos = None

@@ -104,7 +104,7 @@ def chosen_file() -> str | None:
 
 
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
-    """Parse the flags with absl; report a misspelled setting as a usage error."""
+    """Parse the flags, with a one-line error for misspelled settings."""
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
@@ -127,9 +127,9 @@ def _with_saved_config(argv: list[str]) -> list[str]:
 
 
 def _misplaced(argv: list[str]) -> ValueError | None:
-    """Return the error for a key below a single value, such as `--config.seed.key`.
+    """Return the error for a key below a single value.
 
-    ml_collections would index the value and report Python's error.
+    An example is `--config.seed.key`. ml_collections would index the value and report Python's error.
     """
     names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
     for name, parent in itertools.product(names, flattened(base.get_config())):
@@ -139,7 +139,7 @@ def _misplaced(argv: list[str]) -> ValueError | None:
 
 
 def _one_line(error: Exception) -> str:
-    """Format an error as one line, with advice where the library gives none."""
+    """Format an error as one line, with advice if it has none."""
     text, hint = str(error), ""
     if isinstance(error, OutOfMemory):
         return f"error: {text}"  # keeps the lines of its memory table

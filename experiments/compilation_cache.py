@@ -1,4 +1,4 @@
-"""The persistent compilation cache of the commands: its folder, and atomic writes to it."""
+"""Persistent compilation cache of the commands, with atomic writes."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ class AtomicCache(lru_cache.LRUCache):
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Add or replace an entry atomically: readers see a whole entry or none."""
+        """Add or replace an entry atomically."""
         if self.eviction_enabled:  # every access holds JAX's lock
             super().put(key, value)
             return
@@ -75,7 +75,7 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
 
 
 def _undecided() -> bool:
-    """Return whether JAX has no cache folder and its cache is not disabled."""
+    """Return whether JAX's cache is enabled but has no folder."""
     return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
 
 
@@ -89,7 +89,7 @@ def user_folder() -> Path:
 
 
 def host_key() -> str:
-    """Return the subfolder name of this platform, jaxlib version, process count and CPU.
+    """Return the cache subfolder of this platform, jaxlib, process count and CPU.
 
     XLA:CPU programs are machine code for the CPU that compiled them. Another CPU that shares the home directory may
     stop at SIGILL.

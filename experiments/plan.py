@@ -53,7 +53,7 @@ def plan_from_flags() -> None:
 
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:
-    """Return the workload and the bytes of one device, from configuration and flags.
+    """Return the workload and the memory of one device.
 
     Args:
       config: settings of the run.
@@ -76,7 +76,9 @@ def planned(config: ConfigDict) -> tuple[Workload, int | None]:
 
 
 def report(workload: Workload, memory: int | None) -> None:
-    """Print the memory table and, for known memory, the largest settings that fit.
+    """Print the memory table and the largest settings that fit.
+
+    Without known memory it prints only the table.
 
     Args:
       workload: memory-relevant settings of the run.

@@ -22,7 +22,10 @@ _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared data
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command; user errors exit with status 1 and one line on stderr."""
+    """Prepare the dataset of the flags.
+
+    User errors exit with status 1 and one line on stderr.
+    """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)

@@ -147,7 +147,7 @@ def check_kept(
 
 @contextlib.contextmanager
 def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """Add the changed settings to the error of a checkpoint that does not fit.
+    """Add the changed settings to a checkpoint's shape error.
 
     Args:
       changed: changed settings, from `changed_settings`.
@@ -165,5 +165,5 @@ def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
 
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Format each changed setting as a line such as "batch_size: 256 -> 512"."""
+    """Format each change as a line such as "batch_size: 256 -> 512"."""
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]

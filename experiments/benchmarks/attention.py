@@ -120,7 +120,7 @@ _FIGURES = (
 def _measure(
     settings: Settings, implementation: AttentionImplementation, b: int, t: int, product: Product
 ) -> Iterator[dict[str, float]]:
-    """Yield figures as they are measured, so that an out-of-memory error loses none."""
+    """Yield figures one at a time, so an out-of-memory error loses none."""
     shape = (b, t, settings.heads, settings.channels)
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
@@ -157,7 +157,7 @@ def _measure(
 
 
 def draw(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
-    """Draw random queries, keys, values and output cotangents, `[b, t, heads, d]` each."""
+    """Draw random queries, keys, values and output cotangents, each of `shape`."""
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys]
 
@@ -165,7 +165,9 @@ def draw(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
 def exact_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *, causal: bool
 ) -> tuple[np.ndarray, ...]:
-    """Compute attention and its gradients in float64 (Dao et al. 2022, appendix B.2).
+    """Compute attention and its gradients in float64.
+
+    The backward pass follows Dao et al. 2022, appendix B.2.
 
     Args:
       query: `[b, t, heads, d]` queries.

@@ -58,7 +58,9 @@ def exact_gradients(mesh: Mesh, image: jax.Array, text: jax.Array, scale: jax.Ar
 
 
 def relative_errors(mesh: Mesh, results: tuple, exact: Gradients, rows: np.ndarray) -> dict[str, float]:
-    """Compute the relative errors of a loss and its gradients, in the Euclidean norm.
+    """Compute the relative errors of a loss and its gradients.
+
+    Errors are distances from the reference in the Euclidean norm, relative to the reference.
 
     Args:
       mesh: devices.

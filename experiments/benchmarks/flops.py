@@ -37,9 +37,10 @@ def forward_flops(config: CLIPConfig) -> int:
 
 
 def step_flops(config: CLIPConfig) -> int:
-    """Count the training FLOPs of one pair: forward, and twice as many backward.
+    """Count the training FLOPs of one pair.
 
-    Recomputation, the loss and the optimizer are excluded. The loss depends on the batch size.
+    The backward pass has twice the FLOPs of the forward pass. Recomputation and the optimizer are excluded, as is the
+    loss, whose FLOPs depend on the batch size.
     """
     return 3 * forward_flops(config)
 

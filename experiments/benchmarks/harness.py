@@ -1,6 +1,7 @@
-"""Common code of the benchmarks: flags, devices, timing, reference GEMM, tables, records, plots.
+"""Common code of the benchmarks.
 
-Needs only JAX and the losses, neither the data pipeline nor `ml_collections`.
+Flags, devices, timing, reference GEMM, tables, records and plots. Needs only JAX and the losses, neither the data
+pipeline nor `ml_collections`.
 """
 
 import datetime
@@ -131,7 +132,7 @@ def output_folder() -> Path:
 
 
 def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
-    """Check that the sizes of a flag are multiples of the device count.
+    """Check that a flag's sizes are multiples of the device count.
 
     Raises:
       ValueError: a size is not.
@@ -141,7 +142,7 @@ def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
 
 
 def start_devices(count: int | None) -> Mesh:
-    """Initialize JAX over all processes and return the mesh of the first devices.
+    """Initialize all processes and return the mesh of the first devices.
 
     Args:
       count: number of devices; None: all.
@@ -210,7 +211,10 @@ class Program:
 
     @property
     def memory_bytes(self) -> int:
-        """Workspace of one device in bytes, without arguments and results, as planned by XLA."""
+        """Workspace of one device in bytes, as planned by XLA.
+
+        Arguments and results are excluded.
+        """
         return self._compiled.memory_analysis().temp_size_in_bytes
 
     def seconds(self, repeats: int) -> float:
@@ -234,7 +238,9 @@ class Product(NamedTuple):
 
 
 def measure_product(repeats: int) -> Product:
-    """Measure the 8192^3 GEMM of random numbers on one device; 1024^3 on the CPU.
+    """Measure the reference GEMM on one device of this process.
+
+    The factors are random: 8192^3, or 1024^3 on the CPU.
 
     Args:
       repeats: timed runs.
@@ -270,7 +276,7 @@ def circumstances(mesh: Mesh) -> dict[str, Any]:
 
 
 def collect(names: Iterable[str], figures: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Collect the figures of one case until it ends or runs out of memory.
+    """Collect the figures of one case, complete or until memory runs out.
 
     Args:
       names: names of all figures.
@@ -296,7 +302,10 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a file of JSON lines, on the leading process only."""
+    """Append a record to a file of JSON lines.
+
+    Only the leading process writes.
+    """
     if distributed.is_lead():
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -305,7 +314,9 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 def report(
     path: Path, columns: Columns, mesh: Mesh, product: Product, case: dict[str, Any], figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """Record a case and print its row of the table, on the leading process only.
+    """Record a case and print its row of the table.
+
+    Only the leading process writes and prints.
 
     Args:
       path: file of JSON lines.
@@ -332,7 +343,7 @@ def say(line: str) -> None:
 
 
 def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Product:
-    """Create the output folder, time the reference GEMM and print the table header.
+    """Create the output folder, time the reference GEMM, print the header.
 
     Args:
       about: description of the benchmark.

@@ -114,12 +114,15 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 
 def forward_flops(b: int, dim: int) -> int:
-    """Nominal FLOPs of the loss: one product of all pairs, `2 b^2 D`."""
+    """Count the nominal FLOPs of the loss, `2 b^2 D`: one product."""
     return 2 * b * b * dim
 
 
 def total_flops(b: int, dim: int) -> int:
-    """Nominal FLOPs of the loss and its gradients, `8 b^2 D`, for every implementation."""
+    """Count the nominal FLOPs of loss and gradients, `8 b^2 D`.
+
+    The count is the same for every implementation.
+    """
     return 4 * forward_flops(b, dim)
 
 
@@ -138,7 +141,9 @@ class Case(NamedTuple):
 
     @classmethod
     def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh) -> "Case":
-        """Draw random unit features; cosines of the pairs are uniform in [0, 1].
+        """Draw random unit features.
+
+        The cosine between an image and its text is uniform in [0, 1].
 
         Args:
           b: global batch size.
@@ -190,7 +195,7 @@ _FIGURES = (
 def _measure(
     case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None
 ) -> Iterator[dict[str, float]]:
-    """Yield figures as they are measured, so that an out-of-memory error loses none."""
+    """Yield figures one at a time, so an out-of-memory error loses none."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
     loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)

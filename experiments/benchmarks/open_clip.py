@@ -80,7 +80,9 @@ def packages() -> tuple[Any, Any]:
 
 
 class Training:
-    """Training of a model on one fixed batch; each call is an optimizer step.
+    """Training of a model on one fixed batch.
+
+    Each call is an optimizer step.
 
     Args:
       settings: benchmark case.
@@ -276,7 +278,10 @@ def run(cases: Sequence[Settings], output: Path) -> None:
 
 
 def _define_flags() -> flags.FlagValues:
-    """Define the flags, only if run as a command: other commands share flag names."""
+    """Define the flags of this command.
+
+    Not at import, since other commands define flags of the same names.
+    """
     values = flags.FLAGS
     flags.DEFINE_enum("model", MODELS[0], MODELS, "Model name of OpenCLIP.")
     flags.DEFINE_list("batch", "1024,4096", "Pairs of one optimizer step.")

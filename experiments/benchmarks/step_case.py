@@ -166,7 +166,7 @@ class Case:
         return case
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
-        """Yield figures as they are measured, so that an out-of-memory error loses none.
+        """Yield figures one at a time, so an out-of-memory error loses none.
 
         Args:
           product: reference GEMM of the same process.
@@ -225,7 +225,9 @@ class Case:
         return make_train_step(self.loss_fn, _SEED, cache, self.mesh, self.settings.parameter_sharding)
 
     def _phase_times(self, train: _Training) -> Iterator[dict[str, float]]:
-        """Time the phases of the step, each compiled separately on the step's shapes.
+        """Time the phases of the step.
+
+        Each phase is compiled separately, on the shapes of the step.
 
         Args:
           train: training whose state and batch are used. Its state is replaced.
@@ -251,7 +253,7 @@ class Case:
         train.state = updating.state
 
     def _encoder_passes(self, *, backward: bool) -> Callable[..., Any]:
-        """Create the encoders' forward pass, or forward and backward pass, of the step.
+        """Create the step's encoder passes: forward, or forward and backward.
 
         Args:
           backward: whether to compute the gradients of the sum of all features.
@@ -340,7 +342,7 @@ def _draw_texts(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.n
 
 
 class RandomReader:
-    """Reader of random pairs of this process, with a small pool of images.
+    """Reader of random pairs, drawn from a small pool of images.
 
     Every chunk is a contiguous slice of the pool, so a batch of any size fits into host memory.
 
@@ -357,9 +359,9 @@ class RandomReader:
         self._images = _draw_images(np.random.default_rng(jax.process_index()), config, pool)
 
     def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
-        """Read the rows of some slices; the same slices give the same rows.
+        """Read the rows of some slices.
 
-        Images repeat across chunks, texts do not.
+        The same slices give the same rows. Images repeat across chunks, texts do not.
 
         Args:
           spans: row slices of this process.
@@ -374,8 +376,8 @@ class RandomReader:
 
 
 def peak_bytes(mesh: Mesh) -> int:
-    """Return the peak memory of this process's devices in bytes; 0 if unknown.
+    """Return the peak memory of a device in bytes; 0 if unknown.
 
-    The largest over the devices, since the start of the process.
+    The maximum over this process's devices, since the process started.
     """
     return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)

@@ -1,4 +1,4 @@
-# Every target sets up what it needs on a clean machine: a Python >= 3.12, a virtual environment, the pinned packages.
+# Every target sets up a virtual environment with the pinned packages. It needs only a Python >= 3.12.
 VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?= data
@@ -6,12 +6,12 @@ WORKDIR ?= runs/quickstart
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 
-# Large pages for JAX's buffers: a third more speed on the CPU. Where the C library does not know the setting, no effect.
+# Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: quickstart digits test test-slow test-gpu lint format clean
 
-quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, pictures: about 5 minutes on 2 cores
+quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=$(WORKDIR) --config.data_dir=$(DATA)
 	$(BIN)/python -m experiments.evaluate --workdir=$(WORKDIR)
@@ -19,13 +19,13 @@ quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluat
 digits: $(STAMP)  ## Real handwritten digits
 	$(BIN)/python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
-test: $(TRITON)  ## The whole suite on the CPU
+test: $(TRITON)  ## The test suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/experiments tests/ops tests
 
-test-slow: $(STAMP)  ## The quickstart, killed half way, the digits and the notebook, with the results they must reach: about 9 minutes
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebook, checked against their promised results: about 9 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
 
-test-gpu: $(STAMP)  ## What needs a GPU
+test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu
 
 lint: $(STAMP)
@@ -50,6 +50,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton]'
-	@# Compiles Triton kernels without a GPU; outside the environment, where JAX would miss the rest of CUDA.
+	@# The plugin compiles Triton kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/cuda jax-cuda13-plugin
 	touch $@

@@ -1,1 +1,4 @@
-"""Configurations of runs, one Python file each, with `get_config()`; `base.py` explains every setting."""
+"""Run configurations, one Python file each.
+
+Each has a `get_config()`. `base.py` explains every setting.
+"""

@@ -1,4 +1,6 @@
-"""Real handwritten digits (scikit-learn's, 1,797 images) with captions; zero-shot classification of held-out ones.
+"""Real handwritten digits with captions.
+
+Zero-shot classification of held-out digits, from scikit-learn's 1,797 images:
 
     pip install 'infcl_jax[digits]'
     python -m experiments.train --config=configs/digits.py --workdir=runs/digits
@@ -12,7 +14,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    """See `configs/base.py` for the meaning of each setting."""
+    """Return the settings of the digits run; `configs/base.py` explains them."""
     config = base.get_config()
     config.cpu_devices = 4
     config.dataset = "digits"

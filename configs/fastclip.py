@@ -1,16 +1,18 @@
-"""FastCLIP: global contrastive losses at the paper's three sizes, and at one that two CPU cores can train.
+"""FastCLIP: global contrastive losses at the paper's three sizes.
+
+A fourth size, "quickstart", trains on two CPU cores.
 
     python -m experiments.train --config=configs/fastclip.py:quickstart --workdir=runs/fastclip
     python -m experiments.train --config=configs/fastclip.py:medium,loss=fastclip_v2 --workdir=runs/v2
     python -m experiments.train --config=configs/fastclip.py:medium,experiment=optimizer,optimizer=lion --workdir=runs/l
 
-The argument is a size, then changes of it:
+The argument is a size, followed by changes:
 
-- `experiment`: which experiment of the paper the settings are from, see below. The same loss has different settings in
+- `experiment`: experiment of the paper that the settings come from, see below. A loss can have different settings in
   different experiments.
 - `loss`: "fastclip_v3" by default. "fastclip_v3_const" is FastCLIP-v3 with a constant gamma.
-- `optimizer`: "adamw" by default. "optimizer" is the only experiment with "sgd", "lamb" and "lion".
-- `mode`: "reference" by default, with which the published settings were tuned, or "published".
+- `optimizer`: "adamw" by default. Only the experiment "optimizer" has "sgd", "lamb" and "lion".
+- `mode`: "reference" by default, since the published settings were tuned with it; or "published".
 
 | size | data, samples | model | batch | epochs |
 | --- | --- | --- | --- | --- |
@@ -22,15 +24,16 @@ The argument is a size, then changes of it:
 | experiment | of the paper | losses | sizes |
 | --- | --- | --- | --- |
 | temperature (default) | Table 9: temperature updates | clip, fastclip_v0 to fastclip_v3 | medium, large, xlarge |
-| schedule | Table 8: schedule of gamma | sogclr, isogclr, fastclip_v1 to _v3, fastclip_v3_const | as above |
+| schedule | Table 8: schedule of gamma | sogclr, isogclr, fastclip_v1 to _v3, _v3_const | medium, large, xlarge |
 | optimizer | Table 10: optimizers | fastclip_v3 | medium, large |
 | shapes (default) | none | all | quickstart |
 
-The experiments at xlarge have no losses besides clip and fastclip_v3. "clip" is the paper's OpenCLIP. The momentum of
-SGD is beta1. The temperature of FastCLIP-v0 learns at the rate of all parameters, as in the authors' scripts.
+At xlarge the only losses are clip and fastclip_v3. "clip" is the paper's OpenCLIP. The momentum of SGD is beta1.
+The temperature of FastCLIP-v0 has the learning rate of all parameters, as in the authors' scripts.
 
 "quickstart" takes about 3 minutes on two CPU cores. The others expect datasets in TFDS's array_record format in the
-folders `cc3m`, `cc12m` and `laion` of `data_dir`, and take as many steps as the paper's numbers of samples give.
+folders `cc3m`, `cc12m` and `laion` of `data_dir`. Their step counts follow from the paper's numbers of samples.
+
 Wei et al., "FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources" (2024),
 Appendix B.
 """
@@ -47,11 +50,11 @@ class _Loss(NamedTuple):
     """Settings of a loss in one experiment.
 
     Attributes:
-      temperature: at the start.
-      gamma: inner learning rate, constant or at the end of the cosine; None for CLIP's loss, which has none.
-      gamma_epochs: epochs of the cosine; None: constant.
-      rho: weight of the temperatures.
-      temperature_rate: learning rate of the temperature, or of those of samples; None: that of all parameters.
+      temperature: initial temperature.
+      gamma: inner learning rate, constant or final value of the cosine; None for CLIP's loss, which has none.
+      gamma_epochs: epochs of the cosine schedule; None: constant gamma.
+      rho: weight of the temperatures in the loss.
+      temperature_rate: learning rate of the global or per-sample temperatures; None: that of all parameters.
     """
 
     temperature: float
@@ -61,7 +64,7 @@ class _Loss(NamedTuple):
     temperature_rate: float | None = None
 
 
-_SIZES: dict[str, dict[str, Any]] = {  # Table 7; learning rate and weight decay of AdamW
+_SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. adamw: learning rate and weight decay.
     "quickstart": {
         "data": ("shapes/quickstart", 8192),
         "model": "tiny-shapes",
@@ -107,7 +110,7 @@ _CLIP = {"clip": _Loss(0.07)}
 _MEDIUM_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 18, rho=6.5, temperature_rate=2e-4)}
 _LARGE_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 16, rho=8.5, temperature_rate=1e-4)}
 _XLARGE_V3 = {"fastclip_v3": _Loss(0.07, 0.8, 10, rho=16.0, temperature_rate=5e-5)}
-# By size and experiment. The first experiment of a size is its default.
+# Losses by size and experiment. The first experiment of a size is its default.
 _EXPERIMENTS: dict[str, dict[str, dict[str, _Loss]]] = {
     "quickstart": {
         "shapes": {
@@ -122,7 +125,7 @@ _EXPERIMENTS: dict[str, dict[str, dict[str, _Loss]]] = {
         },
     },
     "medium": {
-        "temperature": {  # Table 9; gamma of the cosine as in the authors' scripts
+        "temperature": {  # Table 9; final gamma of the cosine as in the authors' scripts
             **_CLIP,
             "fastclip_v0": _Loss(0.03, 0.2, 18),
             "fastclip_v1": _Loss(0.03, 0.2, 18),
@@ -159,7 +162,7 @@ _EXPERIMENTS: dict[str, dict[str, dict[str, _Loss]]] = {
     },
     "xlarge": {"temperature": _CLIP | _XLARGE_V3, "schedule": _XLARGE_V3},
 }
-# Table 10: learning rate and weight decay in the experiment "optimizer".
+# Table 10: learning rate and weight decay of the experiment "optimizer".
 _OPTIMIZERS = {
     "medium": {"adamw": (1e-3, 0.1), "lamb": (2e-3, 0.1), "lion": (2e-4, 0.3), "sgd": (1.0, 3e-6)},
     "large": {"adamw": (4e-4, 0.1), "lamb": (2e-3, 0.1), "lion": (1e-4, 0.3), "sgd": (2.0, 3e-6)},
@@ -167,10 +170,15 @@ _OPTIMIZERS = {
 
 
 def get_config(argument: str = "quickstart") -> ConfigDict:
-    """Configuration of a size and experiment. See `configs/base.py` for the meaning of each setting.
+    """Return the settings of a size and experiment.
+
+    `configs/base.py` explains them.
+
+    Args:
+      argument: size and changes, such as "medium,experiment=optimizer,optimizer=lion".
 
     Raises:
-      ValueError: an unknown size, or a change of it for which there are no settings.
+      ValueError: the size is unknown, or there are no settings for a change.
     """
     name, *changes = argument.split(",")
     if name not in _SIZES:
@@ -178,10 +186,10 @@ def get_config(argument: str = "quickstart") -> ConfigDict:
     size, experiments = _SIZES[name], _EXPERIMENTS[name]
     chosen = {"experiment": next(iter(experiments)), "loss": "fastclip_v3", "optimizer": "adamw", "mode": "reference"}
     for change in changes:
-        what, _, value = change.partition("=")
-        if what not in chosen:
-            raise ValueError(f"expected changes of {tuple(chosen)}, got {what!r}")
-        chosen[what] = value
+        key, _, value = change.partition("=")
+        if key not in chosen:
+            raise ValueError(f"expected changes of {tuple(chosen)}, got {key!r}")
+        chosen[key] = value
     _check_choice("experiment", chosen, tuple(experiments), f"size {name!r}")
     where = f"experiment {chosen['experiment']!r} at size {name!r}"
     losses = experiments[chosen["experiment"]]
@@ -230,6 +238,6 @@ def _set_loss(config: ConfigDict, name: str, loss: _Loss) -> None:
         config.optimizer.temperature_schedule = "threshold"
 
 
-def _check_choice(what: str, chosen: dict[str, str], known: tuple[str, ...], where: str) -> None:
-    if chosen[what] not in known:
-        raise ValueError(f"expected {what} to be one of {known} in {where}, got {chosen[what]!r}")
+def _check_choice(key: str, chosen: dict[str, str], known: tuple[str, ...], where: str) -> None:
+    if chosen[key] not in known:
+        raise ValueError(f"expected {key} to be one of {known} in {where}, got {chosen[key]!r}")

@@ -1,4 +1,6 @@
-"""A small CLIP model on the built-in captioned shapes, through the ring on four simulated CPU devices.
+"""A small CLIP model on the built-in captioned shapes.
+
+Trains through the ring on four simulated CPU devices:
 
     make quickstart
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
@@ -12,7 +14,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    """See `configs/base.py` for the meaning of each setting."""
+    """Return the settings of the quickstart; `configs/base.py` explains them."""
     config = base.get_config()
     config.cpu_devices = 4
     config.dataset = "shapes/quickstart"

@@ -1,4 +1,4 @@
-"""The configuration of an existing run, read from its work directory.
+"""Configuration of an existing run, read from its work directory.
 
     python -m experiments.plan --config=configs/saved.py:runs/quickstart
 
@@ -12,7 +12,10 @@ from infcl_jax.training import load_config
 
 
 def get_config(workdir: str) -> ConfigDict:
-    """The defaults of `configs/base.py`, updated with the run's `config.json`.
+    """Return the defaults of `configs/base.py`, updated with `config.json`.
+
+    Args:
+      workdir: directory of the run.
 
     Raises:
       FileNotFoundError: no run in `workdir`.

@@ -1,1 +1,1 @@
-"""Commands: prepare data, train, evaluate."""
+"""Commands: prepare data, plan memory, train, evaluate."""

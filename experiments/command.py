@@ -1,4 +1,4 @@
-"""What every command shares: configurations, devices, and mistakes reported in one line."""
+"""Common code of the commands: flags, configurations, devices and one-line error messages."""
 
 import ast
 import functools
@@ -25,23 +25,23 @@ for _kind in (str, int, float, ConfigDict):
     config_flags.register_flag_parser_for_type(_kind, SettingParser(_kind))
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error comes from, not only what it says.")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
-# What a user can mend. Everything else is a defect and keeps its traceback.
-_MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
+# Errors that a user can correct. All others are defects and keep their traceback.
+_USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
 
 
 def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
-    """Parses the flags and calls `command(workdir)`.
+    """Parse the flags and call `command(workdir)`.
 
-    A mistake becomes one line on stderr and exit status 1.
+    User errors exit with status 1 and one line on stderr.
 
     Args:
-      command: called with the work directory.
-      saved_config: whether the run's saved configuration is the default of `--config`.
+      command: function of the work directory.
+      saved_config: use the run's saved configuration as the default of `--config`.
     """
 
     def with_workdir() -> None:
@@ -53,7 +53,14 @@ def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
 
 
 def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = False) -> None:
-    """As `run`, for a command that leaves nothing behind."""
+    """Parse the flags and call `command()`, for commands without a work directory.
+
+    User errors exit with status 1 and one line on stderr.
+
+    Args:
+      command: function without arguments.
+      saved_config: use the run's saved configuration as the default of `--config`.
+    """
 
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
@@ -61,7 +68,7 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
             if len(argv) > 1:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
             command()
-        except _MISTAKES as error:
+        except _USER_ERRORS as error:
             if _TRACEBACK.value:
                 raise
             sys.exit(_one_line(error))
@@ -70,10 +77,10 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
 
 
 def chosen_config() -> ConfigDict:
-    """The configuration of `--config`, with the changes of the command line.
+    """Return the configuration of `--config`, with the command line's changes.
 
     Raises:
-      ValueError: no configuration, or no value for a setting that needs one.
+      ValueError: `--config` is missing, or a required setting is None.
     """
     if _CONFIG.value is None:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
@@ -82,14 +89,14 @@ def chosen_config() -> ConfigDict:
 
 
 def chosen_changes() -> dict[str, Any]:
-    """Settings given as `--config.NAME=VALUE`, by name."""
+    """Return the settings given as `--config.NAME=VALUE`, by name."""
     chosen_config()
     flag: Any = flags.FLAGS["config"]
     return dict(flag.override_values)
 
 
 def chosen_file() -> str | None:
-    """The file given as `--config=FILE`; None where the saved configuration is the default."""
+    """Return the file given as `--config=FILE`, or None for the saved configuration."""
     chosen_config()
     flag: Any = flags.FLAGS["config"]
     name = str(flag.config_filename)
@@ -97,7 +104,7 @@ def chosen_file() -> str | None:
 
 
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
-    """absl's parser, with a misspelt configuration key reported as the usage error it is."""
+    """Parse the flags, with a one-line error for misspelled settings."""
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
@@ -105,7 +112,7 @@ def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
-    """Arguments with the run's saved configuration as the default of `--config`."""
+    """Add the run's saved configuration as the default of `--config`."""
     given = flags.FlagValues()
     for name in ("config", "workdir"):
         flags.DEFINE_string(name, None, "", flag_values=given)
@@ -115,16 +122,16 @@ def _with_saved_config(argv: list[str]) -> list[str]:
         return argv
     if not workdir:
         raise ValueError(_NO_WORKDIR)
-    load_config(workdir)  # its errors, without those of a configuration file around them
+    load_config(workdir)  # raises here, since ml_collections would wrap the error in its own
     return [argv[0], f"--config={saved.__file__}:{workdir}", *argv[1:]]
 
 
 def _misplaced(argv: list[str]) -> ValueError | None:
-    """The error for a key below a single value, `--config.seed.key`.
+    """Return the error for a key below a single value.
 
-    ml_collections would index the value and report Python's error.
+    An example is `--config.seed.key`. ml_collections would index the value and report Python's error.
     """
-    names = [found[1] for found in map(_OVERRIDE.match, argv) if found]
+    names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
     for name, parent in itertools.product(names, flattened(base.get_config())):
         if name.startswith(f"{parent}."):
             return ValueError(f"no such setting: {name}; {parent} is a single value, set as --config.{parent}=...")
@@ -132,13 +139,13 @@ def _misplaced(argv: list[str]) -> ValueError | None:
 
 
 def _one_line(error: Exception) -> str:
-    """What a mistake says, in one line, with what to do where the library that noticed it does not know."""
+    """Format an error as one line, with advice if it has none."""
     text, hint = str(error), ""
     if isinstance(error, OutOfMemory):
-        return f"error: {text}"  # with a table
+        return f"error: {text}"  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
         text, hint = f"no such setting: {_unquoted(text)}", "; the keys are in configs/base.py"
-    elif "command line flag 'config." in text:  # absl knows these only after --config
+    elif "command line flag 'config." in text:  # absl defines config.* flags only after --config
         hint = "; give --config too, such as --config=configs/quickstart.py"
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):
         text = f"cannot load the --config file: {str(error.__cause__).splitlines()[-1]}"
@@ -149,7 +156,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """The text of a KeyError, whose `str()` is a repr, or the repr of one."""
+    """Strip the quotes of a `KeyError` message, whose `str()` is a repr."""
     while text[:1] in ("'", '"'):
         try:
             text = ast.literal_eval(text)
@@ -159,11 +166,13 @@ def _unquoted(text: str) -> str:
 
 
 def start_devices(config: ConfigDict) -> Mesh:
-    """Joins the other processes, if any, and returns the mesh of all devices.
+    """Initialize JAX over all processes and return the mesh of all devices.
+
+    Also enables the persistent compilation cache.
 
     Raises:
-      ValueError: the batch size does not suit the devices, the cluster settings are incomplete, or JAX has started
-        with another number of simulated devices, or `compilation_cache` is a folder that cannot be written to.
+      ValueError: a batch size is not a multiple of the device count, the cluster settings are incomplete, JAX has
+        started with another number of simulated devices, or the folder `compilation_cache` is not writable.
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
@@ -186,6 +195,6 @@ def _simulate_devices(count: int) -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line, on the leading process only."""
+    """Print a line, on the leading process only."""
     if distributed.is_lead():
         print(line, flush=True)

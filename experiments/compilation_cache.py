@@ -1,4 +1,4 @@
-"""The persistent compilation cache of the commands: its folder, and atomic writes to it."""
+"""Persistent compilation cache of the commands, with atomic writes."""
 
 import hashlib
 import os
@@ -15,14 +15,14 @@ from jax._src import lru_cache
 
 _OFF = ("off", "")
 _CPU_INFO = Path("/proc/cpuinfo")
-# What decides which instructions LLVM generates for the host: x86's names, then ARM's.
+# Fields that decide which instructions LLVM generates for the host: x86's names, then ARM's.
 _CPU_FIELDS = frozenset(
     ("model name", "cpu family", "model", "flags", "CPU implementer", "CPU architecture", "CPU part", "Features")
 )
 
 
 class AtomicCache(lru_cache.LRUCache):
-    """JAX's file cache with atomic writes.
+    """JAX's file cache, with atomic writes.
 
     JAX 0.11.2 writes an entry in place (`LRUCache.put`: open, truncate, write). It locks only with
     `jax_compilation_cache_max_size`, for which it needs the package filelock. Three things go wrong without the lock:
@@ -35,7 +35,7 @@ class AtomicCache(lru_cache.LRUCache):
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Adds or replaces an entry; no process ever reads a part of it."""
+        """Add or replace an entry atomically."""
         if self.eviction_enabled:  # every access holds JAX's lock
             super().put(key, value)
             return
@@ -48,19 +48,19 @@ class AtomicCache(lru_cache.LRUCache):
 
 
 def enable(setting: str | None, say: Callable[[str], None]) -> None:
-    """Points JAX to its persistent compilation cache, with atomic writes.
+    """Enable JAX's persistent compilation cache, with atomic writes.
 
-    Runs of several processes have no cache by default. On GPUs XLA shares autotuning between the processes that compile
-    a program, so one that loads it while another compiles it leaves the other waiting. Hosts with home directories of
-    their own differ at every start, because only process 0 writes.
+    Runs of several processes have no cache by default. On GPUs, XLA shares autotuning among the processes that compile
+    a program. A process that loads the program from the cache would leave a compiling process waiting. Hosts with
+    separate home directories would differ at every start, because only process 0 writes.
 
     Args:
-      setting: parent folder; None for JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) or else the user's cache folder;
-        "off" or "" for no cache.
-      say: prints a line, where the user's cache folder cannot be written to.
+      setting: parent folder. None: JAX's own setting (`JAX_COMPILATION_CACHE_DIR`), or else the user's cache folder.
+        "off" or "": no cache.
+      say: function that prints a warning line if the user's cache folder is not writable.
 
     Raises:
-      ValueError: the given folder cannot be written to.
+      ValueError: the given folder is not writable.
     """
     jax_cache.LRUCache = AtomicCache  # type: ignore[misc]
     if setting in _OFF:
@@ -70,33 +70,36 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
     elif _undecided() and jax.process_count() == 1:
         try:
             _use(user_folder())
-        except ValueError as error:  # not the user's choice, so no reason to stop
+        except ValueError as error:  # the default folder is optional, so its errors do not stop the run
             say(f"no compilation cache: {error}")
 
 
 def _undecided() -> bool:
-    """True if JAX has no cache folder and its cache is not disabled."""
+    """Return whether JAX's cache is enabled but has no folder."""
     return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
 
 
 def user_folder() -> Path:
-    """Parent folder in `XDG_CACHE_HOME`, or in `~/.cache` if that is not an absolute path."""
+    """Return the user's cache folder, in `XDG_CACHE_HOME` or else in `~/.cache`.
+
+    A relative `XDG_CACHE_HOME` is ignored.
+    """
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (caches if caches.is_absolute() else Path("~/.cache")) / "infcl_jax" / "compiled"
 
 
 def host_key() -> str:
-    """Subfolder name from platform, jaxlib version, process count and CPU.
+    """Return the cache subfolder of this platform, jaxlib, process count and CPU.
 
-    XLA:CPU programs are machine code for the CPU that compiled them, so on another one that shares the home directory
-    they may end in SIGILL.
+    XLA:CPU programs are machine code for the CPU that compiled them. Another CPU that shares the home directory may
+    stop at SIGILL.
     """
     cpu = hashlib.sha256(_cpu().encode()).hexdigest()[:12]
     return f"{jax.default_backend()}-jaxlib{jaxlib.__version__}-{jax.process_count()}p-{cpu}"
 
 
 def _cpu() -> str:
-    """Architecture, model and instruction sets of the host's CPU."""
+    """Return architecture, model and instruction sets of the host's CPU."""
     try:
         first, _, _ = _CPU_INFO.read_text().partition("\n\n")
     except OSError:  # not Linux
@@ -106,10 +109,10 @@ def _cpu() -> str:
 
 
 def _use(parent: Path) -> None:
-    """Points JAX to this host's subfolder of `parent`.
+    """Set JAX's cache folder to this host's subfolder of `parent`.
 
     Raises:
-      ValueError: the subfolder cannot be written to.
+      ValueError: the subfolder is not writable.
     """
     try:
         folder = parent.expanduser() / host_key()
@@ -126,4 +129,4 @@ def _use(parent: Path) -> None:
 
 def _point_jax_to(folder: Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
-    jax_cache.reset_cache()  # JAX looks for its cache only once
+    jax_cache.reset_cache()  # JAX reads its cache folder only once

@@ -1,8 +1,10 @@
-"""Evaluates the latest checkpoint of a run: zero-shot accuracy, retrieval, whole-split loss; draws the pictures.
+"""Evaluate the latest checkpoint of a run.
+
+Measures zero-shot accuracy, retrieval and the whole-split loss, and plots the curves and a retrieval grid.
 
     python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
 
-Settings are those of the run. The command line changes the settings of `EVALUATED` for this evaluation.
+Settings are those of the run. The command line can change the settings in `EVALUATED` for this evaluation.
 """
 
 import json
@@ -34,33 +36,35 @@ GRID_FILE = "retrieval.png"
 
 
 def draw_curves(workdir: Path) -> None:
-    """Loss and accuracy over the steps, from the run's metrics."""
+    """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
         plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE)
 
 
 def format_results(results: dict[str, float]) -> str:
-    """One line: losses in nats, everything else in percent."""
-    parts = (
+    """Format results as one line: losses in nats, all others in percent."""
+    entries = (
         f"{name} {value:.4f}" if name.endswith("loss") else f"{name} {100 * value:.1f} %"
         for name, value in results.items()
     )
-    return "  ".join(parts) or "nothing to evaluate on"
+    return "  ".join(entries) or "nothing to evaluate on"
 
 
 def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Evaluates the latest checkpoint in `workdir` on all devices and writes results and pictures there.
+    """Evaluate the latest checkpoint in `workdir` on all devices.
+
+    Writes `evaluation.json`, `curves.png` and, with a retrieval dataset, `retrieval.png` there.
 
     Args:
       workdir: directory of the run.
-      changes: of the run's settings, by dotted name: `{"evaluation.gallery": 100}`. Only those of `EVALUATED`.
+      changes: changed settings by dotted name, such as `{"evaluation.gallery": 100}`. Each must be in `EVALUATED`.
 
     Returns:
-      See `infcl_jax.evaluation.Suite`.
+      Results by name, see `infcl_jax.evaluation.Suite`.
 
     Raises:
-      FileNotFoundError: no run, no checkpoint, or a dataset is missing.
-      ValueError: the checkpoint does not fit its configuration, or a change is not possible.
+      FileNotFoundError: the run, its checkpoint or a dataset is missing.
+      ValueError: the checkpoint does not fit its configuration, or a change is not allowed.
     """
     old, config = saved.get_config(str(workdir)), saved.get_config(str(workdir))
     try:
@@ -93,9 +97,9 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
 
 
 def given_changes() -> dict[str, Any]:
-    """Changes from the command line.
+    """Return the changes of the command line, by dotted name.
 
-    These are all of `--config.NAME=VALUE`, and the model and the settings of `EVALUATED` in `--config=FILE`.
+    Includes every `--config.NAME=VALUE`, and the model and the settings of `EVALUATED` in `--config=FILE`.
     """
     given = command.chosen_changes()
     if command.chosen_file() is None:

@@ -1,4 +1,4 @@
-"""Parsing of settings given as `--config.NAME=VALUE`."""
+"""Flag parser of settings given as `--config.NAME=VALUE`."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ _PARSERS: dict[type, Any] = {str: flags.ArgumentParser(), int: flags.IntegerPars
 
 
 class SettingParser(flags.ArgumentParser):
-    """Flag parser of single settings, in which "None" means None."""
+    """Flag parser of single settings that reads "None" as None."""
 
     def __init__(self, kind: type):
-        """Takes the type of the settings: str, int, float or ConfigDict."""
+        """Create a parser of settings of type str, int, float or ConfigDict."""
         self._kind = kind
 
     def parse(self, argument: Any) -> Any:
-        """The value of a command-line argument, or of a default.
+        """Parse a command-line argument or a default.
 
         Raises:
-          ValueError: text of another type, or a group.
+          ValueError: the text has another type, or the setting is a group.
         """
         if self._kind is not ConfigDict:
             return None if argument == "None" else _PARSERS[self._kind].parse(argument)
@@ -28,5 +28,5 @@ class SettingParser(flags.ArgumentParser):
         return argument
 
     def flag_type(self) -> str:
-        """Name of the type, for the help text."""
+        """Return the type's name, for the help text."""
         return self._kind.__name__

@@ -1,8 +1,10 @@
-"""Says where the memory of a run goes, and the largest batch and chunk that fit, without running it.
+"""Plan the memory of a run without running it.
+
+Prints the memory of each component, and the largest batch and chunk that fit.
 
     python -m experiments.plan --config=configs/quickstart.py --device=H200 --devices=8 [--config.batch_size=32768]
 
-Without --device and --memory_gib: for the devices at hand.
+Without --device and --memory_gib, plans for the devices of this machine.
 """
 
 import contextlib
@@ -30,15 +32,17 @@ from infcl_jax.planner import (
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."
 )
-_COUNT = flags.DEFINE_integer("devices", None, "How many there are; those at hand by default, 1 of --device.")
-_MEMORY = flags.DEFINE_float("memory_gib", None, "What JAX may use of each, in GiB, instead of what the device has.")
+_COUNT = flags.DEFINE_integer("devices", None, "Number of devices. Default: those of this machine, or 1 with --device.")
+_MEMORY = flags.DEFINE_float(
+    "memory_gib", None, "Memory that JAX may use per device, in GiB. Default: that of the device."
+)
 
 
 def plan_from_flags() -> None:
-    """Prints the plan of `--config`.
+    """Print the plan of `--config`.
 
     Raises:
-      ValueError: there is none, or a setting or flag is wrong.
+      ValueError: `--config` is missing, or a setting or flag is wrong.
     """
     for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
         if flag.value is not None and not flag.value > 0:
@@ -49,7 +53,17 @@ def plan_from_flags() -> None:
 
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:
-    """The workload and the memory of one device, as the flags say; errors as `plan_from_flags`."""
+    """Return the workload and the memory of one device.
+
+    Args:
+      config: settings of the run.
+
+    Returns:
+      The workload, and the bytes that JAX may use per device, or None if unknown.
+
+    Raises:
+      ValueError: a setting or flag is wrong.
+    """
     memory, implementation = None if _MEMORY.value is None else int(_MEMORY.value * 2**30), None
     if _DEVICE.value is not None:
         device, count = device_named(_DEVICE.value), _COUNT.value or 1
@@ -62,7 +76,14 @@ def planned(config: ConfigDict) -> tuple[Workload, int | None]:
 
 
 def report(workload: Workload, memory: int | None) -> None:
-    """Prints the table and, where the memory is known, what fits into it."""
+    """Print the memory table and the largest settings that fit.
+
+    Without known memory it prints only the table.
+
+    Args:
+      workload: memory-relevant settings of the run.
+      memory: bytes that JAX may use per device, or None if unknown.
+    """
     plan = plan_memory(workload, memory)
     command.say(format_plan(plan))
     if memory is None:

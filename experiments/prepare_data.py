@@ -1,9 +1,10 @@
-r"""Prepares a dataset on disk, once; does nothing where it is there already.
+r"""Prepare a dataset on disk, unless it exists.
 
     python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=data
 
 Built-in datasets: shapes/quickstart (35 MB, about 15 s on two cores), shapes/full (0.5 GB, minutes), digits (nothing to
-prepare). Another name is looked up in the TFDS catalogue: some of those need TensorFlow to prepare, none to read.
+prepare). Other names are looked up in the TFDS catalog. Some of its datasets need TensorFlow for preparation, none for
+reading.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from absl import app, flags, logging
 
 from infcl_jax.data import prepare
 
-_DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its config where there is one.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder that holds the prepared datasets.")
+_DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
+_DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Command line entry point; expected mistakes end with one line and exit code 1."""
+    """Prepare the dataset of the flags.
+
+    User errors exit with status 1 and one line on stderr.
+    """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Trains a CLIP model; run again with the same workdir, it continues where it stopped.
+"""Train a CLIP model, or continue a run from its latest checkpoint.
 
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.batch_size=512]
 
-On several hosts: the same command on every one, see `infcl_jax.distributed.initialize`.
+On several hosts, run the same command on each, see `infcl_jax.distributed.initialize`.
 """
 
 import contextlib
@@ -40,27 +40,27 @@ from infcl_jax.training import (
 from infcl_jax.training.checkpoint import CONFIG_FILE
 from infcl_jax.training.step import Metrics, TrainStep
 
-# Settings that a resumed run keeps: what its parameters, its data position and its optimizer state mean.
+# Settings that a resumed run cannot change, since its parameters, data position or optimizer state depend on them.
 KEPT = ("model", "dataset", "split", "batch_size", "seed", "optimizer.name")
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Trains until `config.total_steps`, from the latest checkpoint in `workdir` if there is one.
+    """Train until `config.total_steps`, from the latest checkpoint if there is one.
 
     Args:
-      config: see `configs/base.py`.
-      workdir: where checkpoints, `metrics.jsonl`, `config.json` and pictures go.
+      config: settings of the run, see `configs/base.py`.
+      workdir: folder of checkpoints, `metrics.jsonl`, `config.json` and plots.
 
     Returns:
-      The final evaluation, see `infcl_jax.evaluation.Suite`.
+      Results of the final evaluation, see `infcl_jax.evaluation.Suite`.
 
     Raises:
-      ValueError: a setting is wrong, a resumed run changes one of `KEPT` or a shape of its state, or `workdir` cannot
-        be written.
+      ValueError: a setting is wrong, a resumed run changes a setting of `KEPT` or a shape of its state, or `workdir` is
+        not writable.
       FileNotFoundError: a dataset is not prepared.
-      FloatingPointError: the loss or a gradient is no longer finite.
-      OutOfMemory: a device ran out of memory; the message says what to change.
-      SystemExit: the run was asked to stop (SIGTERM, Ctrl-C) and has saved its state.
+      FloatingPointError: the loss or a gradient is not finite.
+      OutOfMemory: a device ran out of memory; the message says which settings to change.
+      SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
     """
     check_counts(config)
     run.check_chunk_size(config)
@@ -70,8 +70,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
         check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
-        settled = run.with_most_kept(config, mesh.size, memory)
-        cache = GradCacheConfig(**settled.grad_cache)
+        resolved = run.with_most_kept(config, mesh.size, memory)
+        cache = GradCacheConfig(**resolved.grad_cache)
         step_fn = make_train_step(run.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
         data = run.training_data(config)
         suite = run.evaluation_suite(config, mesh)
@@ -84,7 +84,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        plan = plan_memory(run.workload(settled, mesh.size), memory)
+        plan = plan_memory(run.workload(resolved, mesh.size), memory)
         announce(config, mesh, state, workdir, plan)
         for line in format_changes(changed):
             command.say(line)
@@ -103,24 +103,24 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
 
 
 def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Changed settings of a resumed run; none if it has no `config.json`."""
+    """Return the changed settings of a resumed run; none without a `config.json`."""
     return changed_settings(saved.get_config(str(workdir)), config) if (workdir / CONFIG_FILE).is_file() else {}
 
 
 def check_counts(config: ConfigDict) -> None:
-    """Checks the numbers of steps.
+    """Check the numbers of steps and checkpoints.
 
     Raises:
-      ValueError: one of them is too small.
+      ValueError: a number is too small.
     """
-    least = {"total_steps": 1, "log_every": 1, "keep_checkpoints": 1, "eval_every": 0, "checkpoint_every": 0}
-    for name, low in least.items():
+    minimum = {"total_steps": 1, "log_every": 1, "keep_checkpoints": 1, "eval_every": 0, "checkpoint_every": 0}
+    for name, low in minimum.items():
         if config[name] < low:
             raise ValueError(f"expected {name} >= {low}, got {config[name]}")
 
 
 def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan) -> None:
-    """Says what is about to run, and where its memory goes."""
+    """Print a summary of the run and its memory plan."""
     platform = mesh.devices.flat[0].platform
     command.say(
         f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
@@ -133,7 +133,19 @@ def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, p
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run needs at every step."""
+    """Training and evaluation loop of a run.
+
+    Attributes:
+      config: settings of the run, see `configs/base.py`.
+      workdir: folder of checkpoints, metrics and plots.
+      mesh: devices.
+      data: training batches.
+      suite: evaluations.
+      step_fn: train step.
+      checkpoints: reader and writer of checkpoints.
+      writer: writer of metrics.
+      preemption: stop requests (SIGTERM, Ctrl-C).
+    """
 
     config: ConfigDict
     workdir: Path
@@ -146,7 +158,19 @@ class Run:
     preemption: Preemption
 
     def fit(self, state: TrainState, start: int) -> dict[str, float]:
-        """All steps after `start`, with their checkpoints and evaluations; returns the last evaluation."""
+        """Run all steps after `start`, with checkpoints and evaluations.
+
+        Args:
+          state: train state at `start`.
+          start: number of completed steps.
+
+        Returns:
+          Results of the last evaluation.
+
+        Raises:
+          FloatingPointError: the loss or a gradient is not finite.
+          SystemExit: a stop was requested; the state is saved.
+        """
         config, first = self.config, start + 1
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
@@ -154,20 +178,20 @@ class Run:
         pending: tuple[int, Metrics] | None = None
         for step in range(first, config.total_steps + 1):
             state, metrics = self.step_fn(state, run.next_batch(config, self.data, self.mesh))
-            if pending:  # one step late: the device already works on the next
+            if pending:  # read one step late, so that the device never waits for the host
                 self.report(*pending, progress, first)
             pending = (step, metrics)
             last, stop = step == config.total_steps, self.preemption.noticed(step)
             save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
             if not (save or evaluate_now or stop):
                 continue
-            self.report(*pending, progress, first)  # nothing is saved or evaluated that is not finite
+            self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
             pending = None
             with progress.paused():
                 if stop:
                     self.checkpoints.save(step, state, self.data)
                     self.checkpoints.wait()
-                if evaluate_now:  # recorded before the checkpoint, so that a run resumed from that has it
+                if evaluate_now:  # before the checkpoint, so that a resumed run has these metrics
                     results = self.evaluate(step, state)
                 if save:
                     self.checkpoints.save(step, state, self.data)
@@ -176,19 +200,28 @@ class Run:
         return results
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """The last evaluation of a run that has no steps left."""
+        """Evaluate a run that has no steps left."""
         results = self.suite(state.variables)
         self.save_config()
         return results
 
     def report(self, step: int, metrics: Metrics, progress: ProgressPrinter, first: int) -> None:
-        """Brings one step's metrics to the host: stops at NaN, prints, records.
+        """Check, print and record the metrics of one step.
 
-        The first good step saves the settings.
+        The first finite step of the process saves the settings.
+
+        Args:
+          step: step number.
+          metrics: metrics on the devices.
+          progress: printer of console lines.
+          first: first step of the process.
+
+        Raises:
+          FloatingPointError: a metric is not finite.
         """
         metrics = jax.device_get(metrics)
         check_finite(step, metrics)
-        if step == first:  # not before: settings with which no step works must not replace those of a good run
+        if step == first:  # settings that fail at once must not replace those of a good run
             self.save_config()
         progress.update(step, metrics)
         if _due(step, self.config.log_every) or step == self.config.total_steps:
@@ -200,12 +233,12 @@ class Run:
             self.writer.write(step, scalars)
 
     def save_config(self) -> None:
-        """Writes `config.json`."""
+        """Write `config.json`, on the leading process only."""
         if is_lead():
             save_config(self.workdir, self.config.to_dict())
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-        """Evaluates and records."""
+        """Evaluate and record the results."""
         results = self.suite(state.variables)
         if results:
             self.writer.write(step, results)

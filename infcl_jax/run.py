@@ -1,4 +1,4 @@
-"""The parts of a run, as its configuration describes them (see `configs/base.py`)."""
+"""Builders of a run from its configuration, see `configs/base.py`."""
 
 from typing import Any
 
@@ -29,15 +29,16 @@ from infcl_jax.training import (
 )
 from infcl_jax.training.step import LOSSES, LossFn
 
-_AS_MUCH_AS_FITS = -1  # instead of a number of chunks that are kept
-_PLANNED_SHARE = 0.95  # of the memory, since plans are within 5 %
+_KEEP_MOST = -1  # value of grad_cache.keep: store as many chunks as fit
+_PLANNED_SHARE = 0.95  # of the memory; plans are within 5 % of what runs use (docs/benchmarks.md)
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
-    """The model of a run, with its overrides.
+    """Return the model configuration of a run, with its overrides.
 
     Raises:
-      ValueError: unknown model or override, an override of another type, or a vocabulary too small for the tokenizer.
+      ValueError: the model or an override is unknown, an override has the wrong type, or the vocabulary is too small
+        for the tokenizer.
     """
     overrides = parse_overrides(config.model_overrides)
     check_model_overrides(model_config(config.model), overrides)
@@ -49,7 +50,11 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
 
 
 def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
-    """The evaluations of a run; errors as `infcl_jax.evaluation.Suite`."""
+    """Create the evaluation suite of a run.
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
+    """
     model = read_model_config(config)
     return Suite(
         EvaluationConfig(**config.evaluation),
@@ -67,7 +72,11 @@ def _training_source(config: ConfigDict) -> Source:
 
 
 def training_data(config: ConfigDict) -> TrainIterator:
-    """This process's part of the endless training batches; errors as `infcl_jax.data.train_iterator`."""
+    """Create the endless iterator over this process's share of the training batches.
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
+    """
     model = read_model_config(config)
     return train_iterator(
         _training_source(config),
@@ -83,10 +92,10 @@ def training_data(config: ConfigDict) -> TrainIterator:
 
 
 def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
-    """The loss of a run.
+    """Create the loss of a run.
 
     Raises:
-      ValueError: an unknown name or implementation, or a wrong setting.
+      ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
     settings = GlobalContrastiveConfig(**config.global_contrastive)
     check_choice("loss", config.loss, (*LOSSES, *VARIANTS))
@@ -103,7 +112,11 @@ def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
 
 
 def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-    """Images and texts of the next step, and their samples, where `config.grad_cache.residency` wants them."""
+    """Return the batch of the next step, placed as `config.grad_cache.residency` says.
+
+    Returns:
+      Images, texts and, for global losses, int32 sample indices: arrays on the devices or the host, or `Replay`.
+    """
     cache = config.grad_cache
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh)
@@ -115,7 +128,10 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 
 
 def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
-    """Fresh parameters and optimizer state, on the devices, and what the loss remembers, sharded over them."""
+    """Initialize parameters, optimizer state and sample state on the devices.
+
+    The sample state of global losses is sharded over the devices.
+    """
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     sizes = model.vision.image_size, model.text.context_length
@@ -127,7 +143,7 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
 
 
 def _state_options(config: ConfigDict) -> dict[str, Any]:
-    """Settings that runs saved before they existed do not have."""
+    """Return state settings, with defaults for runs saved before they existed."""
     return {
         "parameter_sharding": config.get("parameter_sharding", "replicated"),
         "frozen": tuple(config.get("frozen", ())),
@@ -135,10 +151,10 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
 
 
 def check_chunk_size(config: ConfigDict) -> None:
-    """Checks gradient caching's chunk against the batch.
+    """Check that the gradient-cache chunk is no larger than the batch.
 
     Raises:
-      ValueError: the chunk is larger, so that nothing would be cached.
+      ValueError: the chunk is larger than the batch.
     """
     chunk_size = (config.get("grad_cache") or {}).get("chunk_size")
     if chunk_size is not None and chunk_size > config.batch_size:
@@ -151,46 +167,48 @@ def check_chunk_size(config: ConfigDict) -> None:
 def with_most_kept(
     config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
 ) -> ConfigDict:
-    """The configuration with as much kept as fits where it asks for that, otherwise itself.
+    """Resolve `grad_cache.keep = -1` to the largest setting that fits into memory.
+
+    A configuration with another value is returned as it is.
 
     Args:
-      config: of the run.
-      devices: over which its batch is sharded.
-      memory: bytes that JAX may use of each.
-      implementation: as of `workload`.
+      config: settings of the run.
+      devices: number of devices that share the batch.
+      memory: bytes per device that JAX may use.
+      implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
 
     Raises:
-      ValueError: there are no chunks, or the memory is not known.
+      ValueError: there are no chunks, or the memory is unknown.
     """
-    if (config.get("grad_cache") or {}).get("keep") != _AS_MUCH_AS_FITS:
+    if (config.get("grad_cache") or {}).get("keep") != _KEEP_MOST:
         return config
     if memory is None:
         raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
     config = config.copy_and_resolve_references()
     config.grad_cache.keep = 0
-    kept = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
-    with config.unlocked():  # runs saved before there were residual streams to keep do not have the setting
-        config.grad_cache.update(keep=kept.keep, keep_residual=kept.keep_residual)
+    most = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    with config.unlocked():  # older runs have no keep_residual setting
+        config.grad_cache.update(keep=most.keep, keep_residual=most.keep_residual)
     return config
 
 
 def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
-    """What the memory of a run depends on, for `infcl_jax.planner`.
+    """Return the memory-relevant settings of a run, for `infcl_jax.planner`.
 
     Args:
-      config: of the run.
-      devices: over which its batch is sharded.
-      implementation: of the CLIP loss where the configuration leaves it open; None: the best for the devices at hand.
+      config: settings of the run.
+      devices: number of devices that share the batch.
+      implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
 
     Raises:
       ValueError: a setting is wrong.
     """
     check_chunk_size(config)
-    model, remembers = read_model_config(config), config.loss in VARIANTS
+    model, is_global = read_model_config(config), config.loss in VARIANTS
     samples = None
-    if remembers:
-        start = config.loss, len(_training_source(config)), model.init_logit_scale
-        samples = jax.eval_shape(lambda: initial_samples(*start))
+    if is_global:
+        arguments = config.loss, len(_training_source(config)), model.init_logit_scale
+        samples = jax.eval_shape(lambda: initial_samples(*arguments))
     chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
     return Workload(
         model=model,
@@ -198,7 +216,7 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
         batch_size=config.batch_size,
         devices=devices,
         implementation=chosen,
-        loss="clip" if remembers else config.loss,
+        loss="clip" if is_global else config.loss,
         sample_bytes=tree_bytes(samples) // devices,
         **_state_options(config),
         **(config.get("grad_cache") or {}),

@@ -1,4 +1,4 @@
-"""Changes to a named model or a configuration: reading, checking and comparing them."""
+"""Parsing, checking and comparison of settings and overrides."""
 
 import ast
 import contextlib
@@ -15,26 +15,29 @@ from ml_collections import ConfigDict
 
 from infcl_jax.models import CLIPConfig
 
-# Settings and groups on which the arrays of a checkpoint depend.
+# Settings and groups that decide the shapes in a checkpoint.
 _SHAPING = ("model", "model_overrides", "frozen", "loss", "global_contrastive", "optimizer", "dataset", "data_dir")
 
 
 def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
-    """`"vision.layers=6,dtype=bfloat16"` as a dict; values are Python literals, or else strings.
+    """Parse overrides such as `"vision.layers=6,dtype=bfloat16"`.
 
     Args:
-      text: the changes.
-      what: they are called in messages.
+      text: comma-separated key=value items.
+      what: name of the overrides in error messages.
+
+    Returns:
+      Values by key: Python literals, or else strings.
 
     Raises:
-      ValueError: a part is not of the form key=value.
+      ValueError: an item is not of the form key=value.
     """
     overrides = {}
-    parts = re.split(r",(?![^()\[\]]*[)\]])", text)  # at commas outside of brackets
-    for part in filter(None, (part.strip() for part in parts)):
-        key, equals, value = part.partition("=")
+    items = re.split(r",(?![^()\[\]]*[)\]])", text)  # at commas outside brackets
+    for item in filter(None, (item.strip() for item in items)):
+        key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"expected {what} like 'vision.layers=6,dtype=bfloat16', got {part!r}")
+            raise ValueError(f"expected {what} like 'vision.layers=6,dtype=bfloat16', got {item!r}")
         try:
             overrides[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
@@ -43,14 +46,16 @@ def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
 
 
 def check_model_overrides(model: CLIPConfig, overrides: Mapping[str, Any]) -> None:
-    """Checks the types of a model's overrides against its fields.
+    """Check the types of overrides against the model's fields.
+
+    `infcl_jax.models.model_config` rejects unknown keys; this function ignores them.
 
     Args:
-      model: without the overrides.
-      overrides: of `parse_overrides`; unknown keys are left to `infcl_jax.models.model_config`.
+      model: configuration without the overrides.
+      overrides: values by dotted field name, from `parse_overrides`.
 
     Raises:
-      ValueError: a value of another type than its field's, or a number that is not finite.
+      ValueError: a value does not have its field's type, or a number is not finite.
     """
     for key, value in overrides.items():
         tower, _, field = key.rpartition(".")
@@ -62,10 +67,13 @@ def check_model_overrides(model: CLIPConfig, overrides: Mapping[str, Any]) -> No
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """True if a Python literal has the annotated type; the model checks choices."""
+    """Return whether a Python literal has the annotated type.
+
+    Every value matches a `Literal`, since the model checks its choices.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(_is_a(value, one) for one in inner)
+        return any(_is_a(value, option) for option in inner)
     if origin is Literal:
         return True
     if origin is tuple:
@@ -78,14 +86,14 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def check_values(config: ConfigDict, prefix: str = "") -> None:
-    """Checks that only settings with an optional value are None.
+    """Check that only optional settings are None.
 
     Args:
-      config: the settings.
-      prefix: of their names in the message.
+      config: settings to check.
+      prefix: prefix of setting names in the error message.
 
     Raises:
-      ValueError: another setting is None.
+      ValueError: a required setting is None.
     """
     for name, value in config.items():
         if isinstance(value, ConfigDict):
@@ -95,7 +103,10 @@ def check_values(config: ConfigDict, prefix: str = "") -> None:
 
 
 def flattened(config: ConfigDict) -> dict[str, Any]:
-    """Values by dotted name, `{"optimizer.name": "adamw"}`, as JSON restores them (tuples as lists)."""
+    """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
+
+    Values are as JSON restores them: tuples become lists.
+    """
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(config.to_dict())).items():
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -103,9 +114,9 @@ def flattened(config: ConfigDict) -> dict[str, Any]:
 
 
 def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Old and new values of the settings that differ, `{"batch_size": (256, 512)}`.
+    """Return the settings that differ, such as `{"batch_size": (256, 512)}`.
 
-    An absent setting counts as None.
+    Values are (old, new). An absent setting has the value None.
     """
     before, after = flattened(old), flattened(new)
     names = [*before, *(name for name in after if name not in before)]
@@ -115,16 +126,16 @@ def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, A
 def check_kept(
     changed: Mapping[str, tuple[Any, Any]], names: Collection[str], workdir: str | Path, advice: str
 ) -> None:
-    """Checks that a run keeps its settings.
+    """Check that fixed settings have not changed.
 
     Args:
-      changed: of `changed_settings`.
-      names: settings that have to stay as they are.
-      workdir: directory of the run, for the message.
-      advice: end of the message.
+      changed: changed settings, from `changed_settings`.
+      names: settings that must not change.
+      workdir: directory of the run, for the error message.
+      advice: last clause of the error message.
 
     Raises:
-      ValueError: one of them has changed.
+      ValueError: a setting in `names` has changed.
     """
     for name in names:
         if name in changed:
@@ -136,7 +147,14 @@ def check_kept(
 
 @contextlib.contextmanager
 def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """Names the changed settings in the error of a checkpoint that does not fit."""
+    """Add the changed settings to a checkpoint's shape error.
+
+    Args:
+      changed: changed settings, from `changed_settings`.
+
+    Raises:
+      ValueError: the error of the body, extended by changed settings that decide shapes.
+    """
     try:
         yield
     except ValueError as error:
@@ -147,5 +165,5 @@ def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
 
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """One line a setting: "batch_size: 256 -> 512"."""
+    """Format each change as a line such as "batch_size: 256 -> 512"."""
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]

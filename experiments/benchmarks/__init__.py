@@ -1,1 +1,1 @@
-"""Benchmarks, and comparisons of whole runs."""
+"""Benchmarks of kernels and training steps, and comparisons of training runs."""

@@ -1,10 +1,10 @@
-"""Times the towers' attention, forward and backward, with its memory and its error against float64.
+"""Benchmark of the towers' attention: time, memory and error against float64.
 
     python -m experiments.benchmarks.attention --attention=mosaic_gpu,cudnn --positions=50,197 --heads=12 \
         --batch=1024 --output=runs/benchmark_attention
 
-Prints a table and adds JSON lines to `benchmark_attention.jsonl` in the output folder; docs/benchmarks.md says what the
-figures mean. One device.
+Runs on one device. Prints a table and appends JSON lines to `benchmark_attention.jsonl` in the output folder.
+docs/benchmarks.md defines the figures.
 """
 
 import dataclasses
@@ -28,31 +28,31 @@ RECORDS_FILE = "benchmark_attention.jsonl"
 
 _CHOICES = get_args(AttentionImplementation)
 _IMPLEMENTATIONS = flags.DEFINE_list("attention", "xla", f"Some of {', '.join(_CHOICES)}.")
-_POSITIONS = flags.DEFINE_list("positions", "50,77,197,257", "Lengths t of the sequences.")
-_HEADS = flags.DEFINE_integer("heads", 12, "Heads of each.", lower_bound=1)
-_CHANNELS = flags.DEFINE_integer("channels", 64, "Channels d of a head.", lower_bound=1)
-_CAUSAL = flags.DEFINE_bool("causal", False, "Whether a position sees only positions up to its own.")
+_POSITIONS = flags.DEFINE_list("positions", "50,77,197,257", "Sequence lengths t.")
+_HEADS = flags.DEFINE_integer("heads", 12, "Heads.", lower_bound=1)
+_CHANNELS = flags.DEFINE_integer("channels", 64, "Channels d per head.", lower_bound=1)
+_CAUSAL = flags.DEFINE_bool("causal", False, "Apply a causal mask.")
 
-# Forward, and with the backward pass: [b, t, heads, d] that have to be read or written, and products of t^2 d
-# multiplications for each head.
-_TENSORS, _ALL_TENSORS = 4, 12
-_PRODUCTS, _ALL_PRODUCTS = 2, 7
-_COMPARED = 4  # sequences
+# Tensors [b, t, heads, d] that have to be read or written, and GEMMs of t^2 d multiplications per head: of the forward
+# pass alone, and of forward and backward pass. The backward pass recomputes QK.
+_FORWARD_TENSORS, _ALL_TENSORS = 4, 12
+_FORWARD_GEMMS, _ALL_GEMMS = 2, 7
+_SAMPLED = 4  # sequences compared with float64
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure: every implementation at every batch size and length.
+    """Benchmark cases: every implementation at every batch size and length.
 
     Attributes:
-      implementations: of `infcl_jax.ops.attention.api.attend`.
-      batch: sizes b.
-      positions: lengths t.
-      heads: of each sequence.
-      channels: d, of each head.
-      causal: whether a position sees only positions up to its own.
-      dtype: of queries, keys and values.
-      repeats: timed runs of each program, of which the median counts.
+      implementations: implementations of `infcl_jax.ops.attention.api.attend`.
+      batch: batch sizes b.
+      positions: sequence lengths t.
+      heads: number of heads.
+      channels: channels d per head.
+      causal: whether to apply a causal mask.
+      dtype: dtype of queries, keys and values.
+      repeats: timed runs of each program; the median is reported.
     """
 
     implementations: tuple[AttentionImplementation, ...]
@@ -66,10 +66,10 @@ class Settings:
 
 
 def benchmark_from_flags() -> None:
-    """Measures what the flags ask for.
+    """Run the benchmark of the flags.
 
     Raises:
-      ValueError: a flag is wrong or missing, or the device does not have an implementation.
+      ValueError: a flag is wrong or missing, or an implementation does not run on the device.
     """
     settings = Settings(
         implementations=cast(
@@ -84,23 +84,21 @@ def benchmark_from_flags() -> None:
     )
     output = harness.output_folder()
     if harness.DEVICES.value not in (None, 1):
-        raise ValueError(
-            f"expected --devices=1, since sequences have nothing to tell each other, got {harness.DEVICES.value}"
-        )
+        raise ValueError(f"expected --devices=1, since attention needs no communication, got {harness.DEVICES.value}")
     measure_all(settings, harness.start_devices(1), output)
 
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
-    """Measures one case after the other, prints and records each.
+    """Measure, print and record all cases.
 
     Args:
-      settings: what to measure.
-      mesh: of one device.
-      output: folder of the JSON lines, which are added to.
+      settings: benchmark cases.
+      mesh: mesh of one device.
+      output: folder of the JSON lines, which are appended.
 
     Returns:
-      The new records, see docs/benchmarks.md. What does not fit into memory has the status "out of memory" and None
-      for the figures that could not be had.
+      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      None for its missing figures.
     """
     about = f"{settings.dtype}, {settings.heads} heads of {settings.channels}{', causal' if settings.causal else ''}"
     product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
@@ -108,8 +106,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     for t, b, implementation in itertools.product(settings.positions, settings.batch, settings.implementations):
         case = {"implementation": implementation, "batch": b, "positions": t}
         case |= {name: getattr(settings, name) for name in ("heads", "channels", "causal", "dtype", "repeats")}
-        found = harness.collect(_FIGURES, _measured(settings, implementation, b, t, product))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, case, found))
+        figures = harness.collect(_FIGURES, _measure(settings, implementation, b, t, product))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, case, figures))
     return records
 
 
@@ -119,38 +117,38 @@ _FIGURES = (
 )
 
 
-def _measured(
+def _measure(
     settings: Settings, implementation: AttentionImplementation, b: int, t: int, product: Product
 ) -> Iterator[dict[str, float]]:
-    """Figure after figure, so that those before memory runs out are known."""
+    """Yield figures one at a time, so an out-of-memory error loses none."""
     shape = (b, t, settings.heads, settings.channels)
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
-    *parts, cotangent = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands)
+    *qkv, do = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands)
     if takes_packed(shape, settings.dtype, implementation):
-        parts = [jnp.concatenate(parts, axis=2)]
+        qkv = [jnp.concatenate(qkv, axis=2)]
     run = functools.partial(attend, causal=settings.causal, padding=padding, implementation=implementation)
 
-    def both(cotangent: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
-        result, pull = jax.vjp(run, *parts)
-        return result, *pull(cotangent)
+    def run_with_gradients(do: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o, vjp = jax.vjp(run, *qkv)
+        return o, *vjp(do)
 
-    forward, total = Program(run, *parts), Program(both, cotangent, *parts)
-    yield {"memory_mib": total.memory_bytes / 2**20}
-    exact = exact_attention(*[x[:_COMPARED] for x in operands], causal=settings.causal)
-    result, *gradients = total()
+    forward, with_gradients = Program(run, *qkv), Program(run_with_gradients, do, *qkv)
+    yield {"memory_mib": with_gradients.memory_bytes / 2**20}
+    exact = exact_attention(*[x[:_SAMPLED] for x in operands], causal=settings.causal)
+    o, *gradients = with_gradients()
     if len(gradients) == 1:
         gradients = jnp.split(gradients[0], 3, axis=2)
-    errors = [_relative(found[:_COMPARED, :t], want) for found, want in zip((result, *gradients), exact, strict=True)]
+    errors = [_relative_error(x[:_SAMPLED, :t], want) for x, want in zip((o, *gradients), exact, strict=True)]
     yield {"forward_error": errors[0], "gradient_error": max(errors[1:])}
     figures = {}
-    for program, prefix, tensors, products in (
-        (forward, "forward_", _TENSORS, _PRODUCTS),
-        (total, "", _ALL_TENSORS, _ALL_PRODUCTS),
+    for program, prefix, tensors, gemms in (
+        (forward, "forward_", _FORWARD_TENSORS, _FORWARD_GEMMS),
+        (with_gradients, "", _ALL_TENSORS, _ALL_GEMMS),
     ):
         seconds = program.seconds(settings.repeats)
         figures[f"{prefix or 'total_'}ms"] = 1e3 * seconds
-        figures[f"{prefix}tflops"] = harness.tflops(2 * products * b * shape[2] * t * t * shape[3], seconds)
+        figures[f"{prefix}tflops"] = harness.tflops(2 * gemms * b * shape[2] * t * t * shape[3], seconds)
         figures[f"{prefix}tbytes"] = tensors * operands[0].nbytes / seconds / 1e12
     yield figures | {
         "backward_ms": figures["total_ms"] - figures["forward_ms"],
@@ -159,7 +157,7 @@ def _measured(
 
 
 def draw(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
-    """Random queries, keys, values, and cotangents of the result."""
+    """Draw random queries, keys, values and output cotangents, each of `shape`."""
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys]
 
@@ -167,26 +165,40 @@ def draw(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
 def exact_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *, causal: bool
 ) -> tuple[np.ndarray, ...]:
-    """The result and the gradients of queries, keys and values, in float64 (Dao et al. 2022, appendix B.2)."""
-    q, k, v, of_result = (np.asarray(x, np.float64) for x in (query, key, value, cotangent))
+    """Compute attention and its gradients in float64.
+
+    The backward pass follows Dao et al. 2022, appendix B.2.
+
+    Args:
+      query: `[b, t, heads, d]` queries.
+      key: `[b, t, heads, d]` keys.
+      value: `[b, t, heads, d]` values.
+      cotangent: `[b, t, heads, d]` gradient of the output.
+      causal: whether to apply a causal mask.
+
+    Returns:
+      Output and gradients of queries, keys and values, float64 `[b, t, heads, d]` each.
+    """
+    q, k, v, do = (np.asarray(x, np.float64) for x in (query, key, value, cotangent))
     scale = q.shape[-1] ** -0.5
-    scores = np.einsum("bthd,bshd->bhts", q, k) * scale
+    s = np.einsum("bthd,bshd->bhts", q, k) * scale
     if causal:
-        scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    slopes = np.einsum("bthd,bshd->bhts", of_result, v)
-    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * scale
+        s = np.where(np.tri(q.shape[1], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("bthd,bshd->bhts", do, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
     return (
-        np.einsum("bhts,bshd->bthd", weights, v),
-        np.einsum("bhts,bshd->bthd", slopes, k),
-        np.einsum("bhts,bthd->bshd", slopes, q),
-        np.einsum("bhts,bthd->bshd", weights, of_result),
+        np.einsum("bhts,bshd->bthd", p, v),
+        np.einsum("bhts,bshd->bthd", ds, k),
+        np.einsum("bhts,bthd->bshd", ds, q),
+        np.einsum("bhts,bthd->bshd", p, do),
     )
 
 
-def _relative(found: jax.Array, exact: np.ndarray) -> float:
-    return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))
+def _relative_error(actual: jax.Array, exact: np.ndarray) -> float:
+    """Return the distance relative to the exact value, in the Euclidean norm."""
+    return float(np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact))
 
 
 _COLUMNS = (

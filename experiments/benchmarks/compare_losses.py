@@ -1,12 +1,12 @@
-"""Trains the same configuration with several losses and seeds, and compares what was learned.
+"""Compare the accuracy of several losses over several seeds.
 
     python -m experiments.benchmarks.compare_losses --config=configs/fastclip.py:quickstart --workdir=runs/losses \
         --seeds=0,1,2 --compare=clip --compare=fastclip_v3 --compare=clip,optimizer.temperature_learning_rate=None
 
-The last of these losses is CLIP's as usual, whose temperature learns as fast as everything else. Each run is one of
-`experiments.train` in a folder of its own, so that the same command continues where it stopped. Writes `losses.json`,
-the last evaluation of every run, and `losses.png`: accuracy and recall over the steps, the mean over seeds in bold.
-Half an hour on two CPU cores.
+The last of these losses is CLIP's as usual: its temperature has the learning rate of all parameters. Each run trains by
+`experiments.train` in its own folder, so the same command continues an interrupted comparison. Writes `losses.json`
+with the last evaluation of every run, and `losses.png` with accuracy and recall over the steps (thin: each seed, bold:
+their mean). Takes half an hour on two CPU cores.
 """
 
 import json
@@ -23,9 +23,9 @@ from infcl_jax.settings import parse_overrides
 from infcl_jax.training import METRICS_FILE, read_metrics
 
 _COMPARED = flags.DEFINE_multi_string(
-    "compare", ["clip", "fastclip_v3"], "A loss, and further changes of the configuration: loss,key=value."
+    "compare", ["clip", "fastclip_v3"], "A loss and further changed settings: loss,key=value."
 )
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train with.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 
 RESULTS_FILE, PICTURE_FILE = "losses.json", "losses.png"
 METRICS = {
@@ -38,19 +38,19 @@ Curves = dict[str, list[list[dict[str, float]]]]
 
 
 def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], workdir: str | Path) -> Curves:
-    """Trains, records and draws.
+    """Train every loss with every seed, record the results and plot them.
 
     Args:
-      config: see `configs/base.py`; `loss` and `seed` are replaced. It must evaluate zero-shot and retrieval.
-      losses: to train with, each with what else of the configuration is to be changed: "clip,batch_size=128".
-      seeds: of each of them.
-      workdir: of all runs and their results.
+      config: settings, see `configs/base.py`. `loss` and `seed` are replaced. It must evaluate zero-shot and retrieval.
+      losses: losses with further changed settings, such as "clip,batch_size=128".
+      seeds: training seeds of each loss.
+      workdir: folder of all runs and their results.
 
     Returns:
-      The evaluations of each run, by loss and seed.
+      Evaluations of each run, by loss and seed.
 
     Raises:
-      ValueError: a change is not of the form key=value, or does not fit the configuration.
+      ValueError: a change is not of the form key=value, or no such setting exists.
     """
     folder = Path(workdir)
     curves: Curves = {loss: [] for loss in losses}
@@ -80,21 +80,26 @@ def _changed(config: ConfigDict, loss: str) -> ConfigDict:
 
 
 def summary(label: str, values: Sequence[float]) -> str:
-    """Mean and range in percent."""
+    """Format the mean and range of a metric, in percent.
+
+    Args:
+      label: name of the metric.
+      values: the metric of each seed, as a fraction.
+    """
     low, mean, high = (100 * value for value in (min(values), statistics.mean(values), max(values)))
     return f"{label} {mean:.1f} % ({low:.1f} to {high:.1f})"
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """One panel for each metric: every seed thin, their mean bold."""
+    """Plot each metric over the steps: every seed thin, their mean bold."""
     figure = Figure(figsize=(5 * len(METRICS), 4))
     for axes, (name, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
         for color, (loss, runs) in enumerate(curves.items()):
             steps = [line["step"] for line in runs[0]]
             values = [[100 * line[name] for line in lines] for lines in runs]
-            for one in values:
-                axes.plot(steps, one, color=f"C{color}", linewidth=0.7, alpha=0.6)
-            mean = [statistics.mean(at) for at in zip(*values, strict=True)]
+            for seed_values in values:
+                axes.plot(steps, seed_values, color=f"C{color}", linewidth=0.7, alpha=0.6)
+            mean = [statistics.mean(step_values) for step_values in zip(*values, strict=True)]
             axes.plot(steps, mean, color=f"C{color}", linewidth=2, label=loss)
         axes.set(xlabel="step", ylabel=f"{label}, %")
     axes.legend()

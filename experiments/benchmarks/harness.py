@@ -1,6 +1,7 @@
-"""What the benchmarks share: flags, devices, timing, the product that sets the ceiling, tables, records, pictures.
+"""Common code of the benchmarks.
 
-Needs neither the data pipeline nor `ml_collections`: it runs wherever JAX and the losses do.
+Flags, devices, timing, reference GEMM, tables, records and plots. Needs only JAX and the losses, neither the data
+pipeline nor `ml_collections`.
 """
 
 import datetime
@@ -24,21 +25,21 @@ from matplotlib.axes import Axes
 from infcl_jax import distributed
 
 BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")
-DEVICES = flags.DEFINE_integer("devices", None, "The first so many devices; all by default.", lower_bound=1)
+DEVICES = flags.DEFINE_integer("devices", None, "Number of devices to use; all by default.", lower_bound=1)
 REPEATS = flags.DEFINE_integer(
-    "repeats", 5, "Timed runs of a program, of which the median counts; 0: its first call counts.", lower_bound=0
+    "repeats", 5, "Timed runs of each program; the median is reported. 0: time its first call.", lower_bound=0
 )
-OUTPUT = flags.DEFINE_string("output", None, "Folder for JSON lines and the picture.")
+OUTPUT = flags.DEFINE_string("output", None, "Folder of the JSON lines and the plot.")
 
 OUT_OF_MEMORY = "out of memory"
 
-# A timed run lasts at least this long, so that starting a program (0.1 to 0.3 ms) does not show in its time.
+# Least duration of a timed run, in seconds. Launch overhead (0.1 to 0.3 ms) is below 1 % of it.
 _TIMED_SECONDS = 0.05
 
-# Of a table: heading, key of the record, format.
+# Columns of a table: heading, key of the record, format.
 Columns = Sequence[tuple[str, str, str]]
 
-# Of a function that is timed alone and with its gradients.
+# Columns of a function that is timed alone and with its gradients.
 PASSES: Columns = (
     ("forward ms", "forward_ms", ".3f"),
     ("backward ms", "backward_ms", ".3f"),
@@ -50,7 +51,10 @@ PASSES: Columns = (
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Parses the flags and calls `command()`; a mistake becomes one line on stderr and exit status 1."""
+    """Parse the flags and call `command()`.
+
+    User errors exit with status 1 and one line on stderr.
+    """
 
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
@@ -76,10 +80,14 @@ def _one_line(error: Exception) -> str:
 
 
 def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
-    """The values of a flag that lists positive integers.
+    """Parse the values of a flag that lists positive integers.
+
+    Args:
+      name: name of the flag.
+      texts: values of the flag.
 
     Raises:
-      ValueError: there is none, or one of them is something else.
+      ValueError: the list is empty, or a value is not a positive integer.
     """
     if not texts or not all(text.isdecimal() and int(text) for text in texts):
         raise ValueError(f"expected --{name} to be positive integers such as 4096,16384, got {','.join(texts)!r}")
@@ -87,10 +95,15 @@ def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def names(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """The values of a flag that lists some of the known names.
+    """Check the values of a flag that lists names.
+
+    Args:
+      flag: name of the flag.
+      texts: values of the flag.
+      known: valid names.
 
     Raises:
-      ValueError: there is none, or one that is not known.
+      ValueError: the list is empty, or a name is unknown.
     """
     unknown = [text for text in texts if text not in known]
     if unknown or not texts:
@@ -99,15 +112,19 @@ def names(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, .
 
 
 def batch_sizes() -> tuple[int, ...]:
-    """The values of `--batch`; errors as `integers`."""
+    """Parse the values of `--batch`.
+
+    Raises:
+      ValueError: the list is empty, or a value is not a positive integer.
+    """
     return integers("batch", BATCH.value)
 
 
 def output_folder() -> Path:
-    """The folder that `--output` names.
+    """Return the folder of `--output`.
 
     Raises:
-      ValueError: it names none.
+      ValueError: `--output` is missing.
     """
     if not OUTPUT.value:
         raise ValueError("expected --output, the folder for the results, got none")
@@ -115,42 +132,53 @@ def output_folder() -> Path:
 
 
 def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
-    """Raises `ValueError` unless the devices can share each of a flag's sizes evenly."""
+    """Check that a flag's sizes are multiples of the device count.
+
+    Raises:
+      ValueError: a size is not.
+    """
     if uneven := [size for size in sizes if size % mesh.size]:
         raise ValueError(f"expected --{name} to be multiples of the {mesh.size} devices, got {uneven[0]}")
 
 
 def start_devices(count: int | None) -> Mesh:
-    """Joins the other processes, if any, and returns the mesh of the first `count` devices; of all if None.
+    """Initialize all processes and return the mesh of the first devices.
+
+    Args:
+      count: number of devices; None: all.
 
     Raises:
-      ValueError: there are fewer, or one of several processes would have none of them.
+      ValueError: there are fewer devices, or several processes would not use all of them.
     """
     distributed.initialize()
     devices = jax.devices()
-    least = 1 if jax.process_count() == 1 else len(devices)  # every process takes part with all of its own
+    minimum = 1 if jax.process_count() == 1 else len(devices)  # every process contributes all its devices
     count = len(devices) if count is None else count
-    if not least <= count <= len(devices):
-        raise ValueError(f"expected --devices from {least} to {len(devices)}, what there is here, got {count}")
+    if not minimum <= count <= len(devices):
+        raise ValueError(f"expected --devices from {minimum} to {len(devices)}, the devices available, got {count}")
     return distributed.data_mesh(devices[:count])
 
 
 def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS) -> float:
-    """Median time of a call over several runs.
+    """Measure the median time of a call over several runs.
 
-    The calls of a run follow each other without waiting, so that their start is not measured; not so on the CPU, where
-    it takes next to nothing, and where queued collectives of simulated devices can take each other's threads for good.
+    The calls of a run are queued without synchronization, which hides launch overhead. On the CPU each call is waited
+    for: launch overhead is negligible there, and queued collectives of simulated devices can deadlock over threads.
 
     Args:
-      call: returns the arrays to wait for.
-      repeats: runs; 0: the first call counts, with all that only a first call does.
-      least: seconds that a run lasts at least.
+      call: function that returns the arrays to wait for.
+      repeats: number of runs; 0: time the first call, initialization included.
+      least: least duration of a run, in seconds.
+
+    Returns:
+      Seconds per call.
     """
     if not repeats:
         return _elapsed(call, 1)
-    jax.block_until_ready(call())  # loads the program, connects the devices
+    jax.block_until_ready(call())  # warm-up: loads the program, connects the devices
     first = _elapsed(call, 1)
-    calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))  # as many in all processes
+    # Every process makes the same number of calls, else their collectives deadlock.
+    calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))
     return statistics.median(_elapsed(call, calls) for _ in range(repeats)) / calls
 
 
@@ -166,7 +194,7 @@ def _elapsed(call: Callable[[], Any], calls: int) -> float:
 
 
 class Program:
-    """A function compiled for its arguments, with the time and the memory it takes.
+    """A function compiled for its arguments, with its time and memory.
 
     Example:
       >>> program = Program(jax.value_and_grad(loss), parameters)
@@ -178,25 +206,28 @@ class Program:
         self._compiled = jax.jit(function).lower(*args).compile()
 
     def __call__(self) -> Any:
-        """Runs the program and waits for its results."""
+        """Run the program and wait for its results."""
         return jax.block_until_ready(self._compiled(*self._args))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of one device that the program needs beyond its arguments and its results, as XLA plans them."""
+        """Workspace of one device in bytes, as planned by XLA.
+
+        Arguments and results are excluded.
+        """
         return self._compiled.memory_analysis().temp_size_in_bytes
 
     def seconds(self, repeats: int) -> float:
-        """Median time of a call, see `seconds`."""
+        """Measure the median time of a call, see `harness.seconds`."""
         return seconds(lambda: self._compiled(*self._args), repeats)
 
 
 class Product(NamedTuple):
-    """A square bf16 matrix product, the ceiling that rates are compared with.
+    """Reference GEMM: a square bf16 matrix product, the ceiling of all rates.
 
     Attributes:
       size: rows and columns of both factors.
-      tflops: its measured rate on one device, in TFLOP/s.
+      tflops: measured throughput on one device, in TFLOP/s.
     """
 
     size: int
@@ -207,7 +238,13 @@ class Product(NamedTuple):
 
 
 def measure_product(repeats: int) -> Product:
-    """The 8192^3 product of random numbers on one device of this process; 1024^3 on the CPU."""
+    """Measure the reference GEMM on one device of this process.
+
+    The factors are random: 8192^3, or 1024^3 on the CPU.
+
+    Args:
+      repeats: timed runs.
+    """
     size = 1024 if jax.default_backend() == "cpu" else 8192
     keys = jax.random.split(jax.random.key(0))
     factors = [jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys]
@@ -215,12 +252,18 @@ def measure_product(repeats: int) -> Product:
 
 
 def tflops(operations: float, seconds: float, devices: int = 1) -> float:
-    """Rate in TFLOP/s of each device."""
+    """Compute the throughput in TFLOP/s per device.
+
+    Args:
+      operations: FLOPs of all devices.
+      seconds: time in seconds.
+      devices: number of devices.
+    """
     return operations / seconds / devices / 1e12
 
 
 def circumstances(mesh: Mesh) -> dict[str, Any]:
-    """When and on what a measurement is made; part of every record."""
+    """Return date, software and hardware of a measurement, for its record."""
     device = mesh.devices.flat[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -233,30 +276,36 @@ def circumstances(mesh: Mesh) -> dict[str, Any]:
 
 
 def collect(names: Iterable[str], figures: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of one case and its status; where memory runs out, those before are kept.
+    """Collect the figures of one case, complete or until memory runs out.
 
     Args:
-      names: of all figures. Those that cannot be had are None.
-      figures: makes one measurement after the other.
+      names: names of all figures.
+      figures: iterator that yields figures as they are measured.
+
+    Returns:
+      Figures by name, None where missing, and the status: "ok" or "out of memory".
     """
-    found: dict[str, Any] = dict.fromkeys(names) | {"status": "ok"}
+    results: dict[str, Any] = dict.fromkeys(names) | {"status": "ok"}
     try:
-        for known in figures:
-            found |= known
+        for new in figures:
+            results |= new
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        found["status"] = OUT_OF_MEMORY
-    return found
+        results["status"] = OUT_OF_MEMORY
+    return results
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether memory ran out, on the devices or on the host."""
+    """Return whether the devices or the host ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line to a file of JSON lines; on the leading process only."""
+    """Append a record to a file of JSON lines.
+
+    Only the leading process writes.
+    """
     if distributed.is_lead():
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -265,18 +314,20 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 def report(
     path: Path, columns: Columns, mesh: Mesh, product: Product, case: dict[str, Any], figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """Records a case and prints its line of the table; on the leading process only.
+    """Record a case and print its row of the table.
+
+    Only the leading process writes and prints.
 
     Args:
-      path: of the file of JSON lines.
-      columns: of the table.
-      mesh: the devices.
-      product: of the same run.
-      case: what was measured, and how.
-      figures: what was found, see `collect`.
+      path: file of JSON lines.
+      columns: columns of the table.
+      mesh: devices.
+      product: reference GEMM of the same process.
+      case: settings of the measurement.
+      figures: results, from `collect`.
 
     Returns:
-      The record: the circumstances, the case, the product and the figures.
+      The record: circumstances, case, reference GEMM and figures.
     """
     record = circumstances(mesh) | case | {f"product_{name}": value for name, value in product._asdict().items()}
     record |= figures
@@ -286,26 +337,29 @@ def report(
 
 
 def say(line: str) -> None:
-    """Prints a line; on the leading process only."""
+    """Print a line, on the leading process only."""
     if distributed.is_lead():
         print(line, flush=True)
 
 
 def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Product:
-    """Makes the output folder, times the product, and prints what is measured where and the first line of the table.
+    """Create the output folder, time the reference GEMM, print the header.
 
     Args:
-      about: what is measured.
-      columns: of the table.
-      mesh: the devices.
-      repeats: timed runs of the product.
-      output: the folder.
+      about: description of the benchmark.
+      columns: columns of the table.
+      mesh: devices.
+      repeats: timed runs of the reference GEMM.
+      output: output folder.
+
+    Returns:
+      The reference GEMM.
     """
     if distributed.is_lead():
         output.mkdir(parents=True, exist_ok=True)
-    product, where = measure_product(max(1, repeats)), circumstances(mesh)
+    product, context = measure_product(max(1, repeats)), circumstances(mesh)
     say(
-        f"{where['device']}, {mesh.size} device(s), {where['processes']} process(es), JAX {where['jax']}; "
+        f"{context['device']}, {mesh.size} device(s), {context['processes']} process(es), JAX {context['jax']}; "
         f"{about}; {product}"
     )
     say(_table_line(columns, (heading for heading, *_ in columns)))
@@ -313,7 +367,7 @@ def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: 
 
 
 def row(columns: Columns, record: dict[str, Any]) -> str:
-    """What a table shows of a record."""
+    """Format a record as a row of the table."""
     cells = ("-" if record[key] is None else format(record[key], style) for _, key, style in columns)
     return _table_line(columns, cells)
 
@@ -323,7 +377,13 @@ def _table_line(columns: Columns, cells: Iterable[str]) -> str:
 
 
 def over_batches(axes: Axes, records: Sequence[dict[str, Any]], label: str) -> None:
-    """Labels the axes of a picture of `label` over the batch sizes of the records."""
+    """Label the axes of a plot over the batch size.
+
+    Args:
+      axes: axes of the plot.
+      records: records whose batch sizes become ticks.
+      label: label of the vertical axis.
+    """
     batches = sorted({record["batch"] for record in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{b:,}" for b in batches], fontsize=8)

@@ -1,11 +1,11 @@
-r"""Times the CLIP loss, forward and backward, with its memory and its error against float64.
+r"""Benchmark of the CLIP loss: time, memory and error against float64.
 
     python -m experiments.benchmarks.loss --implementations=xla,dense --batch=1024,4096 --features=512,768 \
         --output=runs/benchmark_loss
 
-Prints a table, adds JSON lines to `benchmark_loss.jsonl` and draws `benchmark_loss.png` in the output folder;
-docs/benchmarks.md says what the figures mean. On several hosts, or with one process for each GPU: the same command in
-every process, see `infcl_jax.distributed.initialize`.
+Prints a table, appends JSON lines to `benchmark_loss.jsonl` and plots `benchmark_loss.png` in the output folder.
+docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
+process, see `infcl_jax.distributed.initialize`.
 """
 
 import dataclasses
@@ -33,26 +33,26 @@ RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
 
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
-_FEATURES = flags.DEFINE_list("features", "512", "Widths D of the features.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the features.")
+_FEATURES = flags.DEFINE_list("features", "512", "Feature widths D.")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
 _SAMPLES = flags.DEFINE_integer(
-    "samples", 16, "Rows of either gradient compared with float64; 0: no comparison.", lower_bound=0
+    "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure: every implementation at every width and batch size.
+    """Benchmark cases: every implementation at every width and batch size.
 
     Attributes:
       implementations: names of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
       batch: global batch sizes b, multiples of the device count.
-      features: widths D.
-      dtype: of the features.
+      features: feature widths D.
+      dtype: dtype of the features.
       scale: logit scale.
-      repeats: timed runs of each program, of which the median counts.
-      samples: rows of either gradient compared with float64; 0 for no comparison at all.
+      repeats: timed runs of each program; the median is reported.
+      samples: rows of each feature gradient compared with float64; 0: no comparison.
     """
 
     implementations: tuple[str, ...]
@@ -65,10 +65,10 @@ class Settings:
 
 
 def benchmark_from_flags() -> None:
-    """Measures what the flags ask for.
+    """Run the benchmark of the flags.
 
     Raises:
-      ValueError: a flag is wrong or missing, or does not suit the devices.
+      ValueError: a flag is wrong or missing, or does not fit the devices.
     """
     settings = Settings(
         implementations=harness.names("implementations", _IMPLEMENTATIONS.value, IMPLEMENTATIONS),
@@ -86,16 +86,16 @@ def benchmark_from_flags() -> None:
 
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
-    """Measures one case after the other, prints and records each, and draws them all.
+    """Measure, print, record and plot all cases.
 
     Args:
-      settings: what to measure.
-      mesh: the devices; a single one runs the loss without a mesh.
-      output: folder of the JSON lines, which are added to, and of the picture, which is replaced.
+      settings: benchmark cases.
+      mesh: devices. On a single device the loss runs without a mesh.
+      output: folder of the JSON lines, which are appended, and of the plot, which is replaced.
 
     Returns:
-      The new records, see docs/benchmarks.md. What does not fit into memory has the status "out of memory" and None
-      for the figures that could not be had.
+      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      None for its missing figures.
     """
     about = f"{settings.dtype}, scale {settings.scale:g}"
     product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
@@ -106,30 +106,33 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         for implementation in settings.implementations:
             about_case = {"implementation": implementation, "batch": b, "feature_dim": dim}
             about_case |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
-            found = measure(case, implementation, settings.repeats, product, exact)
-            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, found))
+            figures = measure(case, implementation, settings.repeats, product, exact)
+            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, figures))
     if is_lead():
         draw(records, output / PICTURE_FILE)
     return records
 
 
 def forward_flops(b: int, dim: int) -> int:
-    """Operations that count for the loss alone: one product of all pairs, `2 b^2 D`."""
+    """Count the nominal FLOPs of the loss, `2 b^2 D`: one product."""
     return 2 * b * b * dim
 
 
 def total_flops(b: int, dim: int) -> int:
-    """Operations that count for the loss and its gradients, whatever an implementation spends: `8 b^2 D`."""
+    """Count the nominal FLOPs of loss and gradients, `8 b^2 D`.
+
+    The count is the same for every implementation.
+    """
     return 4 * forward_flops(b, dim)
 
 
 class Case(NamedTuple):
-    """One batch on its devices.
+    """One batch of features on the devices.
 
     Attributes:
-      mesh: the devices.
-      operands: of the loss: image and text features `[b, D]`, sharded over the mesh, and the fp32 logit scale.
-      rows: int32 `[samples]`, whose gradients are compared with float64.
+      mesh: devices.
+      operands: image and text features `[b, D]`, sharded over the mesh, and the fp32 logit scale.
+      rows: int32 `[samples]` rows whose gradients are compared with float64.
     """
 
     mesh: Mesh
@@ -138,13 +141,22 @@ class Case(NamedTuple):
 
     @classmethod
     def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh) -> "Case":
-        """Random features; the cosines between an image and its text are uniform in [0, 1]."""
+        """Draw random unit features.
+
+        The cosine between an image and its text is uniform in [0, 1].
+
+        Args:
+          b: global batch size.
+          dim: feature width D.
+          settings: benchmark cases.
+          mesh: devices.
+        """
 
         def features() -> tuple[jax.Array, jax.Array]:
-            for_image, for_text, for_cosine = jax.random.split(jax.random.key(0), 3)
-            image = _unit(jax.random.normal(for_image, (b, dim), jnp.float32))
-            text = _unit(jax.random.normal(for_text, (b, dim), jnp.float32))
-            cosine = jax.random.uniform(for_cosine, (b, 1), jnp.float32)
+            image_key, text_key, cosine_key = jax.random.split(jax.random.key(0), 3)
+            image = _unit(jax.random.normal(image_key, (b, dim), jnp.float32))
+            text = _unit(jax.random.normal(text_key, (b, dim), jnp.float32))
+            cosine = jax.random.uniform(cosine_key, (b, 1), jnp.float32)
             text = _unit(cosine * image + jnp.sqrt(1 - cosine**2) * text)
             return image.astype(settings.dtype), text.astype(settings.dtype)
 
@@ -158,8 +170,19 @@ def _unit(rows: jax.Array) -> jax.Array:
 
 
 def measure(case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None) -> dict[str, Any]:
-    """Time, rate, memory and error of one implementation; see docs/benchmarks.md."""
-    return harness.collect(_FIGURES, _measured(case, implementation, repeats, product, exact))
+    """Measure time, throughput, memory and error of one implementation.
+
+    Args:
+      case: batch of features.
+      implementation: name of the implementation.
+      repeats: timed runs of each program.
+      product: reference GEMM of the same process.
+      exact: float64 reference of the case; None: no comparison.
+
+    Returns:
+      Figures by name, see docs/benchmarks.md.
+    """
+    return harness.collect(_FIGURES, _measure(case, implementation, repeats, product, exact))
 
 
 _FIGURES = (
@@ -169,24 +192,24 @@ _FIGURES = (
 )
 
 
-def _measured(
+def _measure(
     case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None
 ) -> Iterator[dict[str, float]]:
-    """Figure after figure, so that those before memory runs out are known."""
+    """Yield figures one at a time, so an out-of-memory error loses none."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
     loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)
     forward = Program(loss, *case.operands)
     yield {"forward_memory_mib": forward.memory_bytes / 2**20}
-    total = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *case.operands)
-    yield {"memory_mib": total.memory_bytes / 2**20}
+    with_gradients = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *case.operands)
+    yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
     rate = harness.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
     yield {"forward_ms": 1e3 * forward_seconds, "forward_tflops": rate}
     if exact is not None:
-        errors = relative_errors(case.mesh, total(), exact, case.rows)
+        errors = relative_errors(case.mesh, with_gradients(), exact, case.rows)
         yield {f"{name}_error": error for name, error in errors.items()}
-    seconds = total.seconds(repeats)
+    seconds = with_gradients.seconds(repeats)
     rate = harness.tflops(total_flops(b, dim), seconds, case.mesh.size)
     yield {"total_ms": 1e3 * seconds, "backward_ms": 1e3 * (seconds - forward_seconds)}
     yield {"tflops": rate, "of_product": rate / product.tflops}
@@ -207,7 +230,10 @@ _COLUMNS = (
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws time and memory over the batch size: a colour for each implementation, a line style for each width."""
+    """Plot time and memory over the batch size.
+
+    Colors are implementations, line styles are widths.
+    """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle("{device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
     names, dims = (list(dict.fromkeys(r[key] for r in records)) for key in ("implementation", "feature_dim"))

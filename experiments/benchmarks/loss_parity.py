@@ -1,10 +1,11 @@
-r"""Trains the same small run with every strategy, with and without gradient caching: the losses must be the same.
+r"""Compare the training losses of every implementation and of gradient caching.
 
     python -m experiments.benchmarks.loss_parity --config=configs/digits.py --workdir=runs/parity \
         --config.total_steps=100
 
-Writes `parity.json`, the loss of every step by strategy, and `parity.png`: the curves, and how far each is from the
-first one. The figure in Cheng et al., "Breaking the Memory Barrier" (Inf-CL), that compares training losses.
+Trains the same small run once for each; the losses must be equal. Writes `parity.json` with the loss of every step, and
+`parity.png` with the curves and their relative differences from the first. Reproduces the loss comparison of Cheng et
+al., "Breaking the Memory Barrier" (Inf-CL).
 """
 
 import json
@@ -23,21 +24,21 @@ from infcl_jax.distributed import is_lead
 from infcl_jax.ops.pairwise_lse import available_implementations
 from infcl_jax.training import GradCacheConfig, make_train_step
 
-CHUNKS = 4  # of a batch with gradient caching
+CHUNKS = 4  # chunks of a batch with gradient caching
 RESIDENCIES = ("device", "host", "replay")
 RESULTS_FILE, PICTURE_FILE = "parity.json", "parity.png"
 
 
 def compare(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Trains once for every strategy and draws the losses.
+    """Train once for every variant and plot the losses.
 
     Args:
-      config: see `configs/base.py`; `implementation` and `grad_cache` are replaced. The model must not use dropout,
-        which gradient caching draws chunk by chunk.
-      workdir: where the results go.
+      config: settings, see `configs/base.py`. `implementation` and `grad_cache` are replaced. The model must not use
+        dropout, since gradient caching draws it for each chunk.
+      workdir: folder of the results.
 
     Returns:
-      The largest relative difference of any step's loss from that of the first strategy, by strategy.
+      Largest relative difference from the losses of the first variant, by variant.
 
     Raises:
       ValueError: a setting is wrong.
@@ -58,43 +59,51 @@ def compare(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
 
 
 def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
-    """The configuration for every strategy, dense first, and for every residency of gradient caching."""
+    """Return a configuration for every implementation, dense first, and every residency.
+
+    Args:
+      config: settings shared by all variants.
+      mesh: devices.
+
+    Returns:
+      Configurations by name of the variant.
+    """
 
     def changed(**changes: object) -> ConfigDict:
         copy = config.copy_and_resolve_references()
-        none = {"grad_cache.chunk_size": None, "grad_cache.keep": 0, "grad_cache.residency": "device"}
-        copy.update_from_flattened_dict(none | changes)
+        no_cache = {"grad_cache.chunk_size": None, "grad_cache.keep": 0, "grad_cache.residency": "device"}
+        copy.update_from_flattened_dict(no_cache | changes)
         return copy
 
     chunk = max(mesh.size, config.batch_size // CHUNKS // mesh.size * mesh.size)
-    strategies = {name: changed(implementation=name) for name in available_implementations()}
+    implementations = {name: changed(implementation=name) for name in available_implementations()}
     cached = {
-        f"gradient caching, {where}": changed(
-            **{"implementation": None, "grad_cache.chunk_size": chunk, "grad_cache.residency": where}
+        f"gradient caching, {residency}": changed(
+            **{"implementation": None, "grad_cache.chunk_size": chunk, "grad_cache.residency": residency}
         )
-        for where in RESIDENCIES
+        for residency in RESIDENCIES
     }
-    return strategies | cached
+    return implementations | cached
 
 
 def losses(config: ConfigDict, mesh: Mesh) -> list[float]:
-    """The loss of every step."""
+    """Train and return the loss of every step."""
     step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
-    data, state, found = run.training_data(config), run.initial_state(config, mesh), []
+    data, state, step_losses = run.training_data(config), run.initial_state(config, mesh), []
     for _ in range(config.total_steps):
         state, metrics = step(state, run.next_batch(config, data, mesh))
-        found.append(metrics["loss"])
+        step_losses.append(metrics["loss"])
     data.close()
-    return [float(loss) for loss in jax.device_get(found)]
+    return [float(loss) for loss in jax.device_get(step_losses)]
 
 
 def deviation(curve: Sequence[float], reference: Sequence[float]) -> np.ndarray:
-    """Relative difference of every step's loss."""
+    """Compute the relative difference of every step's loss."""
     return np.abs(np.asarray(curve) - reference) / np.abs(reference)
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """The losses, and their relative differences from the first curve on a logarithmic axis."""
+    """Plot the losses and their relative differences from the first curve."""
     figure = Figure(figsize=(12, 4))
     left, right = figure.subplots(1, 2)
     reference = next(iter(curves.values()))

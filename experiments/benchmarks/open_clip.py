@@ -1,10 +1,10 @@
-"""Times a whole training step of OpenCLIP, for comparison with `experiments.benchmarks.step`.
+"""Benchmark of OpenCLIP's training step, for comparison with `experiments.benchmarks.step`.
 
     python -m experiments.benchmarks.open_clip --model=ViT-B-32 --batch=1024,4096 --output=runs/benchmark_open_clip
 
-Forward, loss, backward and AdamW, on random images and texts that are on the device already. Prints a table and adds
-JSON lines to `benchmark_open_clip.jsonl` in the output folder. Needs `pip install open_clip_torch` and nothing of this
-project: it runs in an environment without JAX.
+Times forward, loss, backward and AdamW, on random images and texts in device memory. Prints a table and appends JSON
+lines to `benchmark_open_clip.jsonl` in the output folder. Needs only `pip install open_clip_torch`, neither JAX nor the
+rest of this project.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ PRECISIONS = ("amp_bf16", "bf16", "pure_bf16", "fp32")
 OUT_OF_MEMORY = "out of memory"
 
 _IMAGE_SIZE, _CONTEXT, _VOCABULARY = 224, 77, 49408
-_RUN_SECONDS = 0.5  # as the runs of experiments.benchmarks.step
-_WARM_UP = 3  # steps: compilation, then the optimizer's state
+_RUN_SECONDS = 0.5  # least duration of a timed run, as in experiments.benchmarks.step
+_WARM_UP = 3  # untimed steps, for compilation and the optimizer state
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Benchmark case of one batch size.
 
     Attributes:
-      model: a name of OpenCLIP.
+      model: model name of OpenCLIP.
       batch: pairs of one optimizer step.
-      precision: as OpenCLIP's `--precision`.
-      grad_checkpointing: whether blocks are computed again in the backward pass.
-      accum_freq: parts of a batch. With more than one, features are encoded without gradients first, and each part is
-        encoded again with gradients, against the features of all.
-      compiled: whether the model goes through `torch.compile`.
-      repeats: timed runs, of which the median counts.
+      precision: value of OpenCLIP's `--precision`.
+      grad_checkpointing: whether the backward pass recomputes the blocks.
+      accum_freq: microbatches of a batch. With more than one, all are encoded without gradients first. Each is then
+        encoded again with gradients, and its loss uses the features of all.
+      compiled: whether to use `torch.compile`.
+      repeats: timed runs; the median is reported.
 
     Raises:
-      ValueError: the parts of the batch would differ in size.
+      ValueError: the microbatches would differ in size.
     """
 
     model: str
@@ -65,10 +65,13 @@ class Settings:
 
 
 def packages() -> tuple[Any, Any]:
-    """PyTorch and OpenCLIP.
+    """Import PyTorch and OpenCLIP.
+
+    Returns:
+      The modules `torch` and `open_clip`.
 
     Raises:
-      ImportError: one of them is not installed; the message says what to do.
+      ImportError: a package is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module("torch"), importlib.import_module("open_clip")
@@ -77,7 +80,13 @@ def packages() -> tuple[Any, Any]:
 
 
 class Training:
-    """A model with its optimizer and one batch; every call is one optimizer step on that batch."""
+    """Training of a model on one fixed batch.
+
+    Each call is an optimizer step.
+
+    Args:
+      settings: benchmark case.
+    """
 
     def __init__(self, settings: Settings) -> None:
         torch, open_clip = packages()
@@ -91,7 +100,7 @@ class Training:
         model.train()
         self._log_scale = model.logit_scale
         self._optimizer = self._adamw(model)
-        torch.compiler.reset()  # else another batch size is compiled for sizes that vary
+        torch.compiler.reset()  # else a second batch size is compiled with dynamic shapes
         self._model = torch.compile(model) if settings.compiled else model
         self._loss = open_clip.ClipLoss()
         self._autocast: Callable[[], Any] = contextlib.nullcontext
@@ -101,20 +110,20 @@ class Training:
         shape = (settings.batch, 3, _IMAGE_SIZE, _IMAGE_SIZE)
         images = torch.randn(shape, device=self.device, dtype=dtype)
         texts = torch.randint(_VOCABULARY, (settings.batch, _CONTEXT), device=self.device)
-        parts = settings.accum_freq
-        self._pairs = list(zip(images.chunk(parts), texts.chunk(parts), strict=True))
+        count = settings.accum_freq
+        self._microbatches = list(zip(images.chunk(count), texts.chunk(count), strict=True))
 
     def __call__(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self._optimizer.zero_grad()
-        known = self._features() if len(self._pairs) > 1 else []
-        for number, (images, texts) in enumerate(self._pairs):
+        cached = self._features() if len(self._microbatches) > 1 else []
+        for number, (images, texts) in enumerate(self._microbatches):
             with self._autocast():
                 output = self._model(images, texts)
                 scale = output.pop("logit_scale")
                 features = {
                     name: self._torch.cat(
-                        [*(k[name] for k in known[:number]), own, *(k[name] for k in known[number + 1 :])]
+                        [*(c[name] for c in cached[:number]), own, *(c[name] for c in cached[number + 1 :])]
                     )
                     for name, own in output.items()
                 }
@@ -125,28 +134,28 @@ class Training:
             self._log_scale.clamp_(0, math.log(100))
 
     def wait(self) -> None:
-        """Returns when the device has done everything."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             self._torch.cuda.synchronize()
 
     @property
     def device_name(self) -> str:
-        """Of the GPU, or "cpu"."""
+        """Name of the GPU, or "cpu"."""
         return self._torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
 
     @property
     def peak_mib(self) -> float | None:
-        """The most memory that tensors have had; None on the CPU."""
+        """Peak memory of the tensors in MiB; None on the CPU."""
         return self._torch.cuda.max_memory_allocated() / 2**20 if self.device.type == "cuda" else None
 
     def _features(self) -> list[dict[str, Any]]:
-        """Of all parts, without gradients."""
+        """Encode all microbatches without gradients."""
         with self._torch.no_grad(), self._autocast():
-            outputs = [self._model(images, texts) for images, texts in self._pairs]
+            outputs = [self._model(images, texts) for images, texts in self._microbatches]
         return [{name: value for name, value in output.items() if name != "logit_scale"} for output in outputs]
 
     def _adamw(self, model: Any) -> Any:
-        """As CLIP trains: weight decay for matrices alone."""
+        """Create CLIP's AdamW, with weight decay for matrices only."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
@@ -154,7 +163,13 @@ class Training:
 
 
 def seconds(training: Training, repeats: int, least: float = _RUN_SECONDS) -> float:
-    """Median time of a step over runs of at least `least` seconds each."""
+    """Measure the median time of a step, in seconds.
+
+    Args:
+      training: training to time.
+      repeats: number of timed runs.
+      least: least duration of a run, in seconds.
+    """
     for _ in range(_WARM_UP):
         training()
     steps = math.ceil(least / _elapsed(training, 1))
@@ -171,7 +186,14 @@ def _elapsed(training: Training, steps: int) -> float:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """The record of one batch size; where memory runs out, its status says so and its figures are None."""
+    """Measure one batch size.
+
+    Args:
+      settings: benchmark case.
+
+    Returns:
+      The record. If memory runs out, its status is "out of memory" and its figures are None.
+    """
     torch, open_clip = packages()
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -210,7 +232,14 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str], values: flags.FlagValues) -> None:
-    """Measures what the flags ask for; a mistake becomes one line on stderr and exit status 1."""
+    """Run the benchmark of the flags.
+
+    User errors exit with status 1 and one line on stderr.
+
+    Args:
+      argv: arguments that are no flags; the program's name alone.
+      values: flags of this command.
+    """
     logging.set_verbosity(logging.ERROR)
     try:
         if len(argv) > 1:
@@ -231,7 +260,12 @@ def _cases(values: flags.FlagValues) -> list[Settings]:
 
 
 def run(cases: Sequence[Settings], output: Path) -> None:
-    """Measures one case after the other, prints and records each."""
+    """Measure, print and record all cases.
+
+    Args:
+      cases: benchmark cases.
+      output: folder of the JSON lines, which are appended.
+    """
     packages()
     output.mkdir(parents=True, exist_ok=True)
     print(_line([heading for heading, *_ in _COLUMNS]), flush=True)
@@ -244,16 +278,21 @@ def run(cases: Sequence[Settings], output: Path) -> None:
 
 
 def _define_flags() -> flags.FlagValues:
-    """Flags of this command alone, since others have some of the same name."""
+    """Define the flags of this command.
+
+    Not at import, since other commands define flags of the same names.
+    """
     values = flags.FLAGS
-    flags.DEFINE_enum("model", MODELS[0], MODELS, "OpenCLIP's name.")
+    flags.DEFINE_enum("model", MODELS[0], MODELS, "Model name of OpenCLIP.")
     flags.DEFINE_list("batch", "1024,4096", "Pairs of one optimizer step.")
-    flags.DEFINE_enum("precision", PRECISIONS[0], PRECISIONS, "As OpenCLIP's.")
-    flags.DEFINE_bool("grad_checkpointing", False, "Compute blocks again in the backward pass.")
-    flags.DEFINE_integer("accum_freq", 1, "Parts of the batch, encoded twice each.", lower_bound=1)
+    flags.DEFINE_enum("precision", PRECISIONS[0], PRECISIONS, "Precision, as OpenCLIP's flag.")
+    flags.DEFINE_bool("grad_checkpointing", False, "Recompute the blocks in the backward pass.")
+    flags.DEFINE_integer(
+        "accum_freq", 1, "Microbatches of the batch; with several, each is encoded twice.", lower_bound=1
+    )
     flags.DEFINE_bool("compile", True, "Use torch.compile.")
-    flags.DEFINE_integer("repeats", 5, "Timed runs, of which the median counts.", lower_bound=1)
-    flags.DEFINE_string("output", None, "Folder for the JSON lines.")
+    flags.DEFINE_integer("repeats", 5, "Timed runs; the median is reported.", lower_bound=1)
+    flags.DEFINE_string("output", None, "Folder of the JSON lines.")
     return values
 
 

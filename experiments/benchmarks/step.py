@@ -1,11 +1,11 @@
-r"""Times a whole training step, with its parts, its memory and its use of the device.
+r"""Benchmark of the training step: time of its phases, memory and throughput.
 
     python -m experiments.benchmarks.step --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch=1024,4096 \
         --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3]
 
-Prints a table, adds JSON lines to `benchmark_step.jsonl` and draws `benchmark_step.png` in the output folder;
-docs/benchmarks.md says what the figures mean. On several hosts, or with one process for each GPU: the same command in
-every process, see `infcl_jax.distributed.initialize`.
+Prints a table, appends JSON lines to `benchmark_step.jsonl` and plots `benchmark_step.png` in the output folder.
+docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
+process, see `infcl_jax.distributed.initialize`.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
-_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Changes to it, such as dtype=bfloat16,vision.remat=dots.")
-_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; without: no caching.", lower_bound=1)
-_KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are kept.", lower_bound=0)
-_KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Whether the others keep their residual streams.")
-_RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch lives.")
-_SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Of the state.")
-_LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "To train with.")
-_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts of the step and waiting for data.")
-_IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of the loss; the best here by default.")
+_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
+_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; None: no caching.", lower_bound=1)
+_KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are stored.", lower_bound=0)
+_KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Store the residual streams of the other chunks.")
+_RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch is stored.")
+_SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
+_LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "Training loss.")
+_TIME_PHASES = flags.DEFINE_bool("parts", True, "Also time the phases of the step and exposed data transfer.")
+_IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
 
 
 def benchmark_from_flags() -> None:
-    """Measures what the flags ask for.
+    """Run the benchmark of the flags.
 
     Raises:
-      ValueError: a flag is wrong or missing, or does not suit the devices.
+      ValueError: a flag is wrong or missing, or does not fit the devices.
     """
     settings = Settings(
         model=_MODEL.value,
@@ -61,7 +61,7 @@ def benchmark_from_flags() -> None:
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
-        parts=_PARTS.value,
+        parts=_TIME_PHASES.value,
         repeats=harness.REPEATS.value,
     )
     output = harness.output_folder()
@@ -72,22 +72,22 @@ def benchmark_from_flags() -> None:
 
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
-    """Measures one batch size after the other, prints and records each, and draws them all.
+    """Measure, print, record and plot all batch sizes.
 
     Args:
-      settings: what to measure.
-      mesh: the devices.
-      output: folder of the JSON lines, which are added to, and of the picture, which is replaced.
+      settings: benchmark cases.
+      mesh: devices.
+      output: folder of the JSON lines, which are appended, and of the plot, which is replaced.
 
     Returns:
-      The new records, see docs/benchmarks.md. What does not fit into memory has the status "out of memory" and None
-      for the figures that could not be had.
+      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      None for its missing figures.
 
     Raises:
-      ValueError: there is no such model, override, loss or implementation.
+      ValueError: the model, an override, the loss or the implementation is unknown.
     """
     flops = step_flops(settings.model_config)
-    cases = [Case.create(settings, mesh, b) for b in settings.batch]  # mistakes show before anything is timed
+    cases = [Case.create(settings, mesh, b) for b in settings.batch]  # validates all settings before anything is timed
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
     product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
@@ -97,8 +97,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
         about_case |= dataclasses.asdict(settings.cache)
-        found = harness.collect(FIGURES, case.figures(product))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, found))
+        figures = harness.collect(FIGURES, case.figures(product))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, figures))
     if is_lead():
         draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records
@@ -108,13 +108,13 @@ def _title(settings: Settings) -> str:
     cache = settings.cache
     kept = f"{cache.keep} kept{', residual streams of the others' if cache.keep_residual else ''}"
     caching = f"chunks of {cache.chunk_size}, {kept}, residency {cache.residency}"
-    parts = (
+    fields = (
         settings.model,
         settings.model_overrides,
         settings.loss,
         caching if cache.chunk_size else "no gradient caching",
     )
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, fields))
 
 
 _COLUMNS = (
@@ -136,7 +136,13 @@ _COLUMNS = (
 
 
 def draw(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draws images per second and memory over the batch size."""
+    """Plot images per second and memory over the batch size.
+
+    Args:
+      records: records of all batch sizes.
+      title: title of the plot.
+      path: image file to write.
+    """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle(title)
     panels = {

@@ -1,4 +1,7 @@
-"""What `experiments.benchmarks.step` measures of one batch size: the step, its parts, waiting for data, and memory."""
+"""Measurement of one batch size for `experiments.benchmarks.step`.
+
+Times the step, its phases and the exposed data transfer, and measures memory.
+"""
 
 import dataclasses
 import functools
@@ -35,14 +38,14 @@ from infcl_jax.training import (
 from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep, evaluate_loss, memory_of
 
 _SEED = 0
-# Starting a step takes 1 to 3 ms.
+# Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
-# Images that a batch which lives nowhere is made of, in chunks.
+# Chunks of random images in memory from which a replayed batch is drawn.
 _POOL_CHUNKS = 2
-# Samples of the dataset that a global contrastive loss remembers: those of CC3M.
+# Dataset size for the sample state of global contrastive losses: that of CC3M.
 _SAMPLES = 2_700_000
 
-# Keys of a record that `Case.figures` may give.
+# Keys of a record that `Case.figures` may yield.
 FIGURES = (
     *("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "of_product"),
     *("encode_ms", "loss_ms", "backward_ms", "update_ms", "data_ms", "memory_mib", "peak_memory_mib"),
@@ -51,18 +54,18 @@ FIGURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure: one way of training one model at every batch size.
+    """Benchmark cases: training of one model at every batch size.
 
     Attributes:
-      model: a name of `infcl_jax.models.model_names()`.
+      model: model name, one of `infcl_jax.models.model_names()`.
       batch: global batch sizes b, multiples of the device count.
       model_overrides: changes to the model.
-      cache: gradient caching.
-      implementation: of the loss, see `infcl_jax.pairwise_lse`.
+      cache: gradient-cache settings.
+      implementation: implementation of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       loss: "clip" or a global contrastive loss.
-      parts: whether the parts of the step are timed too.
-      repeats: timed runs of each program, of which the median counts; 0: its first call counts.
+      parts: whether to time the phases of the step too.
+      repeats: timed runs of each program; the median is reported. 0: time its first call.
     """
 
     model: str
@@ -77,13 +80,23 @@ class Settings:
 
     @functools.cached_property
     def model_config(self) -> CLIPConfig:
-        """The model with its overrides; a `ValueError` says what is wrong with them."""
+        """Model configuration with its overrides.
+
+        Raises:
+          ValueError: the model or an override is unknown or wrong.
+        """
         return model_config(self.model, **parse_overrides(self.model_overrides))
 
 
 @dataclasses.dataclass
 class _Training:
-    """A state and the step that replaces it; every call is one more."""
+    """Train state and step function; each call is one step.
+
+    Attributes:
+      step: train step.
+      state: train state, replaced by every call.
+      batch: batch of every step.
+    """
 
     step: TrainStep
     state: TrainState
@@ -96,27 +109,30 @@ class _Training:
 
 @dataclasses.dataclass
 class _FedTraining(_Training):
-    """Training whose batch comes from host memory for each step, one step ahead, as in `experiments.train`."""
+    """Training with host-to-device transfer of each batch, as in `experiments.train`.
+
+    The transfer runs one step ahead.
+    """
 
     mesh: Mesh
     metrics: Any = None
 
     def __call__(self) -> Any:
-        batch, before = shard_batch(self.mesh, self.batch), self.metrics
+        batch, previous = shard_batch(self.mesh, self.batch), self.metrics
         self.state, self.metrics = self.step(self.state, batch)
-        jax.block_until_ready(before)  # no more than two batches on the devices
+        jax.block_until_ready(previous)  # bounds device memory to two batches
         return self.state, self.metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One batch size and what is measured of it.
+    """Benchmark case of one batch size.
 
     Attributes:
-      settings: what to measure.
-      mesh: the devices.
+      settings: benchmark settings.
+      mesh: devices.
       b: global batch size.
-      loss_fn: the loss of the run.
+      loss_fn: training loss.
     """
 
     settings: Settings
@@ -126,15 +142,15 @@ class Case:
 
     @classmethod
     def create(cls, settings: Settings, mesh: Mesh, b: int) -> Self:
-        """The case with its loss, before anything is measured.
+        """Create a case with its loss.
 
         Args:
-          settings: what to measure.
-          mesh: the devices.
-          b: global batch size, a multiple of their number.
+          settings: benchmark settings.
+          mesh: devices.
+          b: global batch size, a multiple of the device count.
 
         Raises:
-          ValueError: there is no such loss or implementation, or the loss needs a batch that lives somewhere.
+          ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay".
         """
         if settings.loss == "clip":
             return cls(settings, mesh, b, make_loss(settings.loss, mesh, settings.implementation))
@@ -146,17 +162,17 @@ class Case:
             implementation=settings.implementation,
         )
         case = cls(settings, mesh, b, loss_fn)
-        case._train_step(settings.cache)  # which refuses a batch that lives nowhere
+        case._train_step(settings.cache)  # raises for residency "replay"
         return case
 
     def figures(self, product: Product) -> Iterator[dict[str, float]]:
-        """Figure after figure, so that those before memory runs out are known.
+        """Yield figures one at a time, so an out-of-memory error loses none.
 
         Args:
-          product: the ceiling that the rate is compared with.
+          product: reference GEMM of the same process.
 
         Yields:
-          Values by name, of `FIGURES`, each name at most once.
+          Values by name, a subset of `FIGURES`. Each name occurs at most once.
         """
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         rows = self.b * len(self.mesh.local_devices) // self.mesh.size
@@ -172,28 +188,28 @@ class Case:
         if cache.residency == "device":
             step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
             yield {"memory_mib": compiled_bytes(step) / 2**20}
-        before = peak_bytes(self.mesh)
+        peak_before = peak_bytes(self.mesh)
         train = _Training(step, state, batch)
         seconds = harness.seconds(train, repeats, _STEP_SECONDS)
         rate = harness.tflops(step_flops(config) * self.b, seconds, self.mesh.size)
         yield {"step_ms": 1e3 * seconds, "tflops": rate, "of_product": rate / product.tflops}
         images = self.b / seconds
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
-        if (peak := peak_bytes(self.mesh)) > before:
+        if (peak := peak_bytes(self.mesh)) > peak_before:
             yield {"peak_memory_mib": peak / 2**20}
         if not self.settings.parts:
             return
-        yield from self._parts(train)
-        if cache.residency == "replay":  # and there is no batch that could have been on the devices before
+        yield from self._phase_times(train)
+        if cache.residency == "replay":  # no batch in device memory to compare with
             return
         try:
-            yield {"data_ms": 1e3 * self._waiting_for_data(train, pairs, seconds)}
-        except jax.errors.JaxRuntimeError as error:  # the step itself fits
+            yield {"data_ms": 1e3 * self._exposed_transfer(train, pairs, seconds)}
+        except jax.errors.JaxRuntimeError as error:  # the step fits, this comparison need not
             if not harness.is_out_of_memory(error):
                 raise
 
     def _initial_state(self) -> TrainState:
-        """Fresh parameters, and the optimizer of `configs/base.py`."""
+        """Initialize parameters, the optimizer of `configs/base.py` and sample state."""
         config, run = self.settings.model_config, base.get_config()
         optimizer = make_optimizer(OptimizerConfig(**run.optimizer), run.total_steps)
         sizes = config.vision.image_size, config.text.context_length
@@ -205,33 +221,46 @@ class Case:
         return state.replace(samples=samples)
 
     def _train_step(self, cache: GradCacheConfig) -> TrainStep:
-        """The step as `experiments.train` makes it, with this gradient caching."""
+        """Create the train step of `experiments.train`, with the given gradient caching."""
         return make_train_step(self.loss_fn, _SEED, cache, self.mesh, self.settings.parameter_sharding)
 
-    def _parts(self, train: _Training) -> Iterator[dict[str, float]]:
-        """Times of the parts, each compiled for itself on the shapes of the step."""
+    def _phase_times(self, train: _Training) -> Iterator[dict[str, float]]:
+        """Time the phases of the step.
+
+        Each phase is compiled separately, on the shapes of the step.
+
+        Args:
+          train: training whose state and batch are used. Its state is replaced.
+
+        Yields:
+          Milliseconds by name: encoding, loss, backward pass and optimizer update.
+        """
         repeats = self.settings.repeats
         key = jax.jit(lambda step: jax.random.fold_in(jax.random.key(_SEED), step))(train.state.step)
         args = train.state.params, train.batch, key
-        encode = functools.partial(self._passes(backward=False), *args)
+        encode = functools.partial(self._encoder_passes(backward=False), *args)
         encode_seconds = harness.seconds(encode, repeats)
         yield {"encode_ms": 1e3 * encode_seconds}
         _, features = encode()
         yield {"loss_ms": 1e3 * self._loss_program(train, features).seconds(repeats)}
         del features
-        both = functools.partial(self._passes(backward=True), *args)
-        yield {"backward_ms": 1e3 * (harness.seconds(both, repeats) - encode_seconds)}
-        _, grads = both()
+        encode_backward = functools.partial(self._encoder_passes(backward=True), *args)
+        yield {"backward_ms": 1e3 * (harness.seconds(encode_backward, repeats) - encode_seconds)}
+        _, grads = encode_backward()
         update = jax.jit(lambda state, grads: (state.apply_gradients(grads=grads), None), donate_argnums=0)
         updating = _Training(update, train.state, grads)
         yield {"update_ms": 1e3 * harness.seconds(updating, repeats)}
         train.state = updating.state
 
-    def _passes(self, *, backward: bool) -> Callable[..., Any]:
-        """Encodes a batch as the step does, and with `backward` pulls a gradient of all features back as the step does.
+    def _encoder_passes(self, *, backward: bool) -> Callable[..., Any]:
+        """Create the step's encoder passes: forward, or forward and backward.
+
+        Args:
+          backward: whether to compute the gradients of the sum of all features.
 
         Returns:
-          `(params, batch, key) -> ((sum of the features, features), gradients)`, without `backward` only the first.
+          A function `(params, batch, key) -> ((sum of the features, features), gradients)`. Without `backward` it
+          returns only `(sum of the features, features)`.
         """
         model, cache, names = build_model(self.settings.model_config), self.settings.cache, ("image", "text")
 
@@ -242,12 +271,12 @@ class Case:
 
             return encode
 
-        def total(params: Any, features: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        def feature_sum(params: Any, features: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
             return jnp.sum(features["image"] + features["text"], dtype=jnp.float32), features
 
         function = cached_value_and_grad(
             {name: encoder(name) for name in names},
-            total,
+            feature_sum,
             chunk_size=cache.chunk_size or self.b,
             keep=cache.keep if cache.chunk_size else 1,  # without caching: one chunk, encoded once
             keep_names=cache.keep_names,
@@ -260,17 +289,25 @@ class Case:
         return jax.jit(run) if cache.residency == "device" else run
 
     def _loss_program(self, train: _Training, features: dict[str, jax.Array]) -> Program:
-        """The loss with its gradients over features and scale."""
+        """Compile the loss with its gradients of features and scale."""
 
-        def loss(image: jax.Array, text: jax.Array, scale: jax.Array, memory: dict[str, Any]) -> jax.Array:
-            return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, None), memory)[0]
+        def loss(image: jax.Array, text: jax.Array, scale: jax.Array, extra: dict[str, Any]) -> jax.Array:
+            return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, None), extra)[0]
 
         scale = replicate(self.mesh, np.float32(1 / 0.07))
-        memory = memory_of(self.loss_fn, train.state, train.batch)
-        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, memory)
+        extra = memory_of(self.loss_fn, train.state, train.batch)  # sample indices and state of global losses
+        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, extra)
 
-    def _waiting_for_data(self, train: _Training, pairs: Any, seconds: float) -> float:
-        """How much longer a step takes if its batch comes from host memory than if it is on the devices already."""
+    def _exposed_transfer(self, train: _Training, pairs: Any, seconds: float) -> float:
+        """Measure the exposed host-to-device transfer of a step, in seconds.
+
+        This is the extra time of a step whose batch comes from host memory instead of device memory.
+
+        Args:
+          train: training of the case. Its state is used.
+          pairs: batch of this process on the host.
+          seconds: time of the step of the case.
+        """
         cache, repeats = self.settings.cache, self.settings.repeats
         if cache.residency == "device":
             fed = _FedTraining(train.step, train.state, pairs, self.mesh)
@@ -281,7 +318,15 @@ class Case:
 
 
 def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
-    """Random images, uint8 `[rows, size, size, 3]`, and token ids, int32 `[rows, context_length]`, of a process."""
+    """Draw random images and texts of this process.
+
+    Args:
+      config: model configuration.
+      rows: rows of this process.
+
+    Returns:
+      "image": uint8 `[rows, size, size, 3]`, and "text": int32 token ids `[rows, context_length]`.
+    """
     rng = np.random.default_rng(jax.process_index())
     return {"image": _draw_images(rng, config, rows), "text": _draw_texts(rng, config, rows)}
 
@@ -297,11 +342,13 @@ def _draw_texts(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.n
 
 
 class RandomReader:
-    """Random pairs of a process, of which few images are in memory: every chunk has some of the same ones in a row.
+    """Reader of random pairs, drawn from a small pool of images.
+
+    Every chunk is a contiguous slice of the pool, so a batch of any size fits into host memory.
 
     Args:
-      config: of the model.
-      rows: of the process.
+      config: model configuration.
+      rows: rows of this process.
       mesh: all devices.
       chunk_size: rows encoded at once, over all devices.
     """
@@ -312,7 +359,16 @@ class RandomReader:
         self._images = _draw_images(np.random.default_rng(jax.process_index()), config, pool)
 
     def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
-        """Images and token ids of some spans of rows, as `draw_pairs`; the same whenever asked. Texts are all new."""
+        """Read the rows of some slices.
+
+        The same slices give the same rows. Images repeat across chunks, texts do not.
+
+        Args:
+          spans: row slices of this process.
+
+        Returns:
+          Images and token ids, as from `draw_pairs`.
+        """
         count, first = sum(span.stop - span.start for span in spans), spans[0].start
         start = first % (len(self._images) - count + 1)
         rng = np.random.default_rng((jax.process_index(), first))
@@ -320,5 +376,8 @@ class RandomReader:
 
 
 def peak_bytes(mesh: Mesh) -> int:
-    """The most bytes that a device of this process has had in use so far; 0 where devices do not say."""
+    """Return the peak memory of a device in bytes; 0 if unknown.
+
+    The maximum over this process's devices, since the process started.
+    """
     return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)

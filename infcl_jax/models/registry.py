@@ -167,7 +167,10 @@ def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
 
 
 def _tiny(width: int, layers: int, text_width: int, context_length: int) -> CLIPConfig:
-    """Build a tiny model of byte-level text and 32-pixel images, trainable on a CPU in minutes."""
+    """Build a tiny configuration that a CPU trains in minutes.
+
+    It takes byte-level text and 32-pixel images.
+    """
     return CLIPConfig(
         embed_dim=width,
         vision=VisionConfig(width=width, layers=layers, heads=width // 32, image_size=32, patch_size=8),

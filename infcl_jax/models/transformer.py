@@ -262,9 +262,11 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Map [..., width] to [..., width] in the compute dtype, and return its last bias.
+        """Apply the MLP to [..., width] in the compute dtype.
 
-        The result contains the bias [width] of `c_proj`, whose gradient the caller must route, see `route_gradient`.
+        Returns:
+          [..., width] in the compute dtype; and the bias [width] of `c_proj` that it contains, whose gradient the
+          caller must route, see `route_gradient`.
         """
         c = self.config
         hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc").activated(x, c.activation)

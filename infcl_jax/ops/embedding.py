@@ -108,6 +108,9 @@ def sum_by_id(ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
 
 
 def _segmented_add(left: tuple, right: tuple) -> tuple:
-    """Combine (start flag, sum) pairs for a segmented sum; a start flag discards the sum on its left."""
+    """Combine (start flag, sum) pairs of a segmented sum.
+
+    A start flag discards the sum on its left.
+    """
     (left_starts, left_sum), (right_starts, right_sum) = left, right
     return left_starts | right_starts, right_sum + jnp.where(right_starts, 0.0, left_sum)

@@ -121,12 +121,12 @@ def test_gradient_of_one_output_alone(output, implementation):
         specs = (P("data"), P("data"), P())
         return jax.shard_map(inside, mesh=oracle.mesh_of(4), in_specs=specs, out_specs=P())(x, y, scale)
 
-    def dense(x, y, scale):
+    def whole_matrix(x, y, scale):
         block = Block(x, y, scale, labels=jnp.arange(20, dtype=jnp.int32))
         return dict(zip(("row", "col", "positive"), dense.dense_lse(block), strict=True))[output].sum()
 
     args = (x, y, jnp.float32(14.3))
-    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*args) for f in (value, dense))
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*args) for f in (value, whole_matrix))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

@@ -19,7 +19,7 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.ops.pairwise_lse import pairwise_lse
-from infcl_jax.ops.pairwise_lse.checks import check_label_range, checked_mask
+from infcl_jax.ops.pairwise_lse.checks import checked_labels, checked_mask
 
 
 def retrieval_loss(
@@ -73,7 +73,7 @@ def retrieval_loss(
             f"{passage.shape[0]} passages"
         )
     if labels is not None:
-        check_label_range(labels, passage.shape[0], mask)
+        checked_labels(labels, query.shape[0], passage.shape[0], mask)
     if mesh is not None and labels is not None:
         _check_same_device(labels, mask, query.shape[0], passage.shape[0], axis_and_devices(mesh, axis_name)[1])
     _check_any_positive(labels, mask, passage_mask, query.shape[0])

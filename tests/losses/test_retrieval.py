@@ -68,6 +68,14 @@ def test_a_positive_on_another_device_is_an_error(mask):
         loss(labels=np.array([0, 2, 4, 6, 3, 10, 12, 0]))
 
 
+@pytest.mark.parametrize("labels", [np.zeros(4, np.int32), np.zeros(8, np.float32), np.zeros((8, 1), np.int32)])
+@pytest.mark.parametrize("options", [{"mesh": oracle.mesh_of(4)}, {"passage_mask": np.ones(16, bool)}])
+def test_labels_of_another_shape_or_dtype_are_named(labels, options):
+    query, passage = oracle.features("random", 8, 16, 9)
+    with pytest.raises(ValueError, match=r"expected integer labels of shape \(8,\)"):
+        retrieval_loss(query, passage, 1.0, labels=labels, **options)
+
+
 def test_unknown_label_is_an_error_and_never_a_silent_number():
     query, passage = oracle.features("random", 8, 16, 33)
     labels = np.arange(8) + 9

@@ -64,11 +64,11 @@ def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array |
         return jnp.arange(x_rows, dtype=jnp.int32)
     if labels.shape != (x_rows,) or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"expected integer labels of shape ({x_rows},), got {labels.dtype}{list(labels.shape)}")
-    check_label_range(labels, y_rows, mask)
+    _check_label_range(labels, y_rows, mask)
     return jnp.asarray(labels).astype(jnp.int32)
 
 
-def check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
+def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
     """Raises `ValueError` if a known label is outside `[0, y_rows)`.
 
     Traced labels and labels of masked rows are not checked.

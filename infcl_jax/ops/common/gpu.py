@@ -1,4 +1,4 @@
-"""Properties of the GPU that a program is traced for."""
+"""Properties of the GPU that a program is traced for, and limits of Hopper GPUs."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import jax
 # Compute capability of Hopper GPUs, and their device kinds in an abstract mesh.
 HOPPER = "9.0"
 HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
+# Bytes of SMEM available to the CTAs of a Hopper SM: 227 KiB (CUDA C++ Programming Guide, compute capability 9.0).
+SHARED_MEMORY = 227 * 1024
 
 
 def _device() -> Any:

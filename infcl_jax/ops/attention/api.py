@@ -107,7 +107,7 @@ _kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 def _call_kernel(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Run the kernel on the sequences of each device."""
-    local = functools.partial(kernel, causal=causal, cores=gpu.multiprocessors())
+    local = functools.partial(kernel, causal=causal, sm_count=gpu.multiprocessors())
     batch_spec = P(automatic_axes())
     return on_each_device(local, batch_spec, batch_spec)(*arrays)
 

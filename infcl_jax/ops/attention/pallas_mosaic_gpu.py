@@ -36,14 +36,14 @@ def accepts(positions: int, channels: int, dtype: Any) -> bool:
     return 0 < positions <= LONGEST and channels == CHANNELS and jnp.dtype(dtype) in DTYPES
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "cores"))
-def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames=("causal", "sm_count"))
+def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array]:
     """Scaled dot-product attention with an online float32 softmax.
 
     Args:
       packed: [b, t, 3 heads, 64], the heads of queries, keys and values in that order, see `accepts`.
       causal: whether a position attends only to positions up to its own.
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
 
     Returns:
       The result [b, t, heads, 64], and the base-2 log-sum-exp of the scores, float32 [b * heads, t padded to tiles],
@@ -51,7 +51,7 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
 
     Source: Milakov and Gimelshein 2018, section 3 (online softmax).
     """
-    pipeline = HeadPipeline.of(packed, cores, vectors=0, warpgroups=3)
+    pipeline = HeadPipeline.of(packed, sm_count, vectors=0, warpgroups=3)
     if pipeline.tiles == 2:  # two teams of two warpgroups, so two heads at a time
         pipeline = dataclasses.replace(pipeline, warpgroups=4)
     # Buffers are assigned in the order in which operands are needed; the first one is released first.
@@ -109,8 +109,8 @@ def forward(packed: Array, *, causal: bool, cores: int) -> tuple[Array, Array]:
     return outputs["out"], outputs["lse"]
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "cores"))
-def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: bool, cores: int) -> tuple[Array]:
+@functools.partial(jax.jit, static_argnames=("causal", "sm_count"))
+def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: bool, sm_count: int) -> tuple[Array]:
     """Gradients of attention (Dao et al. 2022, appendix B.2).
 
     Args:
@@ -119,13 +119,13 @@ def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: boo
       lse: second result of `forward`, float32 [b * heads, t padded to tiles].
       d_out: cotangent of `out`.
       causal: whether a position attends only to positions up to its own.
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
 
     Returns:
       The cotangent of `packed`. It is deterministic: the same inputs give the same bits.
     """
     operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse}
-    pipeline = HeadPipeline.of(packed, cores, vectors=2, warpgroups=2)
+    pipeline = HeadPipeline.of(packed, sm_count, vectors=2, warpgroups=2)
     streamed = {name: HeadSlice(name) for name in ("out", "d_out")} | pipeline.packed
     d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in pipeline.packed.items()}
     # SMEM may not hold two heads. The next head then reuses these buffers, in the order of `streamed`, as soon as this

@@ -16,19 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHANNELS = 64  # channels of a head; as 16-bit values they fill the 128 bytes of the widest swizzle
+from infcl_jax.ops.common import gpu
+
+CHANNELS = gpu.SWIZZLE_BYTES // 2  # 16-bit channels of a head
 TILE = 64  # positions of a query or key tile
-# Registers per thread of the producer and of the compute warpgroups, by number of compute warpgroups. The sum over all
-# threads must not exceed the initial allocation: a share of the SM's 64 Ki registers, rounded down to a multiple of 8.
-REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
-SHARED_MEMORY = 232_448  # bytes of SMEM of a CTA (227 KiB, the limit of compute capability 9.0)
-RESERVED = 2048  # bytes of SMEM for barriers and alignment
-BARRIERS = 32  # largest number of barriers in one array
+RESERVED_BYTES = 2048  # bytes of SMEM for barriers and alignment
+MAX_BARRIERS = 32  # largest number of barriers in one array, a limit of Mosaic GPU
 SYNC_POINTS = ("statistics", "queries")  # points of a kernel body at which the warpgroups of a team may synchronize
 WGMMA_K = 16  # positions; a GEMM that reduces over positions takes a multiple of it
 ATOM = 8  # positions; a copy into tiled SMEM takes a multiple of it
 
-_SWIZZLE: Any = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+_SWIZZLE: Any = plgpu.SwizzleTransform(gpu.SWIZZLE_BYTES)  # type: ignore[abstract]
 _TRANSFORMS: Any = (plgpu.TilingTransform((ATOM, CHANNELS)), _SWIZZLE)  # type: ignore[abstract]
 WGMMA_LAYOUT = plgpu.Layout.WGMMA
 
@@ -59,7 +57,7 @@ class HeadPipeline:
       dtype: dtype of the operands loaded into SMEM.
       programs: number of CTAs; head i is processed by CTA i modulo `programs`.
       vectors: number of float32 vectors per head that the warpgroups share through SMEM.
-      warpgroups: number of compute warpgroups, a key of `REGISTERS`.
+      warpgroups: number of compute warpgroups, a key of `gpu.WARPGROUP_REGISTERS`.
     """
 
     batch: int
@@ -71,17 +69,17 @@ class HeadPipeline:
     warpgroups: int
 
     @classmethod
-    def of(cls, packed: Array, cores: int, *, vectors: int, warpgroups: int) -> "HeadPipeline":
+    def of(cls, packed: Array, sm_count: int, *, vectors: int, warpgroups: int) -> "HeadPipeline":
         """Build the pipeline for packed queries, keys and values.
 
         Args:
           packed: [b, t, 3 heads, 64].
-          cores: number of SMs of the GPU.
+          sm_count: number of SMs of the GPU.
           vectors: number of float32 vectors per head in SMEM.
           warpgroups: number of compute warpgroups.
         """
         b, t, heads, _ = packed.shape
-        return cls(b, t, heads // 3, packed.dtype, min(cores, b * heads // 3), vectors, warpgroups)
+        return cls(b, t, heads // 3, packed.dtype, min(sm_count, b * heads // 3), vectors, warpgroups)
 
     @property
     def packed(self) -> dict[str, HeadSlice]:
@@ -121,8 +119,8 @@ class HeadPipeline:
     @property
     def buffers(self) -> int:
         """Number of SMEM buffers of a team, each for one operand of one head."""
-        free = SHARED_MEMORY - RESERVED - 4 * math.prod(self.vectors_shape)
-        return min(free // (self.rows * CHANNELS * self.dtype.itemsize), BARRIERS) // self.teams
+        free = gpu.SHARED_MEMORY - RESERVED_BYTES - 4 * math.prod(self.vectors_shape)
+        return min(free // (self.rows * CHANNELS * self.dtype.itemsize), MAX_BARRIERS) // self.teams
 
     @property
     def copy_ranges(self) -> list[tuple[int, int]]:
@@ -176,7 +174,7 @@ class HeadPipeline:
                 return Head(self, index, team, member, number, streamed, arrays, tiled, plain, vectors, *barriers)
 
             def produce() -> None:
-                plgpu.set_max_registers(REGISTERS[self.warpgroups][0], action="decrease")
+                plgpu.set_max_registers(gpu.WARPGROUP_REGISTERS[self.warpgroups][0], action="decrease")
 
                 @pl.loop(0, count)
                 def _(index: Array) -> None:
@@ -190,7 +188,7 @@ class HeadPipeline:
                         plgpu.barrier_wait(empty.at[team * self.buffers + lax.rem(load, self.buffers)])
 
             def compute() -> None:
-                plgpu.set_max_registers(REGISTERS[self.warpgroups][1], action="increase")
+                plgpu.set_max_registers(gpu.WARPGROUP_REGISTERS[self.warpgroups][1], action="increase")
                 team, member = lax.div(warpgroup, self.team), lax.rem(warpgroup, self.team)
 
                 def team_head(i: Array) -> Head:

@@ -83,7 +83,7 @@ def _backward_xla(x: jax.Array, bias: jax.Array, dy: jax.Array, name: Activation
 def _forward_kernel(x: jax.Array, bias: jax.Array, name: Activation) -> jax.Array:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
-    run = functools.partial(pallas_mosaic_gpu.forward, name=name, cores=gpu.multiprocessors())
+    run = functools.partial(pallas_mosaic_gpu.forward, name=name, sm_count=gpu.multiprocessors())
 
     def local(x: jax.Array, bias: jax.Array) -> jax.Array:
         return run(flat_rows(x), bias).reshape(x.shape)
@@ -95,7 +95,7 @@ def _forward_kernel(x: jax.Array, bias: jax.Array, name: Activation) -> jax.Arra
 def _backward_kernel(x: jax.Array, bias: jax.Array, dy: jax.Array, name: Activation) -> tuple[jax.Array, jax.Array]:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
-    run = functools.partial(pallas_mosaic_gpu.backward, name=name, cores=gpu.multiprocessors())
+    run = functools.partial(pallas_mosaic_gpu.backward, name=name, sm_count=gpu.multiprocessors())
     axes = automatic_axes()
 
     def local(x: jax.Array, bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:

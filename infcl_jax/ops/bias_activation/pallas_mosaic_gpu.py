@@ -21,8 +21,8 @@ DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 WIDTH_MULTIPLE = 128  # supported widths are multiples of it
 WIDEST = 5120  # largest supported width
 # Tilings count quarters of rows.
-FORWARD = Tiling(rows=8, stages=3, programs=4)
-BACKWARD = Tiling(rows=4, stages=4, programs=3)
+FORWARD = Tiling(rows=8, stages=3, ctas_per_sm=4)
+BACKWARD = Tiling(rows=4, stages=4, ctas_per_sm=3)
 FEWEST = max(FORWARD.rows, BACKWARD.rows) // WARPS  # rows; every CTA needs a whole tile
 
 
@@ -31,43 +31,43 @@ def accepts(rows: int, width: int, dtype: Any) -> bool:
     return jnp.dtype(dtype) in DTYPES and rows >= FEWEST and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
 
 
-@functools.partial(jax.jit, static_argnames=("name", "cores", "tiling"))
-def forward(x: jax.Array, bias: jax.Array, *, name: str, cores: int, tiling: Tiling = FORWARD) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("name", "sm_count", "tiling"))
+def forward(x: jax.Array, bias: jax.Array, *, name: str, sm_count: int, tiling: Tiling = FORWARD) -> jax.Array:
     """Apply an activation to `x + bias`.
 
     Args:
       x: [rows, width], see `accepts`.
       bias: float32 [width].
       name: activation, "gelu" or "quick_gelu".
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
       tiling: tiling of the quarters of rows.
 
     Returns:
       [rows, width] in the dtype of `x`.
     """
     quarters = _quarters(x)
-    stream = RowStream.of(tiling, len(quarters), cores, {"x": quarters}, WARPS)
-    tile, *_ = layouts(quarters.shape[1], x.dtype)
+    stream = RowStream.of(tiling, len(quarters), sm_count, {"x": quarters}, WARPS)
+    tile_layout, *_ = layouts(quarters.shape[1], x.dtype)
 
-    def kernel(x: Any, bias: Any, y: Any, *shared: Any) -> None:
-        shift = plgpu.load(bias, layout=tile, optimized=False)
+    def kernel(x: Any, bias: Any, y: Any, *smem: Any) -> None:
+        shift = plgpu.load(bias, layout=tile_layout, optimized=False)
 
-        def body(at: RowTile, carry: tuple) -> tuple:
+        def body(tile: RowTile, carry: tuple) -> tuple:
             for group in range(0, tiling.rows, WARPS):
-                value, _ = _ACTIVATIONS[name](at.load("x", group, tile) + shift)
-                y[pl.ds(at.first + group, WARPS)] = value.astype(y.dtype)
+                value, _ = _ACTIVATIONS[name](tile.load("x", group, tile_layout) + shift)
+                y[pl.ds(tile.first + group, WARPS)] = value.astype(y.dtype)
             return carry
 
-        stream.run({"x": x}, shared, body, ())
+        stream.run({"x": x}, smem, body, ())
 
     out = (jax.ShapeDtypeStruct(quarters.shape, x.dtype),)
     (y,) = stream.call(kernel, out, quarters, bias.reshape(WARPS, -1), approximate=True)
     return y.reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "cores", "tiling"))
+@functools.partial(jax.jit, static_argnames=("name", "sm_count", "tiling"))
 def backward(
-    x: jax.Array, bias: jax.Array, dy: jax.Array, *, name: str, cores: int, tiling: Tiling = BACKWARD
+    x: jax.Array, bias: jax.Array, dy: jax.Array, *, name: str, sm_count: int, tiling: Tiling = BACKWARD
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the biased activation.
 
@@ -76,7 +76,7 @@ def backward(
       bias: float32 [width].
       dy: [rows, width], cotangent of the result, in the dtype of `x`.
       name: activation, "gelu" or "quick_gelu".
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
       tiling: tiling of the quarters of rows.
 
     Returns:
@@ -85,23 +85,23 @@ def backward(
     """
     streamed = {"x": _quarters(x), "y": _quarters(dy)}
     quarters = streamed["x"]
-    stream = RowStream.of(tiling, len(quarters), cores, streamed, WARPS)
-    tile, row, _ = layouts(quarters.shape[1], x.dtype)
+    stream = RowStream.of(tiling, len(quarters), sm_count, streamed, WARPS)
+    tile_layout, row_layout, _ = layouts(quarters.shape[1], x.dtype)
 
-    def kernel(x: Any, dy: Any, bias: Any, dx: Any, d_bias: Any, *shared: Any) -> None:
-        shift = plgpu.load(bias, layout=tile, optimized=False)
+    def kernel(x: Any, dy: Any, bias: Any, dx: Any, d_bias: Any, *smem: Any) -> None:
+        shift = plgpu.load(bias, layout=tile_layout, optimized=False)
 
-        def body(at: RowTile, sums: jax.Array) -> jax.Array:
+        def body(tile: RowTile, sums: jax.Array) -> jax.Array:
             for group in range(0, tiling.rows, WARPS):
-                _, derivative = _ACTIVATIONS[name](at.load("x", group, tile) + shift)
-                dx_tile = at.load("y", group, tile) * derivative()
-                dx[pl.ds(at.first + group, WARPS)] = dx_tile.astype(dx.dtype)
-                is_new = at.counted(group, row)  # overlapping tiles share rows, which must be summed once
+                _, derivative = _ACTIVATIONS[name](tile.load("x", group, tile_layout) + shift)
+                dx_tile = tile.load("y", group, tile_layout) * derivative()
+                dx[pl.ds(tile.first + group, WARPS)] = dx_tile.astype(dx.dtype)
+                is_new = tile.is_new(group, row_layout)  # overlapping tiles share rows, which must be summed once
                 sums = sums + dx_tile * lax.broadcast_in_dim(is_new, dx_tile.shape, [0])
             return sums
 
-        zeros = plgpu.layout_cast(jnp.zeros(bias.shape, jnp.float32), tile)
-        d_bias[lax.axis_index("program")] = stream.run({"x": x, "y": dy}, shared, body, zeros)
+        zeros = plgpu.layout_cast(jnp.zeros(bias.shape, jnp.float32), tile_layout)
+        d_bias[lax.axis_index("program")] = stream.run({"x": x, "y": dy}, smem, body, zeros)
 
     out = (
         jax.ShapeDtypeStruct(quarters.shape, x.dtype),

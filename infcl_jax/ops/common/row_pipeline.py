@@ -1,7 +1,7 @@
 """Pipeline of row tiles through Hopper SMEM, for Pallas Mosaic GPU kernels.
 
-A program (CTA) processes a range of rows in tiles of a few rows. Each of its four warps processes whole rows, so that
-reductions along a row stay within a warp and sums over rows stay in registers.
+A program is a CTA of one warpgroup. It processes a range of rows in tiles of a few rows. Each of its four warps
+processes whole rows, so that reductions along a row stay within a warp and sums over rows stay in registers.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS = 4  # warps of a program, and rows that it processes at a time
-LANES = 32
-SHARED_MEMORY = 227 * 1024  # bytes of SMEM available to kernels on one SM
-RESERVED = 2048  # bytes of a program's SMEM that are not for tiles
+from infcl_jax.ops.common.gpu import SHARED_MEMORY
+
+WARPS = 4  # warps of a warpgroup; one processes a row at a time
+LANES = 32  # threads of a warp
+RESERVED_BYTES = 2048  # bytes of a CTA's SMEM for barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Tiling:
     Attributes:
       rows: rows of a tile, a multiple of 4.
       stages: pipeline stages in SMEM.
-      programs: programs per SM.
+      ctas_per_sm: CTAs per SM.
     """
 
     rows: int
     stages: int
-    programs: int
+    ctas_per_sm: int
 
     def __post_init__(self) -> None:
         if self.rows < WARPS or self.rows % WARPS:
@@ -48,7 +49,7 @@ class RowStream:
     Attributes:
       tiling: tile sizes.
       rows: rows of the arrays, at least the rows of a tile.
-      programs: total number of programs. Each has a range of nearly equally many rows, at least the rows of a tile.
+      programs: number of CTAs. Each has a range of nearly equally many rows, at least the rows of a tile.
       arrays: shapes `[rows, width]` and dtypes by name.
       unit: alignment of ranges and tiles in rows. It divides `rows` and the rows of a tile.
     """
@@ -60,12 +61,12 @@ class RowStream:
     unit: int = 1
 
     @classmethod
-    def of(cls, tiling: Tiling, rows: int, cores: int, arrays: dict[str, jax.Array], unit: int = 1) -> "RowStream":
+    def of(cls, tiling: Tiling, rows: int, sm_count: int, arrays: dict[str, jax.Array], unit: int = 1) -> "RowStream":
         """Creates a stream with as many pipeline stages as fit in SMEM."""
         tile_bytes = sum(tiling.rows * a.shape[1] * a.dtype.itemsize for a in arrays.values())
-        available = SHARED_MEMORY // tiling.programs - RESERVED
+        available = SHARED_MEMORY // tiling.ctas_per_sm - RESERVED_BYTES
         tiling = dataclasses.replace(tiling, stages=max(1, min(tiling.stages, available // tile_bytes)))
-        programs = min(tiling.programs * cores, rows // tiling.rows)
+        programs = min(tiling.ctas_per_sm * sm_count, rows // tiling.rows)
         shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
         return cls(tiling, rows, programs, shapes, unit)
 
@@ -101,45 +102,45 @@ class RowStream:
             ),
         )(*operands)
 
-    def run(self, refs: dict[str, Any], shared: Any, body: Callable[["RowTile", Any], Any], carry: Any) -> Any:
+    def run(self, refs: dict[str, Any], smem: Any, body: Callable[["RowTile", Any], Any], carry: Any) -> Any:
         """Runs `body(tile, carry) -> carry` on every tile of the program."""
-        *tiles, arrived = shared
+        *buffers, full = smem
         stages = self.tiling.stages
 
-        def fetch(number: jax.Array) -> None:
-            slot = lax.rem(number, stages)
-            rows = pl.ds(self.tile(number).first, self.tiling.rows)
-            for ref, tile in zip(refs.values(), tiles, strict=True):
+        def fetch(index: jax.Array) -> None:
+            slot = lax.rem(index, stages)
+            rows = pl.ds(self.tile(index).first, self.tiling.rows)
+            for ref, buffer in zip(refs.values(), buffers, strict=True):
                 plgpu.copy_gmem_to_smem(
-                    ref.at[rows], tile.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                    ref.at[rows], buffer.at[slot], full.at[slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
                 )
 
-        def step(number: jax.Array, carry: Any) -> Any:
-            slot = lax.rem(number, stages)
-            plgpu.barrier_wait(arrived.at[slot])
-            own = {name: tile.at[slot] for name, tile in zip(refs, tiles, strict=True)}
-            carry = body(dataclasses.replace(self.tile(number), refs=own), carry)
+        def step(index: jax.Array, carry: Any) -> Any:
+            slot = lax.rem(index, stages)
+            plgpu.barrier_wait(full.at[slot])
+            tile_refs = {name: buffer.at[slot] for name, buffer in zip(refs, buffers, strict=True)}
+            carry = body(dataclasses.replace(self.tile(index), refs=tile_refs), carry)
             plgpu.commit_smem()  # all warps have read the tile
 
-            @pl.when(number + stages < self._tiles)
+            @pl.when(index + stages < self._tiles)
             def _() -> None:
-                fetch(number + stages)
+                fetch(index + stages)
 
             return carry
 
-        for number in range(stages):
-            pl.when(number < self._tiles)(functools.partial(fetch, jnp.int32(number)))
+        for index in range(stages):
+            pl.when(index < self._tiles)(functools.partial(fetch, jnp.int32(index)))
         return lax.fori_loop(0, self._tiles, step, carry)
 
-    def tile(self, number: jax.Array) -> "RowTile":
-        """Returns tile `number` of the program.
+    def tile(self, index: jax.Array) -> "RowTile":
+        """Returns tile `index` of the program.
 
         The last tile overlaps the one before instead of the rows of the next program.
         """
         begin, count = self._range
-        start = number * self.tiling.rows
+        start = index * self.tiling.rows
         first = jnp.maximum(jnp.minimum(start, count - self.tiling.rows), 0)
-        return RowTile(self, number, begin + first, begin + start)
+        return RowTile(self, index, begin + first, begin + start)
 
     @property
     def _range(self) -> tuple[jax.Array, jax.Array]:
@@ -163,16 +164,16 @@ class RowTile:
 
     Attributes:
       stream: stream of the tile.
-      number: index of the tile in the program.
+      index: index of the tile in the program.
       first: first row.
-      new: first row that is not in an earlier tile.
+      first_new: first row that is not in an earlier tile.
       refs: SMEM references by name.
     """
 
     stream: RowStream
-    number: jax.Array
+    index: jax.Array
     first: jax.Array
-    new: jax.Array
+    first_new: jax.Array
     refs: dict[str, Any] | None = None
 
     def load(self, name: str, group: int, layout: Any) -> jax.Array:
@@ -180,17 +181,14 @@ class RowTile:
         ref = self.refs[name].at[pl.ds(group, WARPS)]
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-    def counted(self, group: int, layout: Any) -> jax.Array:
-        """Returns 1 for new rows and 0 for rows of earlier tiles.
-
-        The result has one value for each of four rows.
-        """
+    def is_new(self, group: int, layout: Any) -> jax.Array:
+        """Returns 1 for new rows and 0 for rows of earlier tiles, float32 `[4]`."""
         row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout) + (self.first + group)
-        return (row >= self.new).astype(jnp.float32)
+        return (row >= self.first_new).astype(jnp.float32)
 
-    def after(self) -> "RowTile":
+    def next_tile(self) -> "RowTile":
         """Returns the next tile, or the last one again."""
-        return self.stream.tile(self.number + 1)
+        return self.stream.tile(self.index + 1)
 
 
 def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
@@ -205,6 +203,6 @@ def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
     return tile, tile.reduce(1), tile.reduce(0)
 
 
-def spread(vector: jax.Array, axis: int, width: int) -> jax.Array:
+def broadcast(vector: jax.Array, axis: int, width: int) -> jax.Array:
     """Broadcasts a vector along `axis` (0: rows, 1: columns) to four rows."""
     return lax.broadcast_in_dim(vector, (WARPS, width), [axis])

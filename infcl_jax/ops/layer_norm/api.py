@@ -180,7 +180,7 @@ def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any)
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(
-        pallas_mosaic_gpu.forward, dtype=jnp.dtype(dtype), epsilon=LAYER_NORM_EPSILON, cores=gpu.multiprocessors()
+        pallas_mosaic_gpu.forward, dtype=jnp.dtype(dtype), epsilon=LAYER_NORM_EPSILON, sm_count=gpu.multiprocessors()
     )
 
     def local(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
@@ -203,7 +203,7 @@ def _backward_kernel(
 ) -> tuple[jax.Array | None, ...]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
-    run = functools.partial(pallas_mosaic_gpu.backward, sum_rows=sum_rows, cores=gpu.multiprocessors())
+    run = functools.partial(pallas_mosaic_gpu.backward, sum_rows=sum_rows, sm_count=gpu.multiprocessors())
     axes = automatic_axes()
 
     def local(

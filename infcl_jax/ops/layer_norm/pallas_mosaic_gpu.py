@@ -13,21 +13,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts, spread
+from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
 # Tilings by largest width. Each has as many CTAs per SM as registers allow, and enough bytes in flight to hide the
 # latency of global memory.
 FORWARD = (
-    (512, Tiling(rows=8, stages=4, programs=6)),
-    (768, Tiling(rows=4, stages=6, programs=5)),
-    (1024, Tiling(rows=4, stages=4, programs=4)),
-    (1280, Tiling(rows=4, stages=4, programs=3)),
+    (512, Tiling(rows=8, stages=4, ctas_per_sm=6)),
+    (768, Tiling(rows=4, stages=6, ctas_per_sm=5)),
+    (1024, Tiling(rows=4, stages=4, ctas_per_sm=4)),
+    (1280, Tiling(rows=4, stages=4, ctas_per_sm=3)),
 )
 BACKWARD = (
-    (512, Tiling(rows=4, stages=4, programs=3)),
-    (1280, Tiling(rows=4, stages=3, programs=2)),
+    (512, Tiling(rows=4, stages=4, ctas_per_sm=3)),
+    (1280, Tiling(rows=4, stages=3, ctas_per_sm=2)),
 )
 WIDEST = 1280  # largest supported width
 WIDTH_MULTIPLE = 128  # supported widths are multiples of it
@@ -40,7 +40,7 @@ def accepts(rows: int, width: int, *dtypes: Any) -> bool:
     return supported and rows >= FEWEST and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "cores", "tiling"))
+@functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "sm_count", "tiling"))
 def forward(
     x: jax.Array,
     scale: jax.Array,
@@ -48,7 +48,7 @@ def forward(
     *,
     dtype: Any,
     epsilon: float,
-    cores: int,
+    sm_count: int,
     tiling: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """LayerNorm over the last axis.
@@ -59,33 +59,33 @@ def forward(
       bias: float32 [width].
       dtype: dtype of the result.
       epsilon: constant added to the variance.
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
       tiling: tiling of the rows; None for the tiling of this width in `FORWARD`.
 
     Returns:
       The result [rows, width] in `dtype`, and the mean and inverse standard deviation of each row, float32 [rows].
     """
     rows, width = x.shape
-    stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, cores, {"x": x})
-    tile, _, column = layouts(width, x.dtype, dtype)
+    stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, sm_count, {"x": x})
+    tile_layout, _, column_layout = layouts(width, x.dtype, dtype)
 
     def kernel(*refs: Any) -> None:
-        x, scale, bias, y, means, inv_stds, *shared = refs
-        gain, shift = (plgpu.load(r, layout=column, optimized=False) for r in (scale, bias))
+        x, scale, bias, y, means, inv_stds, *smem = refs
+        gain, shift = (plgpu.load(r, layout=column_layout, optimized=False) for r in (scale, bias))
 
-        def body(at: RowTile, carry: tuple) -> tuple:
+        def body(tile: RowTile, carry: tuple) -> tuple:
             for group in range(0, stream.tiling.rows, WARPS):
-                x32 = at.load("x", group, tile)
+                x32 = tile.load("x", group, tile_layout)
                 mean = x32.sum(1) * (1 / width)
-                centered = x32 - spread(mean, 0, width)
+                centered = x32 - broadcast(mean, 0, width)
                 inv_std = lax.rsqrt((centered * centered).sum(1) * (1 / width) + epsilon)
-                x_hat = centered * spread(inv_std, 0, width)
-                rows = pl.ds(at.first + group, WARPS)
-                y[rows] = (x_hat * spread(gain, 1, width) + spread(shift, 1, width)).astype(dtype)
+                x_hat = centered * broadcast(inv_std, 0, width)
+                rows = pl.ds(tile.first + group, WARPS)
+                y[rows] = (x_hat * broadcast(gain, 1, width) + broadcast(shift, 1, width)).astype(dtype)
                 means[rows], inv_stds[rows] = mean, inv_std
             return carry
 
-        stream.run({"x": x}, shared, body, ())
+        stream.run({"x": x}, smem, body, ())
 
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     out = (jax.ShapeDtypeStruct((rows, width), dtype), row_statistic, row_statistic)
@@ -93,7 +93,7 @@ def forward(
     return y, mean, inv_std
 
 
-@functools.partial(jax.jit, static_argnames=("sum_rows", "cores", "tiling"))
+@functools.partial(jax.jit, static_argnames=("sum_rows", "sm_count", "tiling"))
 def backward(
     x: jax.Array,
     mean: jax.Array,
@@ -103,7 +103,7 @@ def backward(
     dx_residual: jax.Array | None = None,
     *,
     sum_rows: bool = False,
-    cores: int,
+    sm_count: int,
     tiling: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of LayerNorm.
@@ -116,7 +116,7 @@ def backward(
       dy: [rows, width], cotangent of the result.
       dx_residual: [rows, width], cotangent of `x` from its other uses, to be added; None for none.
       sum_rows: whether to sum the cotangent of `x` over rows.
-      cores: number of SMs of the GPU.
+      sm_count: number of SMs of the GPU.
       tiling: tiling of the rows; None for the tiling of this width in `BACKWARD`.
 
     Returns:
@@ -126,50 +126,52 @@ def backward(
     """
     rows, width = x.shape
     streamed = {"x": x, "y": dy} | ({} if dx_residual is None else {"residual": dx_residual})
-    stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, cores, streamed)
-    tile, row, column = layouts(width, *(a.dtype for a in streamed.values()))
+    stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, sm_count, streamed)
+    tile_layout, row_layout, column_layout = layouts(width, *(a.dtype for a in streamed.values()))
     sum_count = 3 if sum_rows else 2
 
     def kernel(*refs: Any) -> None:
         names = [*streamed, "mean", "inv_std", "scale", "dx", "sums"]
-        named, shared = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
-        gain = plgpu.load(named["scale"], layout=column, optimized=False)
+        named, smem = dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
+        gain = plgpu.load(named["scale"], layout=column_layout, optimized=False)
 
-        def statistics(at: RowTile) -> list[jax.Array]:
+        def statistics(tile: RowTile) -> list[jax.Array]:
             return [
-                plgpu.load(named[name].at[pl.ds(at.first + group, WARPS)], layout=row, optimized=False)
+                plgpu.load(named[name].at[pl.ds(tile.first + group, WARPS)], layout=row_layout, optimized=False)
                 for group in range(0, stream.tiling.rows, WARPS)
                 for name in ("mean", "inv_std")
             ]
 
-        def body(at: RowTile, carry: tuple) -> tuple:
+        def body(tile: RowTile, carry: tuple) -> tuple:
             *sums, current = carry
-            following = statistics(at.after())  # prefetched one tile ahead to hide the latency of global memory
+            following = statistics(tile.next_tile())  # prefetched one tile ahead to hide the latency of global memory
             for number, group in enumerate(range(0, stream.tiling.rows, WARPS)):
                 mean, inv_std = current[2 * number : 2 * number + 2]
-                dy = at.load("y", group, tile)
-                scaled_mean = spread(mean * inv_std, 0, width)
-                inv_std_tile = spread(inv_std, 0, width)
-                x_hat = at.load("x", group, tile) * inv_std_tile - scaled_mean
-                is_new = spread(at.counted(group, row), 0, width)
+                dy = tile.load("y", group, tile_layout)
+                scaled_mean = broadcast(mean * inv_std, 0, width)
+                inv_std_tile = broadcast(inv_std, 0, width)
+                x_hat = tile.load("x", group, tile_layout) * inv_std_tile - scaled_mean
+                is_new = broadcast(tile.is_new(group, row_layout), 0, width)
                 dy_x_hat = dy * x_hat
                 terms = [dy_x_hat, dy]
-                dx_hat = dy * spread(gain, 1, width)
-                projection = (dy_x_hat * spread(gain, 1, width)).sum(1) * (inv_std * (1 / width))
+                dx_hat = dy * broadcast(gain, 1, width)
+                projection = (dy_x_hat * broadcast(gain, 1, width)).sum(1) * (inv_std * (1 / width))
                 mean_dx_hat = dx_hat.sum(1) * (inv_std * (1 / width))
-                dx = dx_hat * inv_std_tile - (x_hat * spread(projection, 0, width) + spread(mean_dx_hat, 0, width))
+                dx = dx_hat * inv_std_tile - (
+                    x_hat * broadcast(projection, 0, width) + broadcast(mean_dx_hat, 0, width)
+                )
                 if dx_residual is not None:
-                    dx = dx + at.load("residual", group, tile)
+                    dx = dx + tile.load("residual", group, tile_layout)
                 if sum_rows:
                     terms.append(dx)
                 # Overlapping tiles share rows, which must be summed once.
                 sums = [acc + term * is_new for acc, term in zip(sums, terms, strict=True)]
-                named["dx"][pl.ds(at.first + group, WARPS)] = dx.astype(x.dtype)
+                named["dx"][pl.ds(tile.first + group, WARPS)] = dx.astype(x.dtype)
             return *sums, following
 
-        zeros = plgpu.layout_cast(jnp.zeros((WARPS, width), jnp.float32), tile)
+        zeros = plgpu.layout_cast(jnp.zeros((WARPS, width), jnp.float32), tile_layout)
         begin = *(zeros for _ in range(sum_count)), statistics(stream.tile(jnp.int32(0)))
-        *sums, _ = stream.run({name: named[name] for name in streamed}, shared, body, begin)
+        *sums, _ = stream.run({name: named[name] for name in streamed}, smem, body, begin)
         for number, acc in enumerate(sums):
             named["sums"][lax.axis_index("program"), number] = acc
 

@@ -203,11 +203,11 @@ def test_a_sharded_batch_has_kernels_for_its_own_sequences():
 def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
 
-    def forward(packed, *, causal, cores):
+    def forward(packed, *, causal, sm_count):
         assert packed.shape == (2, 20, 9, 64)
         return attend(packed, causal=causal, implementation="xla"), jnp.zeros((6, 64))
 
-    def backward(packed, result, total, cotangent, *, causal, cores):
+    def backward(packed, result, total, cotangent, *, causal, sm_count):
         assert total.shape == (6, 64)
         plain = functools.partial(attend, causal=causal, implementation="xla")
         return jax.vjp(plain, packed)[1](cotangent)

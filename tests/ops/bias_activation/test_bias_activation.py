@@ -71,7 +71,7 @@ def test_kernels_match_float64(capsys, rows, width, dtype, name):
 def test_any_tiling(capsys, tiling):
     """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
     x, bias, of_y = arrays = given(23, 256, BF16)
-    how = {"name": "gelu", "cores": 2, "tiling": tiling}
+    how = {"name": "gelu", "sm_count": 2, "tiling": tiling}
     with interpreted(capsys):
         found = pallas_mosaic_gpu.forward(x, bias, **how), *pallas_mosaic_gpu.backward(x, bias, of_y, **how)
         found = jax.device_get(found)
@@ -119,11 +119,11 @@ def test_best_activation(shape, dtype, mesh, best):
 def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
     """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
 
-    def forward(x, bias, *, name, cores):
+    def forward(x, bias, *, name, sm_count):
         assert x.shape == (10, 128)
         return activate(x, bias, name, "xla")
 
-    def backward(x, bias, of_y, *, name, cores):
+    def backward(x, bias, of_y, *, name, sm_count):
         return api._backward_xla(x, bias, of_y, name)
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)

@@ -95,15 +95,15 @@ def test_any_tiling(capsys, tiling):
     """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
     x, scale, bias, of_y, beside = arrays = given(45, 128, FP32, FP32)
     with interpreted(capsys):
-        y, *saved = pallas_mosaic_gpu.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, cores=2, tiling=tiling)
-        gradients = pallas_mosaic_gpu.backward(x, *saved, scale, of_y, beside, sum_rows=True, cores=2, tiling=tiling)
+        y, *saved = pallas_mosaic_gpu.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, sm_count=2, tiling=tiling)
+        gradients = pallas_mosaic_gpu.backward(x, *saved, scale, of_y, beside, sum_rows=True, sm_count=2, tiling=tiling)
         found = jax.device_get((y, *gradients))
     assert_close(found, expected(*arrays), FP32, FP32)
 
 
 def test_tiles_are_whole_groups_of_rows():
     with pytest.raises(ValueError, match="multiple of 4 rows per tile, got 6"):
-        Tiling(rows=6, stages=2, programs=1)
+        Tiling(rows=6, stages=2, ctas_per_sm=1)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
 def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
     """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""
 
-    def forward(x, scale, bias, *, dtype, epsilon, cores):
+    def forward(x, scale, bias, *, dtype, epsilon, sm_count):
         assert x.shape == (10, 128)
         y, *statistics = api._forward_xla(x, scale, bias, dtype)
         return y, *(s[:, 0] for s in statistics)
 
-    def backward(x, mean, inverse, scale, of_y, beside, *, sum_rows, cores):
+    def backward(x, mean, inverse, scale, of_y, beside, *, sum_rows, sm_count):
         return api._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside, sum_rows)
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -25,8 +26,8 @@ from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Weights, Windo
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 GRADIENT = ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
-WIDE = kernels.TritonKernels(kernels.Tiles(rows=32, columns=64, depth=16, group=2), 80)
-TALL = kernels.TritonKernels(kernels.Tiles(rows=64, columns=32, depth=16, group=3), 80)
+WIDE = kernels.TritonKernels(kernels.TritonConfig(block_m=32, block_n=64, block_d=16, group_m=2), 80)
+TALL = kernels.TritonKernels(kernels.TritonConfig(block_m=64, block_n=32, block_d=16, group_m=3), 80)
 SHAPE = 256, 192, 48
 WHOLE = Window(jnp.int32(0), jnp.int32(0), *SHAPE[:2])
 
@@ -94,24 +95,21 @@ def interpreted_call(*, kernel, out_type, grid, **arguments):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Runs kernels in Triton's interpreter.
-
-    It must be chosen before Triton is imported, and it resolves globals only.
-    """
+    """Runs kernels in Triton's interpreter, which must be chosen before they are defined."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    jax_triton, triton = pytest.importorskip("jax_triton"), pytest.importorskip("triton", "3.7")
-    monkeypatch.setattr(jax_triton, "triton_call", interpreted_call)
-    monkeypatch.setattr(kernels, "tl", triton.language, raising=False)
+    pytest.importorskip("triton", "3.7")
+    monkeypatch.setattr(pytest.importorskip("jax_triton"), "triton_call", interpreted_call)
     kernels._load.cache_clear()
-    for name, kernel in kernels._load()[1].items():
-        monkeypatch.setattr(kernels, name, kernel, raising=False)
+    module = importlib.reload(kernels._load()[1])
     yield
+    monkeypatch.delenv("TRITON_INTERPRET")
+    importlib.reload(module)
     kernels._load.cache_clear()
 
 
-def split(x, parts):
+def split(x, num_terms):
     out = []
-    for _ in range(parts):
+    for _ in range(num_terms):
         out.append(x.astype(jnp.bfloat16))
         x = x - out[-1].astype(jnp.float32)
     return jnp.concatenate(out, axis=1)
@@ -121,8 +119,8 @@ def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
     """Creates operands, and s in float64."""
     R, C, K = shape
     rng = np.random.default_rng(seed)
-    parts = 1 + max(p for p, _ in pairs)
-    x, y = (split(jnp.asarray(rng.normal(size=(n, K)) / np.sqrt(K), jnp.float32), parts) for n in (R, C))
+    num_terms = 1 + max(p for p, _ in pairs)
+    x, y = (split(jnp.asarray(rng.normal(size=(n, K)) / np.sqrt(K), jnp.float32), num_terms) for n in (R, C))
 
     def vector(n, low=0.5, high=3.0):
         return jnp.asarray(rng.uniform(low, high, n), jnp.float32)
@@ -135,14 +133,14 @@ def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
         x,
         y,
         row_scale=vector(R) if per_sample else jnp.full(R, 2.5),
-        row_reference=(vector(R) if per_sample else jnp.full(R, 1.5)) + row_masked,
-        column_reference=vector(C) + column_masked if per_sample else column_masked if masked else None,
+        row_shift=(vector(R) if per_sample else jnp.full(R, 1.5)) + row_masked,
+        column_shift=vector(C) + column_masked if per_sample else column_masked if masked else None,
         column_scale=vector(C) if per_sample else None,
         row_masked=row_masked if per_sample else None,
         column_masked=column_masked if per_sample else None,
         labels=jnp.asarray(rng.integers(-C, 2 * C, R), jnp.int32) if labels else None,
     )
-    x, y = ([np.asarray(p, np.float64) for p in np.split(np.asarray(a, np.float32), parts, axis=1)] for a in (x, y))
+    x, y = ([np.asarray(p, np.float64) for p in np.split(np.asarray(a, np.float32), num_terms, axis=1)] for a in (x, y))
     return operands, sum(x[p] @ y[q].T for p, q in pairs)
 
 
@@ -151,11 +149,11 @@ def expected(operands, s, exclude):
     given = {n: None if v is None else np.asarray(v, np.float64) for n, v in operands._asdict().items()}
     o = Operands(**given)
     if o.column_scale is None:
-        d = np.zeros(s.shape[1]) if o.column_reference is None else o.column_reference
-        row = column = o.row_scale[:, None] * s - (o.row_reference[:, None] + d)
+        d = np.zeros(s.shape[1]) if o.column_shift is None else o.column_shift
+        row = column = o.row_scale[:, None] * s - (o.row_shift[:, None] + d)
     else:
-        row = o.row_scale[:, None] * s - (o.row_reference[:, None] + o.column_masked)
-        column = o.column_scale * s - (o.column_reference + o.row_masked[:, None])
+        row = o.row_scale[:, None] * s - (o.row_shift[:, None] + o.column_masked)
+        column = o.column_scale * s - (o.column_shift + o.row_masked[:, None])
     positive = np.zeros(s.shape, bool) if o.labels is None else o.labels[:, None] == np.arange(s.shape[1])
     if exclude:
         row, column = np.where(positive, -np.inf, row), np.where(positive, -np.inf, column)
@@ -224,13 +222,13 @@ def check_weights(
     weights = Weights(a, b if columns else None, w if labels else None)
     for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
-        for parts in (1, 2):
+        for terms in (1, 2):
             got, row, column = k.weights(
-                operands, weights, window, pairs, exclude=exclude, parts=parts, moments=parts == 2
+                operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2
             )
             assert got.dtype == jnp.bfloat16
-            d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, parts, axis=1))
-            assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** parts + tolerance) * np.abs(d_s).max()
+            d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, terms, axis=1))
+            assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** terms + tolerance) * np.abs(d_s).max()
             assert np.all(d_s_sum[d_s == 0] == 0)
         assert close(row, (e_row * s)[rows, cols].sum(1), tolerance)
         assert close(column, (e_column * s)[rows, cols].sum(0), tolerance) if columns else column is None
@@ -248,10 +246,10 @@ def check_positives(k, pairs, size):
     for i in (0, size // 2 + 1, size - 1):
         one = operands._replace(
             row_scale=jnp.zeros(size),
-            row_reference=jnp.zeros(size),
-            column_reference=jnp.full(size, jnp.inf).at[i].set(0),
+            row_shift=jnp.zeros(size),
+            column_shift=jnp.full(size, jnp.inf).at[i].set(0),
         )
-        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, parts=1, moments=True)
+        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, terms=1, moments=True)
         assert row[i] == positives[i]
 
 
@@ -285,9 +283,9 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
         check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 2e-2)
 
 
-def test_infinite_references_are_exact_zeros(interpreter):
+def test_infinite_shifts_are_exact_zeros(interpreter):
     operands, _ = make(BF16, masked=True, per_sample=False, labels=False)
-    operands = operands._replace(row_reference=jnp.full(SHAPE[0], jnp.inf))
+    operands = operands._replace(row_shift=jnp.full(SHAPE[0], jnp.inf))
     row, column = WIDE.sums(operands, WHOLE, BF16, exclude=False, columns=True, maxima=False)
     assert not row.any()
     assert not column.any()
@@ -303,7 +301,7 @@ def test_windows_of_dS_are_limited():
     operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
     weights, window = Weights(jnp.ones(SHAPE[0]), None, None), dataclasses.replace(WHOLE, columns=1 << 25)
     with pytest.raises(ValueError, match="less than 2\\^31 elements"):
-        WIDE.weights(operands, weights, window, BF16, exclude=False, parts=2, moments=False)
+        WIDE.weights(operands, weights, window, BF16, exclude=False, terms=2, moments=False)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.7", "8.9", "9.0"])
@@ -362,8 +360,8 @@ def f(i):
     return (
         k.sums(shared, w, one, exclude=False, columns=True, maxima=False),
         k.sums(single, w, six, exclude=True, columns=True, maxima=True),
-        k.weights(shared, weights, w, one, exclude=False, parts=1, moments=False),
-        k.weights(single, weights, w, six, exclude=True, parts=2, moments=True),
+        k.weights(shared, weights, w, one, exclude=False, terms=1, moments=False),
+        k.weights(single, weights, w, six, exclude=True, terms=2, moments=True),
         k.positives(x, x, six),
     )
 

@@ -1,0 +1,212 @@
+"""Triton kernels that `triton` launches; importing them needs Triton.
+
+A program computes one tile of similarities s `[BLOCK_M, BLOCK_N]` and its epilogue. `fused_kernel_api.Operands` and
+`Weights` describe the vectors; a pointer that is None stands for an absent vector or a result that is not needed.
+Constants:
+
+    WIDTH: padded number of features.
+    STRIDE: elements between rows of x and y, which are concatenated bf16 terms of `WIDTH` features.
+    NUM_PAIRS, X_TERMS, Y_TERMS: pairs of bf16 terms whose GEMMs are summed; a hexadecimal digit of the latter two is
+      the index of one pair's term.
+    EXCLUDE: whether the positives are excluded.
+    MAXIMA: whether to reduce exponents to maxima instead of exponentials to sums.
+    DS_TERMS: number of bf16 terms of dS.
+    GROUP_M: row tiles per group of the tile order, for L2 reuse.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def similarity_tile(
+    x_ptr,
+    y_ptr,
+    start_m,
+    start_n,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    X_TERMS: tl.constexpr,
+    Y_TERMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Computes one tile of s in a single loop over the steps of all pairs of terms."""
+    offs_d = tl.arange(0, BLOCK_D)
+    x_ptrs = x_ptr + (start_m.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_M)[:, None] * STRIDE + offs_d[None, :])
+    y_ptrs = y_ptr + (start_n.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_N)[None, :] * STRIDE + offs_d[:, None])
+    s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(NUM_PAIRS * WIDTH // BLOCK_D):
+        digit = step // (WIDTH // BLOCK_D) * 4
+        start_d = step % (WIDTH // BLOCK_D) * BLOCK_D
+        x_offset = ((X_TERMS >> digit) & 15) * WIDTH + start_d
+        y_offset = ((Y_TERMS >> digit) & 15) * WIDTH + start_d
+        s = tl.dot(tl.load(x_ptrs + x_offset), tl.load(y_ptrs + y_offset), s)
+    return s
+
+
+@triton.jit
+def load_vector(ptr, offs):
+    """Loads a vector; None if it is absent."""
+    return None if ptr is None else tl.load(ptr + offs)
+
+
+@triton.jit
+def exponentials(exponent, positive, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr):
+    """Computes the exponentials in base 2, or returns the exponents if `MAXIMA`."""
+    if EXCLUDE and positive is not None:
+        exponent = tl.where(positive, float("-inf"), exponent)
+    return exponent if MAXIMA else tl.exp2(exponent)
+
+
+@triton.jit
+def store_partials(
+    ptr, index, stride, start, e, s, MOMENTS: tl.constexpr, MAXIMA: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """Reduces a tile over one axis to sums of e, maxima of its exponents or moments sum(e * s).
+
+    They are stored at `[index, start]` of a result with rows of `stride` elements.
+    """
+    partials = tl.max(e, AXIS) if MAXIMA else tl.sum(e * s if MOMENTS else e, AXIS)
+    tl.store(ptr + index * stride + start + tl.arange(0, s.shape[1 - AXIS]), partials)
+
+
+@triton.jit
+def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
+    """Stores a tile of dS in bf16 terms, each the rounding residual of the ones before."""
+    BLOCK_M: tl.constexpr = ds.shape[0]
+    BLOCK_N: tl.constexpr = ds.shape[1]
+    tile_m, tile_n, _, tiles_n = tile
+    columns = tiles_n.to(tl.int64) * BLOCK_N
+    ds_ptr += tile_m * BLOCK_M * columns * DS_TERMS + tile_n * BLOCK_N
+    stride_m = tiles_n * BLOCK_N * DS_TERMS
+    offs = tl.arange(0, BLOCK_M)[:, None] * stride_m + tl.arange(0, BLOCK_N)[None, :]
+    for _ in tl.static_range(DS_TERMS):
+        rounded = ds.to(tl.bfloat16)
+        tl.store(ds_ptr + offs, rounded)
+        ds -= rounded.to(tl.float32)
+        ds_ptr += columns
+
+
+@triton.jit
+def epilogue(
+    s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr,
+    DS_TERMS: tl.constexpr,
+):  # fmt: skip
+    """Reduces a tile of s to sums or maxima, or converts it to dS and moments.
+
+    `label` is relative to the tile; None for a tile without positives.
+    """
+    BLOCK_M: tl.constexpr = s.shape[0]
+    BLOCK_N: tl.constexpr = s.shape[1]
+    tile_m, tile_n, tiles_m, tiles_n = tile
+    row_scale, row_shift, row_masked = row_vectors
+    column_scale, column_shift, column_masked = column_vectors
+    row_weight, column_weight, positive_weight = weights
+    row_partials_ptr, column_partials_ptr, ds_ptr = results
+    MOMENTS: tl.constexpr = row_weight is not None
+    positive = None if label is None else label[:, None] == tl.arange(0, BLOCK_N)[None, :]
+
+    shift = row_shift[:, None]
+    if column_scale is not None:
+        shift += column_masked[None, :]
+    elif column_shift is not None:
+        shift += column_shift[None, :]
+    e = exponentials(s * row_scale[:, None] - shift, positive, EXCLUDE, MAXIMA)
+    if row_partials_ptr is not None:
+        rows = tiles_m.to(tl.int64) * BLOCK_M
+        store_partials(row_partials_ptr, tile_n, rows, tile_m * BLOCK_M, e, s, MOMENTS, MAXIMA, 1)
+    if ds_ptr is not None:
+        if column_weight is None or column_scale is not None:
+            ds = e * row_weight[:, None]
+        else:
+            ds = e * (row_weight[:, None] + column_weight[None, :])
+    if column_scale is not None and (column_partials_ptr is not None or column_weight is not None):
+        exponent = s * column_scale[None, :] - (column_shift[None, :] + row_masked[:, None])
+        e = exponentials(exponent, positive, EXCLUDE, MAXIMA)
+        if column_weight is not None:
+            ds += e * column_weight[None, :]
+    if column_partials_ptr is not None:
+        columns = tiles_n.to(tl.int64) * BLOCK_N
+        store_partials(column_partials_ptr, tile_m, columns, tile_n * BLOCK_N, e, s, MOMENTS, MAXIMA, 0)
+    if ds_ptr is not None:
+        if positive is not None and positive_weight is not None:
+            ds += tl.where(positive, positive_weight[:, None], 0.0)
+        store_ds(ds_ptr, ds, tile, DS_TERMS)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr, y_ptr, row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr,
+    labels_ptr, row_weight_ptr, column_weight_ptr, positive_weight_ptr, window_ptr,
+    row_partials_ptr, column_partials_ptr, ds_ptr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr,
+    EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr, DS_TERMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Computes one tile of sums or maxima, or of dS with moments.
+
+    Without `row_weight_ptr` the results are sums of e or maxima of its exponents, else dS and moments.
+    """
+    tiles_m = tl.load(window_ptr + 2)
+    tiles_n = tl.load(window_ptr + 3)
+    program = tl.program_id(0)
+    tile_m, tile_n = tl.swizzle2d(program // tiles_n, program % tiles_n, tiles_m, tiles_n, GROUP_M)
+    start_m = tl.load(window_ptr) + tile_m * BLOCK_M
+    start_n = tl.load(window_ptr + 1) + tile_n * BLOCK_N
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    # Loaded before the main loop to hide the latency.
+    row_scale, row_shift = tl.load(row_scale_ptr + offs_m), tl.load(row_shift_ptr + offs_m)
+    column_shift, column_scale = load_vector(column_shift_ptr, offs_n), load_vector(column_scale_ptr, offs_n)
+    row_vectors = row_scale, row_shift, load_vector(row_masked_ptr, offs_m)
+    column_vectors = column_scale, column_shift, load_vector(column_masked_ptr, offs_n)
+    weights = (
+        load_vector(row_weight_ptr, offs_m),
+        load_vector(column_weight_ptr, offs_n),
+        load_vector(positive_weight_ptr, offs_m),
+    )
+    s = similarity_tile(
+        x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
+    )  # fmt: skip
+    tile = tile_m, tile_n, tiles_m, tiles_n
+    results = row_partials_ptr, column_partials_ptr, ds_ptr
+    if labels_ptr is None:
+        epilogue(s, None, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+    else:
+        # Few tiles contain positives. Only these compare every pair with the labels.
+        label = tl.load(labels_ptr + offs_m) - start_n
+        if tl.max(((label >= 0) & (label < BLOCK_N)).to(tl.int32), 0) > 0:
+            epilogue(s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+        else:
+            epilogue(s, None, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+
+
+@triton.jit
+def diagonal_kernel(
+    x_ptr,
+    y_ptr,
+    s_ii_ptr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    X_TERMS: tl.constexpr,
+    Y_TERMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Computes the similarities s_ii on the diagonal of one tile."""
+    start = tl.program_id(0) * min(BLOCK_M, BLOCK_N)
+    start_m = start // BLOCK_M * BLOCK_M
+    start_n = start // BLOCK_N * BLOCK_N
+    s = similarity_tile(
+        x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
+    )  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    s_ii = tl.sum(tl.where(offs_m[:, None] == offs_n[None, :], s, 0.0), 1)
+    tl.store(s_ii_ptr + offs_m, s_ii, mask=(offs_m >= start) & (offs_m < start + min(BLOCK_M, BLOCK_N)))

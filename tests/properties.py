@@ -22,7 +22,7 @@ ROWS = {1: 23, 4: 20, 8: 24}  # global batch by number of devices: strips and bl
 DIM, EACH = 16, 2  # features; passages of each query
 EPS = float(jnp.finfo(jnp.float32).eps)
 LOGIT_ROUNDINGS, SUM_ROUNDINGS = 8, 40  # of logits relative to the scale; of sums of up to 48 equal terms
-LEAST_ERROR = 0.0  # allowed whatever the scale, where features or dS are split into bf16 parts
+LEAST_ERROR = 0.0  # allowed whatever the scale, where features or dS are split into bf16 terms
 JUNK = (0.0, np.nan, np.inf, -np.inf, 3e38)
 SAMPLES = 40
 

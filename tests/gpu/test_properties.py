@@ -16,7 +16,7 @@ NAMES = [name.replace("-any-1", "") for name in properties.checks(("any",), (1,)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_float64(implementation, name, monkeypatch):
-    monkeypatch.setattr(properties, "LEAST_ERROR", 2e-5)  # dS in two bf16 parts keeps 16 bits
+    monkeypatch.setattr(properties, "LEAST_ERROR", 2e-5)  # dS in two bf16 terms keeps 16 bits
     check = properties.checks((implementation,), (1,))[f"{name}-{implementation}-1"]
     properties.run(check, examples=100)
 

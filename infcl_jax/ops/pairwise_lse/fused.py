@@ -96,7 +96,7 @@ class Fused:
         if acc.x is None:
             return acc
         rows = slice_rows = acc.x.shape[0]
-        if padded.parts == 1 and dtype == jnp.float32 and rows <= IN_LINE * IN_LINE_ROWS:
+        if padded.num_terms == 1 and dtype == jnp.float32 and rows <= IN_LINE * IN_LINE_ROWS:
             slice_rows = max(round_up(-(-rows // IN_LINE), self.kernels.tile[0]), IN_LINE_ROWS // 2)
         return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
 
@@ -224,7 +224,7 @@ class Fused:
                     window,
                     padded.pairs,
                     exclude=exclude,
-                    parts=padded.d_s_parts,
+                    terms=padded.num_ds_terms,
                     moments=moments,
                 )
                 if d_x is not None:
@@ -354,7 +354,7 @@ class _Accumulators(NamedTuple):
 def _largest_window(rows: int, columns: int, padded: Padded, acc: _Accumulators) -> int:
     """Returns the maximum number of pairs in a window of dS."""
     limit = WINDOW if rows + columns < LARGE else WINDOW // 2
-    if padded.parts > 1:
+    if padded.num_terms > 1:
         return limit // PRECISE
     fp32_accumulators = any(a is not None and a.dtype == jnp.float32 for a in (*(acc.x or ()), acc.y))
     return min(WINDOW // 2, RING_WINDOW * rows * padded.width) if fp32_accumulators else limit
@@ -375,8 +375,8 @@ def _product(d_s: Array, features: Array, first: Array, count: int, axis: int, p
     The result is `dS @ y` (axis 1) or `dS.T @ x` (axis 0), with `count` rows of the features from row `first`.
     """
     rows = lax.dynamic_slice_in_dim(features, first, count)
-    terms = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.parts)]
-    length = d_s.shape[1] // padded.d_s_parts
+    terms = [rows[:, p * padded.width : (p + 1) * padded.width] for p in range(padded.num_terms)]
+    length = d_s.shape[1] // padded.num_ds_terms
     products = (
         matmul(d_s[:, p * length : (p + 1) * length], terms[q], contract=(axis, 0)) for p, q in padded.gradient_pairs
     )

@@ -20,19 +20,19 @@ Pairs = tuple[tuple[int, int], ...]
 class Operands(NamedTuple):
     """Kernel operands of a block, in bf16 and base 2.
 
-    `s_ij` is the fp32 sum of the GEMMs over the operands' bf16 parts. A reference is a max-shift in base 2. The
+    `s_ij` is the fp32 sum of the GEMMs over the operands' bf16 terms. A shift is a max-shift in base 2. The
     exponentials are
 
-        shared scale:       e_ij  = exp2(row_scale_i s_ij - row_reference_i - column_reference_j) for rows and columns
-        per-sample scales:  er_ij = exp2(row_scale_i s_ij - row_reference_i - column_masked_j) for rows
-                            ec_ij = exp2(column_scale_j s_ij - column_reference_j - row_masked_i) for columns
+        shared scale:       e_ij  = exp2(row_scale_i s_ij - row_shift_i - column_shift_j) for rows and columns
+        per-sample scales:  er_ij = exp2(row_scale_i s_ij - row_shift_i - column_masked_j) for rows
+                            ec_ij = exp2(column_scale_j s_ij - column_shift_j - row_masked_i) for columns
 
     Attributes:
-      x: bf16 `[bx, parts * K]`; the bf16 parts of the features are concatenated.
-      y: bf16 `[by, parts * K]`; the bf16 parts of the features are concatenated.
+      x: bf16 `[bx, num_terms * K]`; the bf16 terms of the features are concatenated.
+      y: bf16 `[by, num_terms * K]`; the bf16 terms of the features are concatenated.
       row_scale: fp32 `[bx]`.
-      row_reference: fp32 `[bx]`, +inf for masked rows.
-      column_reference: fp32 `[by]`, +inf for masked columns; None for zeros.
+      row_shift: fp32 `[bx]`, +inf for masked rows.
+      column_shift: fp32 `[by]`, +inf for masked columns; None for zeros.
       column_scale: fp32 `[by]`; None with a shared scale.
       row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
       column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
@@ -44,8 +44,8 @@ class Operands(NamedTuple):
     x: Array
     y: Array
     row_scale: Array
-    row_reference: Array
-    column_reference: Array | None = None
+    row_shift: Array
+    column_shift: Array | None = None
     column_scale: Array | None = None
     row_masked: Array | None = None
     column_masked: Array | None = None
@@ -116,14 +116,19 @@ class Kernels(Protocol):
         pairs: Pairs,
         *,
         exclude: bool,
-        parts: int,
+        terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         """Computes the window of dS, and moments if `moments`.
 
         Returns:
-          dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
+          dS, bf16 `[rows, terms * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
         """
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
         """Computes `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
+
+
+def term_width(x: Array, pairs: Pairs) -> int:
+    """Returns the padded number of features K of operands `[bx, num_terms * K]`."""
+    return x.shape[1] // (1 + max(p for p, _ in pairs))

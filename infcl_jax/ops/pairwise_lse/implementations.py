@@ -75,7 +75,7 @@ def _fused_backend(implementation: str, single_device: bool, capability: str, sm
     from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 
     # Collectives occupy SMs. A persistent CTA that waits for such an SM starts late and delays the whole kernel.
-    return Fused(MosaicGpu(blocks=sm_count, persistent=single_device))
+    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device))
 
 
 def _has_triton() -> bool:

@@ -17,15 +17,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from infcl_jax.ops.common.gpu import SM_COUNT
 from infcl_jax.ops.pairwise_lse.base import Array
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window
-from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import DEPTH, PIECE, TILE, Loop, Place, Tiles, run, spread
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window, term_width
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import run
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
+    SUBTILE,
+    TILE_K,
+    WGMMA_LAYOUT,
+    Tiles,
+    TileSchedule,
+    WorkTile,
+    broadcast,
+)
 
 # Tile sizes were measured on an H200, see docs/benchmarks.md.
 FORWARD = Tiles()
-BACKWARD = ((512, Tiles(pieces=1)), (math.inf, Tiles(pieces=2)))
-PER_SAMPLE = Tiles(columns=64, pieces=2)
-BLOCKS = 132  # SMs of an H100 or H200 (SXM)
+BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
+PER_SAMPLE = Tiles(columns=64, store_slots=2)
 
 
 def _traced_once(method: Callable) -> Callable:
@@ -33,7 +42,7 @@ def _traced_once(method: Callable) -> Callable:
 
     Non-array arguments are static.
     """
-    static = {"self", "pairs", "exclude", "columns", "maxima", "parts", "moments"}
+    static = {"self", "pairs", "exclude", "columns", "maxima", "terms", "moments"}
     return jax.jit(method, static_argnames=[name for name in inspect.signature(method).parameters if name in static])
 
 
@@ -45,14 +54,14 @@ class MosaicGpu:
       forward: tile sizes of the sums.
       backward: (largest feature width, tile sizes) of dS, in increasing order of width.
       per_sample: tile sizes of both with per-sample scales, which need more registers.
-      blocks: number of SMs.
-      persistent: whether CTAs are persistent, see `Loop`.
+      sm_count: number of SMs.
+      persistent: whether CTAs are persistent, see `TileSchedule`.
     """
 
     forward: Tiles = FORWARD
     backward: tuple[tuple[float, Tiles], ...] = BACKWARD
     per_sample: Tiles = PER_SAMPLE
-    blocks: int = BLOCKS
+    sm_count: int = SM_COUNT
     persistent: bool = True
 
     @property
@@ -64,58 +73,57 @@ class MosaicGpu:
     @property
     def depth(self) -> int:
         """Multiple to which the number of features is padded."""
-        return DEPTH
+        return TILE_K
 
     @_traced_once
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
         """Implements `Kernels.sums`."""
-        loop = self._loop(self.forward, operands, window, pairs)
-        combine = jnp.maximum if maxima else jnp.add
-        start = -jnp.inf if maxima else 0.0
+        schedule = self._schedule(self.forward, operands, window, pairs)
+        combine, reduce = (jnp.maximum, jnp.max) if maxima else (jnp.add, jnp.sum)
+        identity = -jnp.inf if maxima else 0.0
         per_sample, positives = operands.column_scale is not None, exclude and operands.labels is not None
         names = _column_names(operands)
 
-        def begin(at: Place) -> tuple[Array, ...]:
-            return _fold(loop, start) if columns else ()
+        def init(work: WorkTile) -> tuple[Array, ...]:
+            return _column_accumulators(schedule, identity) if columns else ()
 
-        def finish(at: Place, s: Array, rows: list[dict], carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            fold = list(carry)
-            for i, of_rows in _pieces(rows):
-                total = None
-                for j, of_columns in _pieces(_columns(at, names)):
-                    of_columns = of_columns()
-                    row, column = _exponents(s[i : i + PIECE, j : j + PIECE], of_rows, of_columns)
+        def epilogue(work: WorkTile, s: Array, rows: list[dict], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            column_acc = list(carry)
+            for i, row_vectors in _with_offsets(rows):
+                row_acc = None
+                for j, load_vectors in _with_offsets(_column_loaders(work, names)):
+                    column_vectors = load_vectors()
+                    row, column = _exponents(s[i : i + SUBTILE, j : j + SUBTILE], row_vectors, column_vectors)
                     if positives:
-                        row, column = _without_positives(at, row, column, i, j)
+                        row, column = _without_positives(work, row, column, i, j)
                     if not maxima:
                         row, column = _exponentials(row, column)
-                    part = row.max(1) if maxima else row.sum(1)
-                    total = part if total is None else combine(total, part)
+                    reduced = reduce(row, 1)
+                    row_acc = reduced if row_acc is None else combine(row_acc, reduced)
                     if columns:
-                        fold[j // PIECE] = combine(fold[j // PIECE], row if column is None else column)
-                at.refs["row"][at.panel, pl.ds(at.row + i, PIECE)] = total
-            return tuple(fold)
+                        column_acc[j // SUBTILE] = combine(column_acc[j // SUBTILE], row if column is None else column)
+                work.refs["row"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_acc
+            return tuple(column_acc)
 
-        def end(at: Place, fold: tuple[Array, ...]) -> None:
+        def finalize(work: WorkTile, column_acc: tuple[Array, ...]) -> None:
             if columns:
-                _store_fold(at, "column", fold, maxima)
+                _store_columns(work, "column", column_acc, maxima)
 
-        results = {"row": (loop.panels, window.rows)}
+        shapes = {"row": (schedule.column_tiles, window.rows)}
         if columns:
-            results["column"] = (loop.folds, window.columns)
-        found = run(
-            loop,
-            _named(operands, window, exclude),
-            {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in results.items()},
-            begin=begin,
-            prepare=lambda at: _row_vectors(at, per_sample),
-            finish=finish,
-            end=end,
+            shapes["column"] = (schedule.column_partials, window.columns)
+        partials = run(
+            schedule,
+            _named_operands(operands, window, exclude),
+            {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
+            init=init,
+            prefetch=lambda work: _row_vectors(work, per_sample),
+            epilogue=epilogue,
+            finalize=finalize,
         )
-        reduce = jnp.max if maxima else jnp.sum
-        return reduce(found["row"], 0), reduce(found["column"], 0) if columns else None
+        return reduce(partials["row"], 0), reduce(partials["column"], 0) if columns else None
 
     @_traced_once
     def weights(
@@ -126,13 +134,13 @@ class MosaicGpu:
         pairs: Pairs,
         *,
         exclude: bool,
-        parts: int,
+        terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         """Implements `Kernels.weights`."""
-        width = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
+        width = term_width(operands.x, pairs)
         tiles = next(t for widest, t in self.backward if width <= widest)
-        loop = self._loop(tiles, operands, window, pairs)
+        schedule = self._schedule(tiles, operands, window, pairs)
         per_sample = operands.column_scale is not None
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
@@ -140,177 +148,180 @@ class MosaicGpu:
         replace = exclude and not moments
         names = _column_names(operands) + ["column_weight"] * columns
 
-        def begin(at: Place) -> tuple:
-            return _carried(at, names), _fold(loop, 0.0) if column_moment else ()
+        def init(work: WorkTile) -> tuple:
+            return _preload_columns(work, names), _column_accumulators(schedule, 0.0) if column_moment else ()
 
-        def finish(at: Place, s: Array, prepared: list[tuple], carry: tuple) -> tuple:
-            vectors, fold = carry
-            fold, store = list(fold), _Store(at, parts)
-            for i, (of_rows, row_weight) in _pieces(prepared):
-                moment = None
-                for j, of_columns in _pieces(_columns(at, names, vectors)):
-                    of_columns = of_columns()
-                    column_weight = of_columns.pop("column_weight", None)
-                    piece = s[i : i + PIECE, j : j + PIECE]
-                    row, column = _exponents(piece, of_rows, of_columns)
+        def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: tuple) -> tuple:
+            preloaded, moment_acc = carry
+            moment_acc, store = list(moment_acc), _SubtileStore(work, terms)
+            for i, (row_vectors, row_weight) in _with_offsets(rows):
+                row_moment = None
+                for j, load_vectors in _with_offsets(_column_loaders(work, names, preloaded)):
+                    column_vectors = load_vectors()
+                    column_weight = column_vectors.pop("column_weight", None)
+                    s_ij = s[i : i + SUBTILE, j : j + SUBTILE]
+                    row, column = _exponents(s_ij, row_vectors, column_vectors)
                     if exclude and positives and moments:
-                        row, column = _without_positives(at, row, column, i, j)
+                        row, column = _without_positives(work, row, column, i, j)
                     row, column = _exponentials(row, column)
                     if moments:
-                        part = (row * piece).sum(1)
-                        moment = part if moment is None else moment + part
+                        moment = (row * s_ij).sum(1)
+                        row_moment = moment if row_moment is None else row_moment + moment
                     if column_moment:
-                        fold[j // PIECE] = fold[j // PIECE] + column * piece
-                    d_s = _weighted(row, column, spread(row_weight, 0), column_weight)
+                        moment_acc[j // SUBTILE] = moment_acc[j // SUBTILE] + column * s_ij
+                    ds = _weighted(row, column, broadcast(row_weight, 0), column_weight)
                     if positives:
-                        d_s = at.where_positive(d_s, i, j, functools.partial(_with_weight, at, i, replace))
-                    store(d_s, i, j)
+                        ds = work.where_positive(ds, i, j, functools.partial(_with_weight, work, i, replace))
+                    store(ds, i, j)
                 if moments:
-                    at.refs["row_moment"][at.panel, pl.ds(at.row + i, PIECE)] = moment
-            return vectors, tuple(fold)
+                    work.refs["row_moment"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_moment
+            return preloaded, tuple(moment_acc)
 
-        def end(at: Place, carry: tuple) -> None:
+        def finalize(work: WorkTile, carry: tuple) -> None:
             if column_moment:
-                _store_fold(at, "column_moment", carry[1])
+                _store_columns(work, "column_moment", carry[1])
 
-        results = {"d_s": jax.ShapeDtypeStruct((window.rows, parts * window.columns), jnp.bfloat16)}
+        results = {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
         if moments:
-            results["row_moment"] = jax.ShapeDtypeStruct((loop.panels, window.rows), jnp.float32)
+            results["row_moment"] = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
         if column_moment:
-            shape = (loop.folds, window.columns)
+            shape = (schedule.column_partials, window.columns)
             results["column_moment"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        named = _named(operands, window, positives)
+        named = _named_operands(operands, window, positives)
         named |= {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
-        found = run(
-            loop,
-            named,
-            results,
-            begin=begin,
-            prepare=lambda at: [(v, at.rows("row_weight", i)) for i, v in _pieces(_row_vectors(at, per_sample))],
-            finish=finish,
-            end=end,
-        )
-        row = found["row_moment"].sum(0) if moments else None
-        return found["d_s"], row, found["column_moment"].sum(0) if column_moment else None
+
+        def prefetch(work: WorkTile) -> list[tuple]:
+            return [(v, work.load_rows("row_weight", i)) for i, v in _with_offsets(_row_vectors(work, per_sample))]
+
+        out = run(schedule, named, results, init=init, prefetch=prefetch, epilogue=epilogue, finalize=finalize)
+        row = out["row_moment"].sum(0) if moments else None
+        return out["ds"], row, out["column_moment"].sum(0) if column_moment else None
 
     @_traced_once
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
         """Implements `Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
-        parts = 1 + max(p for p, _ in pairs)
-        depth = x.shape[1] // parts
-        loop = Loop(tiles, x.shape[0], y.shape[0], depth, pairs, self.blocks, self.persistent, diagonal=True)
+        width = term_width(x, pairs)
+        schedule = TileSchedule(
+            tiles, x.shape[0], y.shape[0], width, pairs, self.sm_count, self.persistent, diagonal=True
+        )
 
-        def finish(at: Place, s: Array, prepared: Any, carry: Any) -> Any:
-            @pl.when(lax.div(lax.rem(at.column, tiles.block_rows), tiles.rows) == at.warpgroup)
+        def epilogue(work: WorkTile, s: Array, vectors: tuple, carry: tuple) -> tuple:
+            @pl.when(lax.div(lax.rem(work.column, tiles.block_rows), tiles.rows) == work.warpgroup)
             def _() -> None:
-                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=TILE) for axis in (0, 1))
-                found = jnp.where(row == column, s, jnp.zeros_like(s)).sum(1)
-                at.refs["positive"][pl.ds(at.row, tiles.rows)] = found
+                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=WGMMA_LAYOUT) for axis in (0, 1))
+                s_ii = jnp.where(row == column, s, jnp.zeros_like(s)).sum(1)
+                work.refs["positive"][pl.ds(work.row, tiles.rows)] = s_ii
 
             return carry
 
-        found = run(
-            loop,
-            {"x": x, "y": y} | _first(Window(jnp.int32(0), jnp.int32(0), *x.shape)),
+        out = run(
+            schedule,
+            {"x": x, "y": y} | _window_start(Window(jnp.int32(0), jnp.int32(0), *x.shape)),
             {"positive": jax.ShapeDtypeStruct((x.shape[0],), jnp.float32)},
-            begin=lambda at: (),
-            prepare=lambda at: (),
-            finish=finish,
-            end=lambda at, carry: None,
+            init=lambda work: (),
+            prefetch=lambda work: (),
+            epilogue=epilogue,
+            finalize=lambda work, carry: None,
         )
-        return found["positive"]
+        return out["positive"]
 
-    def _loop(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> Loop:
+    def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> TileSchedule:
         tiles = tiles if operands.column_scale is None else self.per_sample
-        depth = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
-        return Loop(tiles, window.rows, window.columns, depth, pairs, self.blocks, self.persistent)
+        width = term_width(operands.x, pairs)
+        return TileSchedule(tiles, window.rows, window.columns, width, pairs, self.sm_count, self.persistent)
 
 
-class _Store:
-    """Rounds and stores a tile of dS through SMEM, piece by piece.
+class _SubtileStore:
+    """Rounds and stores the subtiles of dS through SMEM.
 
     Attributes:
-      at: position of the warpgroup.
-      parts: bf16 parts to store; each is the rounding residual of the ones before.
+      work: tile of the warpgroup.
+      terms: bf16 terms to store; each is the rounding residual of the ones before.
+      stored: number of copies started for this tile.
     """
 
-    def __init__(self, at: Place, parts: int) -> None:
+    def __init__(self, work: WorkTile, terms: int) -> None:
         """Starts with all SMEM slots free."""
-        self.at, self.parts, self.stored = at, parts, 0
+        self.work, self.terms, self.stored = work, terms, 0
 
-    def __call__(self, d_s: Array, i: int, j: int) -> None:
-        """Stores the piece of the tile at `[i, j]`."""
-        at, slots = self.at, self.at.loop.tiles.pieces
-        for part in range(self.parts):
-            slot = self.stored % slots
-            rounded = d_s.astype(jnp.bfloat16)
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            at.refs["pieces"][at.warpgroup, slot] = rounded
+    def __call__(self, ds: Array, i: int, j: int) -> None:
+        """Stores the subtile at `[i, j]` of the tile."""
+        work, num_slots = self.work, self.work.schedule.tiles.store_slots
+        for term in range(self.terms):
+            slot = self.stored % num_slots
+            rounded = ds.astype(jnp.bfloat16)
+            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+            work.refs["store_slots"][work.warpgroup, slot] = rounded
             plgpu.commit_smem()
-            column = part * at.loop.columns + at.column + j
+            column = term * work.schedule.columns + work.column + j
             plgpu.copy_smem_to_gmem(
-                at.refs["pieces"].at[at.warpgroup, slot],
-                at.refs["d_s"].at[pl.ds(at.row + i, PIECE), pl.ds(column, PIECE)],
+                work.refs["store_slots"].at[work.warpgroup, slot],
+                work.refs["ds"].at[pl.ds(work.row + i, SUBTILE), pl.ds(column, SUBTILE)],
             )
             self.stored += 1
-            if part + 1 < self.parts:
-                d_s = d_s - rounded.astype(jnp.float32)
+            if term + 1 < self.terms:
+                ds = ds - rounded.astype(jnp.float32)
 
 
-def _named(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
+def _named_operands(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
     """Names the kernel operands; those of labels only if `labels`."""
     skipped = () if labels else ("labels", "lowest", "highest")
-    return _first(window) | {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
+    given = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
+    return _window_start(window) | given
 
 
-def _first(window: Window) -> dict[str, Array]:
+def _window_start(window: Window) -> dict[str, Array]:
     return {
-        f"first_{axis}": jnp.asarray(a, jnp.int32).reshape(1)
-        for axis, a in (("row", window.row), ("column", window.column))
+        f"first_{axis}": jnp.asarray(first, jnp.int32).reshape(1)
+        for axis, first in (("row", window.row), ("column", window.column))
     }
 
 
-def _pieces(per_piece: list) -> list[tuple[int, Any]]:
-    """Pairs each element with the first row or column of its piece."""
-    return [(PIECE * number, own) for number, own in enumerate(per_piece)]
+def _with_offsets(per_subtile: list) -> list[tuple[int, Any]]:
+    """Pairs each element with the first row or column of its subtile."""
+    return [(SUBTILE * index, element) for index, element in enumerate(per_subtile)]
 
 
-def _row_vectors(at: Place, per_sample: bool) -> list[dict[str, Array]]:
-    names = ["row_scale", "row_reference"] + ["row_masked"] * per_sample
-    return [{name: at.rows(name, i) for name in names} for i in range(0, at.loop.tiles.rows, PIECE)]
+def _row_vectors(work: WorkTile, per_sample: bool) -> list[dict[str, Array]]:
+    names = ["row_scale", "row_shift"] + ["row_masked"] * per_sample
+    return [{name: work.load_rows(name, i) for name in names} for i in range(0, work.schedule.tiles.rows, SUBTILE)]
 
 
 def _column_names(operands: Operands) -> list[str]:
-    names = ("column_reference", "column_scale", "column_masked")
+    names = ("column_shift", "column_scale", "column_masked")
     return [name for name in names if getattr(operands, name) is not None]
 
 
-def _carried(at: Place, names: list[str]) -> list[dict[str, Array]]:
+def _preload_columns(work: WorkTile, names: list[str]) -> list[dict[str, Array]]:
     """Loads column vectors that fit in registers for a whole task.
 
-    The list has one dict per piece, and is empty if there are too many vectors.
+    The list has one dict per subtile, and is empty if there are too many vectors.
     """
     if len(names) > 1:
         return []
-    return [{name: at.columns(name, j) for name in names} for j in range(0, at.loop.tiles.columns, PIECE)]
+    return [{name: work.load_columns(name, j) for name in names} for j in _subtile_columns(work.schedule)]
 
 
-def _columns(
-    at: Place, names: list[str], carried: list[dict[str, Array]] | None = None
+def _column_loaders(
+    work: WorkTile, names: list[str], preloaded: list[dict[str, Array]] | None = None
 ) -> list[Callable[[], dict[str, Array]]]:
-    """Returns a loader of the column vectors for each piece.
+    """Returns a loader of the column vectors for each subtile.
 
-    Loaders return `carried` registers if there are any, else they load on demand.
+    Loaders return `preloaded` registers if there are any, else they load on demand.
     """
-    if carried:
-        return [functools.partial(dict, own) for own in carried]
-    places = range(0, at.loop.tiles.columns, PIECE)
+    if preloaded:
+        return [functools.partial(dict, vectors) for vectors in preloaded]
 
     def load(j: int) -> dict[str, Array]:
-        return {name: at.columns(name, j) for name in names}
+        return {name: work.load_columns(name, j) for name in names}
 
-    return [functools.partial(load, j) for j in places]
+    return [functools.partial(load, j) for j in _subtile_columns(work.schedule)]
+
+
+def _subtile_columns(schedule: TileSchedule) -> range:
+    """First column of each subtile."""
+    return range(0, schedule.tiles.columns, SUBTILE)
 
 
 def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> tuple[Array, Array | None]:
@@ -318,17 +329,17 @@ def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> t
 
     The second result is None if both are equal (shared scale).
     """
-    rows = {name: spread(v, 0) for name, v in rows.items()}
-    columns = {name: spread(v, 1) for name, v in columns.items()}
-    scaled, reference = s * rows["row_scale"], rows["row_reference"]
+    rows = {name: broadcast(v, 0) for name, v in rows.items()}
+    columns = {name: broadcast(v, 1) for name, v in columns.items()}
+    scaled, reference = s * rows["row_scale"], rows["row_shift"]
     if "column_scale" in columns:
         row = scaled - (reference + columns["column_masked"])
-        return row, s * columns["column_scale"] - (columns["column_reference"] + rows["row_masked"])
-    return scaled - (reference + columns["column_reference"] if columns else reference), None
+        return row, s * columns["column_scale"] - (columns["column_shift"] + rows["row_masked"])
+    return scaled - (reference + columns["column_shift"] if columns else reference), None
 
 
-def _without_positives(at: Place, row: Array, column: Array | None, i: int, j: int) -> tuple[Array, Array | None]:
-    return at.where_positive((row, column), i, j, lambda z: jnp.full_like(z, -jnp.inf))
+def _without_positives(work: WorkTile, row: Array, column: Array | None, i: int, j: int) -> tuple[Array, Array | None]:
+    return work.where_positive((row, column), i, j, lambda z: jnp.full_like(z, -jnp.inf))
 
 
 def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None]:
@@ -336,31 +347,32 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
 
 
 def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
-    """Computes dS of a piece without the positives' weights."""
+    """Computes dS of a subtile without the positives' weights."""
     if column_weight is None:
         return row * row_weight
     if column is None:
-        return row * (row_weight + spread(column_weight, 1))
-    return row * row_weight + column * spread(column_weight, 1)
+        return row * (row_weight + broadcast(column_weight, 1))
+    return row * row_weight + column * broadcast(column_weight, 1)
 
 
-def _with_weight(at: Place, i: int, replace: bool, d_s: Array) -> Array:
-    """Adds the positives' weights to a piece, or replaces it (`replace`)."""
-    weight = spread(at.rows("positive_weight", i), 0)
-    return weight if replace else d_s + weight
+def _with_weight(work: WorkTile, i: int, replace: bool, ds: Array) -> Array:
+    """Adds the positives' weights to a subtile of dS, or replaces it (`replace`)."""
+    weight = broadcast(work.load_rows("positive_weight", i), 0)
+    return weight if replace else ds + weight
 
 
-def _fold(loop: Loop, value: float) -> tuple[Array, ...]:
-    """Returns the initial value of the column reduction.
+def _column_accumulators(schedule: TileSchedule, value: float) -> tuple[Array, ...]:
+    """Returns initial accumulators of the column reduction, one per subtile of columns.
 
     Rows of successive tiles are reduced elementwise in registers first.
     """
-    piece = jnp.full((PIECE, PIECE), value, jnp.float32)
-    return tuple(plgpu.layout_cast(piece, TILE) for _ in range(0, loop.tiles.columns, PIECE))
+    acc = jnp.full((SUBTILE, SUBTILE), value, jnp.float32)
+    return tuple(plgpu.layout_cast(acc, WGMMA_LAYOUT) for _ in _subtile_columns(schedule))
 
 
-def _store_fold(at: Place, name: str, fold: tuple[Array, ...], maxima: bool = False) -> None:
-    with at.alone():
-        totals = [piece.max(0) if maxima else piece.sum(0) for piece in fold]
-    for j, total in _pieces(totals):
-        at.refs[name][at.fold, pl.ds(at.column + j, PIECE)] = total
+def _store_columns(work: WorkTile, name: str, column_acc: tuple[Array, ...], maxima: bool = False) -> None:
+    """Reduces column accumulators over rows and stores the partial result."""
+    with work.serialized():
+        reduced = [acc.max(0) if maxima else acc.sum(0) for acc in column_acc]
+    for j, partial in _with_offsets(reduced):
+        work.refs[name][work.column_partial, pl.ds(work.column + j, SUBTILE)] = partial

@@ -26,7 +26,7 @@ from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, NeedsGrad
 from infcl_jax.ops.pairwise_lse.fused import Fused
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Window
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
-from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import Tiles
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
 
 EVERYTHING = NeedsGrad()
 DEADLOCK = 300  # seconds
@@ -35,16 +35,16 @@ FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
 
 def kernels(sums, d_s, per_sample):
-    return MosaicGpu(sums, ((math.inf, d_s),), per_sample, blocks=4)
+    return MosaicGpu(sums, ((math.inf, d_s),), per_sample, sm_count=4)
 
 
-SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, pieces=1)
+SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, store_slots=1)
 CLUSTERED = kernels(SMALL, SMALL, SMALL)
 CONFIGURATIONS = {
     "single CTAs": [dataclasses.replace(SMALL, cluster=1, stages=2, lag=0)] * 3,
     "clusters of two CTAs": [
         Tiles(rows=128, columns=128, stages=3, cluster=2, lag=2),
-        Tiles(rows=64, columns=128, stages=4, cluster=2, lag=3, pieces=2),
+        Tiles(rows=64, columns=128, stages=4, cluster=2, lag=3, store_slots=2),
         SMALL,
     ],
 }
@@ -263,9 +263,9 @@ def test_positives_are_the_tiles_own_values(interpreter, pairs):
 
     The largest similarity of an aligned pair is its positive.
     """
-    parts = 1 + max(p for p, _ in pairs)
+    num_terms = 1 + max(p for p, _ in pairs)
     x, y = oracle.features("aligned", 256, 256, 128)
-    x, y = (fused_operands._split_bf16(jnp.asarray(a), parts).astype(jnp.bfloat16) for a in (x, y))
+    x, y = (fused_operands._split_bf16(jnp.asarray(a), num_terms).astype(jnp.bfloat16) for a in (x, y))
     ones, zeros = jnp.ones(256, jnp.float32), jnp.zeros(256, jnp.float32)
     window = Window(jnp.int32(0), jnp.int32(0), 256, 256)
     row, column = CLUSTERED.sums(Operands(x, y, ones, zeros), window, pairs, exclude=False, columns=True, maxima=True)
@@ -308,7 +308,7 @@ def test_races_are_noticed(capsys, safe):
         ({"cluster": 4}, "cluster 1 or 2"),
         ({"lag": 4}, "less than the 4 stages, got 4"),
         ({"lag": -1}, "less than the 4 stages, got -1"),
-        ({"pieces": 3}, "multiple of those that wait"),
+        ({"store_slots": 3}, "multiple of store_slots"),
         ({"stages": 8}, "at most 232448 bytes of shared memory, got"),
     ],
 )
@@ -355,7 +355,7 @@ SLOW = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024, 1280)), (1000, jnp.flo
 def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
     """Windows have few shapes, and arrays are bounded in size.
 
-    No array has more pairs than a window, or more elements than the features' bf16 parts.
+    No array has more pairs than a window, or more elements than the features' bf16 terms.
     """
     b = 65536
     text = lowered((0, 1, 2), b, dim, dtype)

@@ -1,0 +1,234 @@
+"""Tile schedule of the Hopper kernels: sizes, order and position of the similarity tiles."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from infcl_jax.ops.common.gpu import SHARED_MEMORY, SWIZZLE_BYTES
+from infcl_jax.ops.pairwise_lse.base import Array
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import RANGE, Pairs
+
+WARPGROUPS = 2  # compute warpgroups of a CTA
+TILE_K = SWIZZLE_BYTES // 2  # bf16 features per step
+SUBTILE = 64  # rows and columns of an epilogue subtile, which is stored at once
+SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
+SEGMENT_COST = 0.25  # cost of ending a task, in row tiles
+BARRIER_BYTES = 1024  # bytes of SMEM reserved for barriers
+REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for row reductions of a subtile: fp32 from each of four warps
+
+WGMMA_LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT, COLUMN_LAYOUT = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
+
+Refs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes of one kernel's main loop.
+
+    Attributes:
+      rows: rows of one warpgroup's tile; a CTA's tile has twice as many.
+      columns: columns of a tile.
+      stages: pipeline stages in SMEM.
+      cluster: CTAs per cluster, 1 or 2. They work on adjacent column tiles and share the row tiles.
+      lag: steps by which the second warpgroup starts after the first.
+      store_slots: SMEM slots of a warpgroup for subtiles of dS that are being stored.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    stages: int = 4
+    cluster: int = 2
+    lag: int = 2
+    store_slots: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for sizes that the hardware does not support."""
+        if self.rows % SUBTILE or self.columns % SUBTILE or self.columns > 256 or self.cluster not in (1, 2):
+            raise ValueError(
+                f"expected rows and columns in multiples of {SUBTILE}, columns <= 256 and cluster 1 or 2, got {self}"
+            )
+        if not 0 <= self.lag < self.stages:
+            raise ValueError(f"expected a lag of less than the {self.stages} stages, got {self.lag}")
+        if self.store_slots and (self.rows // SUBTILE * self.columns // SUBTILE) % self.store_slots:
+            raise ValueError(f"expected the subtiles of a tile to be a multiple of store_slots, got {self}")
+        if self.shared_memory > SHARED_MEMORY:
+            raise ValueError(
+                f"expected at most {SHARED_MEMORY} bytes of shared memory, got {self.shared_memory} for {self}; "
+                "use fewer stages or store slots"
+            )
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a CTA's tile."""
+        return WARPGROUPS * self.rows
+
+    @property
+    def cluster_columns(self) -> int:
+        """Columns of a cluster's tiles."""
+        return self.columns * self.cluster
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of SMEM of one CTA."""
+        steps = self.stages * (self.block_rows + self.columns) * TILE_K
+        return 2 * (steps + WARPGROUPS * self.store_slots * SUBTILE**2) + REDUCTION_BYTES + BARRIER_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSchedule:
+    """Tile schedule of one kernel call.
+
+    A task is a segment of row tiles in one column tile, so that column vectors stay in registers. The CTAs of a cluster
+    process adjacent column tiles.
+
+    Attributes:
+      tiles: tile sizes.
+      rows: rows of the result.
+      columns: columns of the result.
+      width: padded number of features, the contraction length of one GEMM.
+      pairs: pairs of bf16 terms whose GEMMs are summed.
+      sm_count: number of SMs.
+      persistent: whether CTAs loop over tasks; otherwise each CTA runs one task.
+      diagonal: whether to compute the tiles on the diagonal only.
+    """
+
+    tiles: Tiles
+    rows: int
+    columns: int
+    width: int
+    pairs: Pairs
+    sm_count: int
+    persistent: bool
+    diagonal: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of one tile."""
+        return len(self.pairs) * self.width // TILE_K
+
+    @property
+    def clusters(self) -> int:
+        """Number of clusters on the GPU."""
+        return self.sm_count // self.tiles.cluster
+
+    @property
+    def grid_clusters(self) -> int:
+        """Number of clusters in the grid."""
+        return self.clusters if self.persistent else self.tasks
+
+    @property
+    def column_tiles(self) -> int:
+        """Number of column tiles."""
+        return self.columns // self.tiles.columns
+
+    @property
+    def row_tiles(self) -> int:
+        """Number of row tiles of a cluster."""
+        return 1 if self.diagonal else self.rows // self.tiles.block_rows
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks of all clusters."""
+        return self.row_tiles // self.segment * (self.columns // self.tiles.cluster_columns)
+
+    @property
+    def column_partials(self) -> int:
+        """Number of partial reductions over rows, one per warpgroup and segment."""
+        return self.rows // self.tiles.rows // self.segment
+
+    @functools.cached_property
+    def segment(self) -> int:
+        """Row tiles of one task: as many as possible with balanced CTAs."""
+
+        def time(length: int) -> float:
+            tasks = self.row_tiles // length * (self.columns // self.tiles.cluster_columns)
+            return math.ceil(tasks / self.clusters) * (length + SEGMENT_COST)
+
+        return min((s for s in SEGMENTS if self.row_tiles % s == 0), key=time)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkTile:
+    """Tile of similarities that a compute warpgroup processes.
+
+    Attributes:
+      schedule: tile schedule.
+      refs: operands and results of the kernel by name.
+      warpgroup: index of the warpgroup, 0 or 1.
+      column_partial: index of this warpgroup's partial reduction over rows.
+      column_tile: index of the column tile.
+      first_row_tile: first row tile of the task.
+      row_tile: current row tile; None at the start and the end of a task.
+    """
+
+    schedule: TileSchedule
+    refs: Refs
+    warpgroup: Array
+    column_partial: Array
+    column_tile: Array
+    first_row_tile: Array
+    row_tile: Array | None = None
+
+    @property
+    def row(self) -> Array:
+        """First row of the tile."""
+        return self.row_tile * self.schedule.tiles.block_rows + self.warpgroup * self.schedule.tiles.rows
+
+    @property
+    def column(self) -> Array:
+        """First column of the tile."""
+        return self.column_tile * self.schedule.tiles.columns
+
+    def load_rows(self, name: str, i: int) -> Array:
+        """Loads `[SUBTILE]` of a row vector from row `i` of the tile."""
+        rows = pl.ds(window_offset(self.refs, 0) + self.row + i, SUBTILE)
+        return plgpu.load(self.refs[name].at[rows], layout=ROW_LAYOUT, optimized=False)
+
+    def load_columns(self, name: str, j: int) -> Array:
+        """Loads `[SUBTILE]` of a column vector from column `j` of the tile."""
+        columns = pl.ds(window_offset(self.refs, 1) + self.column + j, SUBTILE)
+        return plgpu.load(self.refs[name].at[columns], layout=COLUMN_LAYOUT, optimized=False)
+
+    def where_positive(self, values: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
+        """Applies `change` to the positives of the subtile at `[i, j]`.
+
+        `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
+        """
+        first = window_offset(self.refs, 1) + self.column
+        label_range = lax.div(window_offset(self.refs, 0) + self.row + i, RANGE)
+        lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
+
+        def changed(values: Any) -> Any:
+            label = broadcast(self.load_rows("labels", i) - (first + j), 0)
+            is_positive = plgpu.broadcasted_iota(jnp.int32, label.shape, 1, layout=WGMMA_LAYOUT) == label
+            return jax.tree.map(lambda value: jnp.where(is_positive, change(value), value), values)
+
+        may_contain = (lowest < first + self.schedule.tiles.columns) & (highest >= first)
+        return lax.cond(may_contain, changed, lambda values: values, values)
+
+    @contextlib.contextmanager
+    def serialized(self) -> Iterator[None]:
+        """Serializes the warpgroups: their row reductions share one SMEM buffer."""
+        plgpu.barrier_wait(self.refs["reduction_order"].at[self.warpgroup])
+        yield
+        plgpu.barrier_arrive(self.refs["reduction_order"].at[1 - self.warpgroup])
+
+
+def broadcast(vector: Array, axis: int) -> Array:
+    """Broadcasts a vector along `axis` (0: rows, 1: columns) to a subtile."""
+    return lax.broadcast_in_dim(vector, (SUBTILE, SUBTILE), [axis])
+
+
+def window_offset(refs: Refs, axis: int) -> Array:
+    """First row or column of the window."""
+    return pl.multiple_of(refs[("first_row", "first_column")[axis]][0], SUBTILE)

@@ -61,7 +61,7 @@ def benchmark_from_flags() -> None:
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
-        parts=_TIME_PHASES.value,
+        phases=_TIME_PHASES.value,
         repeats=harness.REPEATS.value,
     )
     output = harness.output_folder()

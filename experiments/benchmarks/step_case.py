@@ -64,7 +64,7 @@ class Settings:
       implementation: implementation of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       loss: "clip" or a global contrastive loss.
-      parts: whether to time the phases of the step too.
+      phases: whether to time the phases of the step too.
       repeats: timed runs of each program; the median is reported. 0: time its first call.
     """
 
@@ -75,7 +75,7 @@ class Settings:
     implementation: str | None = None
     parameter_sharding: str = "replicated"
     loss: str = "clip"
-    parts: bool = True
+    phases: bool = True
     repeats: int = 5
 
     @functools.cached_property
@@ -197,7 +197,7 @@ class Case:
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
         if (peak := peak_bytes(self.mesh)) > peak_before:
             yield {"peak_memory_mib": peak / 2**20}
-        if not self.settings.parts:
+        if not self.settings.phases:
             return
         yield from self._phase_times(train)
         if cache.residency == "replay":  # no batch in device memory to compare with

@@ -89,7 +89,9 @@ def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
     Source: Radford et al. 2021, section 2.5 (the limit of 100).
     """
     if "logit_scale" not in params:
-        raise ValueError(f"Expected the parameters of a CLIP model, with 'logit_scale'; got keys {sorted(params)}.")
+        raise ValueError(
+            f"expected the parameters of a CLIP model, with 'logit_scale', got keys {sorted(params)}; pass its 'params'"
+        )
     scale = params["logit_scale"]
     return {**params, "logit_scale": jnp.clip(scale, 0.0, _LOG_MAX_LOGIT_SCALE)}
 
@@ -190,16 +192,16 @@ class CLIP(nn.Module):
 
 def _check_image(image: jax.Array, size: int) -> None:
     if image.ndim != 4 or image.shape[1:] != (size, size, 3):
-        raise ValueError(f"Expected images [b, {size}, {size}, 3]; got shape {image.shape}. Resize them first.")
+        raise ValueError(f"expected images [b, {size}, {size}, 3], got shape {image.shape}; resize them first")
     if image.dtype != jnp.uint8 and not jnp.issubdtype(image.dtype, jnp.floating):
-        raise ValueError(f"Expected uint8 images or normalized floating ones; got dtype {image.dtype}. Convert them.")
+        raise ValueError(f"expected uint8 images or normalized floating ones, got dtype {image.dtype}; convert them")
 
 
 def _check_text(text: jax.Array, context_length: int) -> None:
     if text.ndim != 2 or not 1 <= text.shape[1] <= context_length:
         raise ValueError(
-            f"Expected token ids [b, t] with 1 <= t <= {context_length}; got shape {text.shape}. "
-            "Tokenize with the model's context length."
+            f"expected token ids [b, t] with 1 <= t <= {context_length}, got shape {text.shape}; "
+            "tokenize with the model's context length"
         )
     if not jnp.issubdtype(text.dtype, jnp.integer):
-        raise ValueError(f"Expected integer token ids; got dtype {text.dtype}. Cast them to int32.")
+        raise ValueError(f"expected integer token ids, got dtype {text.dtype}; cast them to int32")

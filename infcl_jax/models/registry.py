@@ -10,15 +10,13 @@ import difflib
 import math
 from typing import Any, get_args
 
+from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.transformer import (
     Remat,
     TransformerConfig,
-    check_choice,
-    check_positive_int,
-    check_rate,
     float_dtype_name,
 )
 from infcl_jax.models.vit import Pool, VisionTransformer
@@ -66,8 +64,8 @@ class VisionConfig(TowerConfig):
         check_positive_int("vision.patch_size", self.patch_size)
         if self.image_size % self.patch_size:
             raise ValueError(
-                "vision.image_size must be a multiple of vision.patch_size; "
-                f"got {self.image_size} and {self.patch_size}."
+                "expected vision.image_size to be a multiple of vision.patch_size, "
+                f"got {self.image_size} and {self.patch_size}"
             )
         check_choice("vision.pool", self.pool, get_args(Pool))
         check_rate("vision.patch_dropout", self.patch_dropout)
@@ -134,7 +132,7 @@ class CLIPConfig:
         for name in ("image_mean", "image_std"):
             values = tuple(getattr(self, name))
             if len(values) != 3 or (name == "image_std" and min(values) <= 0):
-                raise ValueError(f"{name} must be three numbers, of a std all positive; got {values}.")
+                raise ValueError(f"expected {name} to be three numbers, of a std all positive, got {values}")
             object.__setattr__(self, name, values)  # a list from a config file would not hash
         for tower in ("vision", "text"):
             if isinstance(getattr(self, tower), TowerConfig):
@@ -228,14 +226,13 @@ def model_config(name: str, **overrides: Any) -> CLIPConfig:
     Raises:
       ValueError: an unknown name or key (the message lists the known ones), or an invalid value of a field.
     """
-    if name not in _CONFIGS:
-        raise ValueError(f"Unknown model {name!r}; the models are: {', '.join(model_names())}.")
+    check_choice("model", name, model_names())
     config = _CONFIGS[name]
     known = _override_keys(config)
     if unknown := [key for key in overrides if key not in known]:
         close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"Unknown model override {unknown[0]!r}; {hint}The keys are: {', '.join(known)}.")
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"expected model overrides among {', '.join(known)}, got {unknown[0]!r}{hint}")
     own: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
     for tower in ("vision", "text"):
         prefix = f"{tower}."

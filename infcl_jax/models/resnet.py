@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from infcl_jax.models.transformer import check_positive_int
+from infcl_jax.checks import check_positive_int
 
 _REDUCTION = 32  # pixels per position of the last stage
 _EXPANSION = 4  # ratio of a block's output channels to its planes (He et al. 2016)
@@ -44,13 +44,16 @@ class ResNetConfig:
             check_positive_int(f"vision.{name}", getattr(self, name))
         object.__setattr__(self, "layers", tuple(self.layers))  # a list from a config file would not hash
         if len(self.layers) != 4:
-            raise ValueError(f"vision.layers must be the blocks of four stages; got {self.layers}.")
+            raise ValueError(f"expected vision.layers to be the blocks of four stages, got {self.layers}")
         for blocks in self.layers:
             check_positive_int("vision.layers", blocks)
         if self.width % 2 or self.width * _REDUCTION % self.heads:
-            raise ValueError(f"vision.width must be even and vision.heads divide 32 times it; got {self.width}.")
+            raise ValueError(
+                f"expected an even vision.width and vision.heads that divide {_REDUCTION} times it, "
+                f"got {self.width} and {self.heads}"
+            )
         if self.image_size % _REDUCTION:
-            raise ValueError(f"vision.image_size must be a multiple of {_REDUCTION}; got {self.image_size}.")
+            raise ValueError(f"expected vision.image_size to be a multiple of {_REDUCTION}, got {self.image_size}")
 
 
 class BatchNorm(nn.Module):

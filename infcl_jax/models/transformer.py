@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions
 from infcl_jax.ops.attention.api import (
     AttentionImplementation,
@@ -33,24 +34,6 @@ Remat = Literal["full", "dots"]
 
 # Checkpoint name of the residual stream after each attention and each MLP, for the policies of `jax.checkpoint`.
 RESIDUAL = "residual"
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
-
-
-def check_positive_int(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `value` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer; got {value!r}.")
-
-
-def check_rate(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `value` is a probability below 1."""
-    if not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be a number in [0, 1); got {value!r}.")
 
 
 def float_dtype_name(name: str, value: Any) -> str:
@@ -117,9 +100,9 @@ class TransformerConfig:
         for name in ("width", "layers", "heads"):
             check_positive_int(name, getattr(self, name))
         if self.width % self.heads:
-            raise ValueError(f"heads must divide width; got heads {self.heads}, width {self.width}.")
+            raise ValueError(f"expected width to be a multiple of heads, got width {self.width} and heads {self.heads}")
         if int(self.width * self.mlp_ratio) < 1:
-            raise ValueError(f"mlp_ratio must give at least one hidden unit; got {self.mlp_ratio!r}.")
+            raise ValueError(f"expected mlp_ratio to give at least one hidden unit, got {self.mlp_ratio!r}")
         check_choice("activation", self.activation, get_args(Activation))
         check_rate("dropout", self.dropout)
         check_choice("remat", self.remat, (None, *get_args(Remat)))
@@ -128,13 +111,13 @@ class TransformerConfig:
             object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
         if self.attention == "cudnn" and not cudnn_accepts(self.dtype, self.width // self.heads):
             raise ValueError(
-                "attention 'cudnn' needs dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most "
-                f"128; got {self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
+                "attention 'cudnn' expects dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, "
+                f"at most 128, got {self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
             )
         if self.attention == "mosaic_gpu" and not kernel_accepts(1, self.width // self.heads, self.dtype):
             raise ValueError(
-                "attention 'mosaic_gpu' needs dtype 'bfloat16' or 'float16' and 64 channels per head; got "
-                f"{self.dtype!r} and {self.width // self.heads}. Use attention None or 'xla'."
+                "attention 'mosaic_gpu' expects dtype 'bfloat16' or 'float16' and 64 channels per head, got "
+                f"{self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
             )
 
     @property
@@ -273,7 +256,7 @@ class Mlp(nn.Module):
         return projection(c, c.width, c.residual_std, "c_proj").without_bias_gradient(hidden)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`.
 
     Attributes:
@@ -321,11 +304,11 @@ class Block(nn.Module):
         return x + y, deferred_bias
 
 
-def _block_class(remat: Remat | None) -> type[Block]:
+def _block_class(remat: Remat | None) -> type[TransformerBlock]:
     if remat is None:
-        return Block
+        return TransformerBlock
     policies = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
-    return nn.remat(Block, policy=policies[remat], static_argnums=(4,))
+    return nn.remat(TransformerBlock, policy=policies[remat], static_argnums=(4,))
 
 
 class Transformer(nn.Module):

@@ -152,22 +152,22 @@ def test_a_clamped_scale_can_fall_again():
 
 
 def test_clamp_needs_the_parameters_of_a_model():
-    with pytest.raises(ValueError, match=r"with 'logit_scale'; got keys \['params'\]"):
+    with pytest.raises(ValueError, match=r"with 'logit_scale', got keys \['params'\]"):
         clamp_logit_scale({"params": {}})
 
 
 @pytest.mark.parametrize(
     ("method", "shape", "dtype", "message"),
     [
-        ("encode_image", (2, 32, 32, 3), "uint8", r"images \[b, 16, 16, 3\]; got shape \(2, 32, 32, 3\)"),
+        ("encode_image", (2, 32, 32, 3), "uint8", r"images \[b, 16, 16, 3\], got shape \(2, 32, 32, 3\)"),
         ("encode_image", (2, 3, 16, 16), "uint8", "images"),
         ("encode_image", (16, 16, 3), "uint8", "images"),
         ("encode_image", (2, 16, 16, 1), "float32", "images"),
-        ("encode_image", (2, 16, 16, 3), "int32", "Expected uint8 images .* got dtype int32"),
-        ("encode_text", (2, 9), "int32", r"1 <= t <= 8; got shape \(2, 9\)"),
+        ("encode_image", (2, 16, 16, 3), "int32", "expected uint8 images .* got dtype int32"),
+        ("encode_text", (2, 9), "int32", r"1 <= t <= 8, got shape \(2, 9\)"),
         ("encode_text", (2, 0), "int32", "1 <= t <= 8"),
         ("encode_text", (8,), "int32", r"token ids \[b, t\]"),
-        ("encode_text", (2, 8), "float32", "integer token ids; got dtype float32"),
+        ("encode_text", (2, 8), "float32", "integer token ids, got dtype float32"),
     ],
 )
 def test_bad_inputs_are_refused_when_traced(method, shape, dtype, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.models import RESIDUAL, transformer
-from infcl_jax.models.transformer import Block, SelfAttention, Transformer, TransformerConfig
+from infcl_jax.models.transformer import SelfAttention, Transformer, TransformerBlock, TransformerConfig
 
 B, T, HEADS, DIM = 2, 6, 2, 8
 WIDTH = HEADS * DIM
@@ -169,7 +169,7 @@ def test_dropout_is_seeded_and_only_in_training():
 
 def test_initial_weights_have_the_papers_scales():
     c = config(width=256, heads=4, layers=2)
-    init = jax.jit(Block(c, 2).init, static_argnums=4)
+    init = jax.jit(TransformerBlock(c, 2).init, static_argnums=4)
     params = jax.tree.map(np.asarray, init(jax.random.key(0), jnp.zeros((2, 256)), None, None, False)["params"])
     stds = {
         "in_proj": (params["attn"]["in_proj"], 256**-0.5),
@@ -195,21 +195,21 @@ def test_attention_parameters_split_by_query_key_value():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 3}, "heads must divide width; got heads 3, width 16"),
-        ({"layers": 0}, "layers must be a positive integer; got 0"),
-        ({"width": 16.0}, "width must be a positive integer; got 16.0"),
+        ({"heads": 3}, "expected width to be a multiple of heads, got width 16 and heads 3"),
+        ({"layers": 0}, "expected layers to be a positive integer, got 0"),
+        ({"width": 16.0}, "expected width to be a positive integer, got 16.0"),
         ({"mlp_ratio": 0.01}, "mlp_ratio"),
-        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\); got 1.0"),
-        ({"activation": "relu"}, "activation must be one of 'gelu', 'quick_gelu'; got 'relu'"),
-        ({"remat": "dot"}, "remat must be one of None, 'full', 'dots'; got 'dot'"),
-        ({"attention": "flash"}, "attention must be one of None, 'xla', 'cudnn', 'mosaic_gpu'; got 'flash'"),
-        ({"attention": "cudnn"}, "attention 'cudnn' needs dtype"),
+        ({"dropout": 1.0}, r"expected dropout to be a number in \[0, 1\), got 1.0"),
+        ({"activation": "relu"}, r"expected activation to be one of \('gelu', 'quick_gelu'\), got 'relu'"),
+        ({"remat": "dot"}, r"expected remat to be one of \(None, 'full', 'dots'\), got 'dot'"),
+        ({"attention": "flash"}, r"attention to be one of \(None, 'xla', 'cudnn', 'mosaic_gpu'\), got 'flash'"),
+        ({"attention": "cudnn"}, "attention 'cudnn' expects dtype"),
         ({"attention": "cudnn", "dtype": "bfloat16", "heads": 4}, "got 'bfloat16' and 4"),
-        ({"attention": "cudnn", "dtype": "float16", "width": 272}, "at most 128; got 'float16' and 136"),
-        ({"attention": "mosaic_gpu", "dtype": "bfloat16"}, "64 channels per head; got 'bfloat16' and 8"),
+        ({"attention": "cudnn", "dtype": "float16", "width": 272}, "at most 128, got 'float16' and 136"),
+        ({"attention": "mosaic_gpu", "dtype": "bfloat16"}, "64 channels per head, got 'bfloat16' and 8"),
         ({"attention": "mosaic_gpu", "width": 128, "heads": 2}, "got 'float32' and 64"),
-        ({"dtype": "int32"}, "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'int32'"),
-        ({"param_dtype": "bf16"}, "param_dtype must be one of .* got 'bf16'"),
+        ({"dtype": "int32"}, r"dtype to be one of \('float32', 'bfloat16', 'float16'\), got 'int32'"),
+        ({"param_dtype": "bf16"}, "expected param_dtype to be one of .* got 'bf16'"),
     ],
 )
 def test_bad_config(changes, message):

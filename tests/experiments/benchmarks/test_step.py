@@ -169,7 +169,7 @@ def test_every_way_takes_the_same_gradient(measured):
 
 def test_the_step_can_be_timed_alone(tmp_path):
     with no_timing() as results:
-        (record,) = benchmark_step.measure_all(settings(B, parts=False), oracle.mesh_of(1), tmp_path)
+        (record,) = benchmark_step.measure_all(settings(B, phases=False), oracle.mesh_of(1), tmp_path)
     assert tuple(results) == TIMED[:2] and record["status"] == "ok" and record["step_ms"] > 0
     assert all(record[name] is None for name in PARTS)
 
@@ -258,8 +258,11 @@ def test_the_peak_is_that_of_the_fullest_device():
 
 MISTAKES = {
     "no output": ((), "expected --output"),
-    "unknown model": (("--output={tmp}", "--model=ViT-Z"), "Unknown model 'ViT-Z'.*ViT-B/32"),
-    "unknown override": (("--output={tmp}", "--model_overrides=depth=3"), "Unknown model override 'depth'"),
+    "unknown model": (("--output={tmp}", "--model=ViT-Z"), "expected model to be one of .*ViT-B/32.* got 'ViT-Z'"),
+    "unknown override": (
+        ("--output={tmp}", "--model_overrides=depth=3"),
+        "model overrides among .* got 'depth'",
+    ),
     "override of another form": (("--output={tmp}", "--model_overrides=depth"), "expected model_overrides like"),
     "unknown implementation": (("--output={tmp}", "--implementation=fast"), "implementation to be one of .*'fast'"),
     "unknown implementation of another loss": (

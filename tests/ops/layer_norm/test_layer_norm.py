@@ -12,7 +12,7 @@ from gpus import ALONE, calls, described, interpreted, lowered, under
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.models.transformer import Block, TransformerConfig
+from infcl_jax.models.transformer import TransformerBlock, TransformerConfig
 from infcl_jax.ops.layer_norm import api, pallas_mosaic_gpu
 from infcl_jax.ops.layer_norm.pallas_mosaic_gpu import Tiling
 from infcl_jax.ops.pairwise_lse import available_implementations
@@ -148,7 +148,7 @@ def test_best_normalization(shape, dtype, mesh, best):
 def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
     """Where the backward pass is traced outside the mesh too, as in a training step."""
     config = TransformerConfig(width=256, layers=1, heads=4, attention="xla", dtype="bfloat16")
-    block, mesh = Block(config, 16), described(data=8)
+    block, mesh = TransformerBlock(config, 16), described(data=8)
     x = jax.ShapeDtypeStruct((64 * 16, 256), jnp.bfloat16)
     variables = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype), None, None, False))
 

@@ -30,7 +30,7 @@ LAYERS = {
     ),
     "layer norm": (lambda *a: api.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
     "affine": (
-        lambda x, *parts: jnp.subtract(*linear.affine(x, parts[:2], parts[2:])),
+        lambda x, *arrays: jnp.subtract(*linear.affine(x, arrays[:2], arrays[2:])),
         lambda x, one, other, first, second: x @ (one - other) + first - second,
         ("x", "kernel", "kernel", "short", "short"),
     ),
@@ -60,18 +60,18 @@ def test_values_and_gradients_are_those_of_the_formula(name, dtype, tolerance):
         weight = jnp.asarray(rng.standard_normal(want.shape), jnp.float32)
         expected = want, *pull(weight)
     got, pull = jax.vjp(layer, x, *others)
-    found = got, *pull(weight.astype(got.dtype))
-    assert [a.dtype for a in found] == [x.dtype, x.dtype, *(a.dtype for a in others)]
-    for ours, theirs in zip(found, expected, strict=True):
+    outputs = got, *pull(weight.astype(got.dtype))
+    assert [a.dtype for a in outputs] == [x.dtype, x.dtype, *(a.dtype for a in others)]
+    for ours, theirs in zip(outputs, expected, strict=True):
         scale = float(jnp.abs(theirs).max())
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=0, atol=tolerance * scale)
 
 
 def test_quick_gelu_is_close_to_gelu():
     x = jnp.linspace(-5, 5, 101)
-    found = activate(x, jnp.zeros(x.shape), "quick_gelu")
-    np.testing.assert_allclose(found, jax.nn.gelu(x, approximate=False), atol=0.021)
-    assert not np.allclose(found, jax.nn.gelu(x, approximate=False), atol=0.01)
+    outputs = activate(x, jnp.zeros(x.shape), "quick_gelu")
+    np.testing.assert_allclose(outputs, jax.nn.gelu(x, approximate=False), atol=0.021)
+    assert not np.allclose(outputs, jax.nn.gelu(x, approximate=False), atol=0.01)
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -80,5 +80,5 @@ def test_a_dense_layer_can_be_activated(activation):
     dense = layers.Dense(6, 1.0, "float32", "float32")
     variables = jax.tree.map(lambda a: a + 0.5, dense.init(jax.random.key(0), 12, method="weights"))
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
-    found = dense.apply(variables, x, activation, method="activated")
-    np.testing.assert_allclose(found, activate(x @ kernel, bias, activation), rtol=1e-5)
+    outputs = dense.apply(variables, x, activation, method="activated")
+    np.testing.assert_allclose(outputs, activate(x @ kernel, bias, activation), rtol=1e-5)

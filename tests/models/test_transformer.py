@@ -78,8 +78,8 @@ def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, re
 
     with jax.numpy_rank_promotion("allow"):
         want = jax.jit(lambda: value_and_gradients(lambda p, x: asked(plain_transformer(p, x, causal))))()
-    found = jax.jit(lambda: value_and_gradients(lambda p, x: model.apply({"params": p}, x, position)))()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), found, want)
+    outputs = jax.jit(lambda: value_and_gradients(lambda p, x: model.apply({"params": p}, x, position)))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), outputs, want)
 
 
 def test_the_gradient_of_a_bias_goes_through_its_dropout():

@@ -33,7 +33,7 @@ def similarity_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Computes one tile of s in a single loop over the steps of all pairs of terms."""
+    """Computes one tile of s in a single loop over all pairs of terms."""
     offs_d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + (start_m.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_M)[:, None] * STRIDE + offs_d[None, :])
     y_ptrs = y_ptr + (start_n.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_N)[None, :] * STRIDE + offs_d[:, None])
@@ -65,9 +65,10 @@ def exponentials(exponent, positive, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr
 def store_partials(
     ptr, index, stride, start, e, s, MOMENTS: tl.constexpr, MAXIMA: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Reduces a tile over one axis to sums of e, maxima of its exponents or moments sum(e * s).
+    """Reduces a tile over one axis and stores the result.
 
-    They are stored at `[index, start]` of a result with rows of `stride` elements.
+    The reductions are sums of e, maxima of its exponents or moments sum(e * s). They are stored from `[index, start]`
+    in an array with rows of `stride` elements.
     """
     partials = tl.max(e, AXIS) if MAXIMA else tl.sum(e * s if MOMENTS else e, AXIS)
     tl.store(ptr + index * stride + start + tl.arange(0, s.shape[1 - AXIS]), partials)
@@ -75,7 +76,7 @@ def store_partials(
 
 @triton.jit
 def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
-    """Stores a tile of dS in bf16 terms, each the rounding residual of the ones before."""
+    """Stores a tile of dS in bf16 terms; each is a rounding residual."""
     BLOCK_M: tl.constexpr = ds.shape[0]
     BLOCK_N: tl.constexpr = ds.shape[1]
     tile_m, tile_n, _, tiles_n = tile
@@ -95,7 +96,7 @@ def epilogue(
     s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr,
     DS_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Reduces a tile of s to sums or maxima, or converts it to dS and moments.
+    """Converts a tile of s to sums, maxima, or dS and moments.
 
     `label` is relative to the tile; None for a tile without positives.
     """

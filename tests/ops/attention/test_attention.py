@@ -30,11 +30,11 @@ def normal(seed, *shape):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_attention_is_softmax_of_scaled_products(causal, dtype, tolerance):
-    parts = [normal(seed, B, T, HEADS, DIM).astype(dtype) for seed in range(3)]
+    qkv = [normal(seed, B, T, HEADS, DIM).astype(dtype) for seed in range(3)]
     run = jax.jit(functools.partial(attend, causal=causal, implementation="xla"))
-    for got in (run(*parts), run(jnp.concatenate(parts, axis=2))):
+    for got in (run(*qkv), run(jnp.concatenate(qkv, axis=2))):
         assert got.dtype == jnp.dtype(dtype)
-        want = oracle.attention(*parts, causal)
+        want = oracle.attention(*qkv, causal)
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
 
 
@@ -68,8 +68,8 @@ def test_attention_from_one_position_is_that_row(causal, padding):
     kernels = [normal(seed, HEADS * DIM, HEADS * DIM) / (HEADS * DIM) ** 0.5 for seed in (2, 3)]
     key, value = ((x @ kernel).reshape(B, T, HEADS, DIM) for kernel in kernels)
     want = oracle.attention(*(a[:, : T - padding] for a in (query, key, value)), causal)[own, position]
-    found = attend_from(query[own, position], x, *kernels, position, causal=causal, padding=padding)
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+    outputs = attend_from(query[own, position], x, *kernels, position, causal=causal, padding=padding)
+    np.testing.assert_allclose(outputs, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -40,10 +40,10 @@ def stored_accumulators(monkeypatch):
     primitives = jaxpr_interpret.gpu_primitives
     store = primitives.wgmma_accumulator_store_p
 
-    def access(value=None, *, token, key, thread, place):
+    def access(value=None, *, token, key, thread, location):
         memory, key = gpu_callbacks._get_shared_memory(), gpu_callbacks.HostAllocationKey.from_array(key)
         where = memory.access(key, ())
-        info = gpu_callbacks.memory.GPULoggingInfo(place, thread, None)
+        info = gpu_callbacks.memory.GPULoggingInfo(location, thread, None)
         if value is not None:
             memory.store_buffer_content(key, where, np.asarray(value), thread, logging_info=info)
         return token, memory.get_buffer_content(key, where, thread, logging_info=info)[0]
@@ -52,7 +52,7 @@ def stored_accumulators(monkeypatch):
         key, *value = operands()
         shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE, eqn.outvars[0].aval
         return jaxpr_interpret.callback.io_callback(
-            access, shapes, *value, token=token, key=key, thread=self.thread, place=self.mesh_location
+            access, shapes, *value, token=token, key=key, thread=self.thread, location=self.mesh_location
         )
 
     both = {"wgmma_accumulator_deref_p": _AnyOf(primitives.wgmma_accumulator_deref_p, store)}
@@ -74,17 +74,17 @@ def factors_in_registers(monkeypatch, stored_accumulators):
         thread = others["thread"]
         info = gpu_callbacks.memory.GPULoggingInfo(others["mesh_location"], thread, others["source_info"])
 
-        def place(name):
+        def address(name):
             key = gpu_callbacks.HostAllocationKey.from_array(others[f"{name}_allocation_key_as_array"])
             transforms = gpu_callbacks._remove_noop_transforms(others[f"{name}_transforms"])
             return key, memory.access(key, jax.tree.map(int, transforms))
 
         def content(name):
-            return memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
+            return memory.get_buffer_content(*address(name), thread, logging_info=info)[0]
 
-        total = content("acc")
-        total = total + np.matmul(left, content("b"), dtype=total.dtype)
-        memory.store_buffer_content(*place("acc"), total, thread, logging_info=info)
+        acc = content("acc")
+        acc = acc + np.matmul(left, content("b"), dtype=acc.dtype)
+        memory.store_buffer_content(*address("acc"), acc, thread, logging_info=info)
         return others["token"]
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
@@ -103,9 +103,9 @@ def value_and_gradients(query, key, value, cotangent, *, causal, implementation=
     return result, *pull(cotangent)
 
 
-def assert_close(found, want, dtype, least=1e-9):
+def assert_close(outputs, want, dtype, least=1e-9):
     bound = 1e-2 if dtype == BF16 else 1.5e-3
-    for name, got, exact in zip(NAMES, found, want, strict=True):
+    for name, got, exact in zip(NAMES, outputs, want, strict=True):
         assert got.dtype == dtype, name
         atol = bound * np.abs(exact).max() + least
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=atol, err_msg=name)
@@ -125,8 +125,8 @@ def assert_close(found, want, dtype, least=1e-9):
 def test_kernels_match_float64(capsys, b, positions, heads, dtype, causal):
     arrays = given(b, positions, heads, dtype)
     with interpreted(capsys):
-        found = jax.device_get(value_and_gradients(*arrays, causal=causal))
-    assert_close(found, exact_attention(*arrays, causal=causal), dtype)
+        outputs = jax.device_get(value_and_gradients(*arrays, causal=causal))
+    assert_close(outputs, exact_attention(*arrays, causal=causal), dtype)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
         assert packed.shape == (2, 20, 9, 64)
         return attend(packed, causal=causal, implementation="xla"), jnp.zeros((6, 64))
 
-    def backward(packed, result, total, cotangent, *, causal, sm_count):
-        assert total.shape == (6, 64)
+    def backward(packed, result, lse, cotangent, *, causal, sm_count):
+        assert lse.shape == (6, 64)
         plain = functools.partial(attend, causal=causal, implementation="xla")
         return jax.vjp(plain, packed)[1](cotangent)
 
@@ -219,8 +219,8 @@ def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     arrays, mesh = given(8, 20, 3, BF16), oracle.mesh_of(4)
     sharded = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arrays]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        found = value_and_gradients(*sharded, causal=causal)
-    assert_close(found, exact_attention(*arrays, causal=causal), BF16)
+        outputs = value_and_gradients(*sharded, causal=causal)
+    assert_close(outputs, exact_attention(*arrays, causal=causal), BF16)
 
 
 @pytest.mark.gpu
@@ -242,9 +242,9 @@ def test_kernels_on_the_gpu_match_float64_and_repeat(b, positions, heads, dtype,
     if "mosaic_gpu" not in available_implementations():
         pytest.skip("no kernels for this device")
     arrays = given(b, positions, heads, dtype, scale)
-    found = jax.device_get(value_and_gradients(*arrays, causal=causal))
+    outputs = jax.device_get(value_and_gradients(*arrays, causal=causal))
     # With one position queries and keys have no gradients: sums in float32 that cancel.
     least = 1e-5 if positions == 1 else 1e-9
-    assert_close(found, exact_attention(*arrays, causal=causal), dtype, least)
+    assert_close(outputs, exact_attention(*arrays, causal=causal), dtype, least)
     for _ in range(3):
-        assert runs.equal_bits(found, jax.device_get(value_and_gradients(*arrays, causal=causal)))
+        assert runs.equal_bits(outputs, jax.device_get(value_and_gradients(*arrays, causal=causal)))

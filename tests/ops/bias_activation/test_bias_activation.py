@@ -25,14 +25,14 @@ NAMES = ("y", "x", "bias")
 def given(rows, width, dtype):
     """Argument, bias, cotangent of the result; some arguments are far out."""
     rng = np.random.default_rng(0)
-    x, of_y = (rng.standard_normal((rows, width)) for _ in range(2))
+    x, dy = (rng.standard_normal((rows, width)) for _ in range(2))
     x[:2] = np.linspace(-40, 40, 2 * width).reshape(2, width)[: len(x)]
-    return jnp.asarray(2 * x, dtype), jnp.asarray(rng.standard_normal(width), jnp.float32), jnp.asarray(of_y, dtype)
+    return jnp.asarray(2 * x, dtype), jnp.asarray(rng.standard_normal(width), jnp.float32), jnp.asarray(dy, dtype)
 
 
-def expected(x, bias, of_y, name):
+def expected(x, bias, dy, name):
     """The result and the gradients of argument and bias, in float64."""
-    x, bias, of_y = (np.asarray(a, np.float64) for a in (x, bias, of_y))
+    x, bias, dy = (np.asarray(a, np.float64) for a in (x, bias, dy))
     x = x + bias
     if name == "gelu":
         cdf = 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2))
@@ -40,11 +40,11 @@ def expected(x, bias, of_y, name):
     else:
         cdf = 1 / (1 + np.exp(-1.702 * x))
         slope = cdf * (1 + 1.702 * x * (1 - cdf))
-    return x * cdf, of_y * slope, (of_y * slope).sum(0)
+    return x * cdf, dy * slope, (dy * slope).sum(0)
 
 
-def assert_close(found, want, dtype):
-    for key, got, exact in zip(NAMES, found, want, strict=True):
+def assert_close(outputs, want, dtype):
+    for key, got, exact in zip(NAMES, outputs, want, strict=True):
         of = FP32 if key == "bias" else dtype
         assert got.dtype == of, key
         # Rounding is relative; the error function is off by 1.5e-7, which up to 80 is multiplied by.
@@ -53,9 +53,9 @@ def assert_close(found, want, dtype):
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def with_gradients(x, bias, of_y, name, implementation):
+def with_gradients(x, bias, dy, name, implementation):
     y, pull = jax.vjp(lambda x, bias: activate(x, bias, name, implementation), x, bias)
-    return y, *pull(of_y)
+    return y, *pull(dy)
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), [(2, 128, BF16), (37, 768, BF16), (30, 384, FP16)])
@@ -63,19 +63,19 @@ def with_gradients(x, bias, of_y, name, implementation):
 def test_kernels_match_float64(capsys, rows, width, dtype, name):
     arrays = given(rows, width, dtype)
     with interpreted(capsys):
-        found = jax.device_get(with_gradients(*arrays, name, "mosaic_gpu"))
-    assert_close(found, expected(*arrays, name), dtype)
+        outputs = jax.device_get(with_gradients(*arrays, name, "mosaic_gpu"))
+    assert_close(outputs, expected(*arrays, name), dtype)
 
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
 def test_any_tiling(capsys, tiling):
     """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
-    x, bias, of_y = arrays = given(23, 256, BF16)
+    x, bias, dy = arrays = given(23, 256, BF16)
     how = {"name": "gelu", "sm_count": 2, "tiling": tiling}
     with interpreted(capsys):
-        found = pallas_mosaic_gpu.forward(x, bias, **how), *pallas_mosaic_gpu.backward(x, bias, of_y, **how)
-        found = jax.device_get(found)
-    assert_close(found, expected(*arrays, "gelu"), BF16)
+        outputs = pallas_mosaic_gpu.forward(x, bias, **how), *pallas_mosaic_gpu.backward(x, bias, dy, **how)
+        outputs = jax.device_get(outputs)
+    assert_close(outputs, expected(*arrays, "gelu"), BF16)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -83,8 +83,8 @@ def test_any_tiling(capsys, tiling):
 def test_what_is_not_finite_stays_so(capsys, value, name):
     x, bias = jnp.full((4, 128), value, BF16), jnp.zeros(128)
     with interpreted(capsys):
-        found = jax.device_get(activate(x, bias, name, "mosaic_gpu"))
-    assert not np.isfinite(found.astype(np.float32)).any()
+        outputs = jax.device_get(activate(x, bias, name, "mosaic_gpu"))
+    assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("shape", [(99072, 4096), (50 * 4096, 3072), (4096, 77, 2048), (4099, 5120), (1000, 128)])
@@ -123,8 +123,8 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
         assert x.shape == (10, 128)
         return activate(x, bias, name, "xla")
 
-    def backward(x, bias, of_y, *, name, sm_count):
-        return api._backward_xla(x, bias, of_y, name)
+    def backward(x, bias, dy, *, name, sm_count):
+        return api._backward_xla(x, bias, dy, name)
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
     monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
@@ -138,9 +138,9 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return with_gradients(*arrays, "gelu", "mosaic_gpu")
 
-    y, of_x, of_bias = run(*sharded)
-    found, (want_y, want_x, _) = (y.reshape(40, 128), of_x.reshape(40, 128), of_bias), expected(*arrays, "gelu")
-    assert_close(found, (want_y, want_x, np.asarray(found[1], np.float64).sum(0)), BF16)  # XLA adds what is rounded
+    y, dx, d_bias = run(*sharded)
+    outputs, (want_y, want_x, _) = (y.reshape(40, 128), dx.reshape(40, 128), d_bias), expected(*arrays, "gelu")
+    assert_close(outputs, (want_y, want_x, np.asarray(outputs[1], np.float64).sum(0)), BF16)  # XLA adds what is rounded
 
 
 @pytest.mark.gpu
@@ -153,7 +153,7 @@ def test_kernels_on_the_gpu_match_float64_and_repeat(rows, width, dtype, name):
     if "mosaic_gpu" not in available_implementations():
         pytest.skip("no kernels for this device")
     arrays = given(rows, width, dtype)
-    found = jax.device_get(with_gradients(*arrays, name, "mosaic_gpu"))
-    assert_close(found, expected(*arrays, name), dtype)
+    outputs = jax.device_get(with_gradients(*arrays, name, "mosaic_gpu"))
+    assert_close(outputs, expected(*arrays, name), dtype)
     for _ in range(3):
-        assert runs.equal_bits(found, jax.device_get(with_gradients(*arrays, name, "mosaic_gpu")))
+        assert runs.equal_bits(outputs, jax.device_get(with_gradients(*arrays, name, "mosaic_gpu")))

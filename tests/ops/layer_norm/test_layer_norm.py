@@ -25,41 +25,41 @@ NAMES = ("y", "x", "scale", "bias", "added")
 def given(rows, width, dtype, result):
     """Argument, scale, bias, and the cotangents of the result and of the residual."""
     rng = np.random.default_rng(0)
-    x, of_y, beside = (rng.standard_normal((rows, width)) + 0.5 for _ in range(3))
+    x, dy, dx_residual = (rng.standard_normal((rows, width)) + 0.5 for _ in range(3))
     scale, bias = (jnp.asarray(rng.standard_normal(width), jnp.float32) for _ in range(2))
-    return jnp.asarray(x, dtype), scale, bias, jnp.asarray(of_y, result), jnp.asarray(beside, dtype)
+    return jnp.asarray(x, dtype), scale, bias, jnp.asarray(dy, result), jnp.asarray(dx_residual, dtype)
 
 
-def expected(x, scale, bias, of_y, beside):
+def expected(x, scale, bias, dy, dx_residual):
     """The result and the gradients of argument, scale, bias and a vector in the argument, in float64."""
-    x, scale, bias, of_y, beside = (np.asarray(a, np.float64) for a in (x, scale, bias, of_y, beside))
+    x, scale, bias, dy, dx_residual = (np.asarray(a, np.float64) for a in (x, scale, bias, dy, dx_residual))
     inverse = 1 / np.sqrt(x.var(1, keepdims=True) + EPSILON)
-    normal, slope = (x - x.mean(1, keepdims=True)) * inverse, of_y * scale
-    level, along = slope.mean(1, keepdims=True), (slope * normal).mean(1, keepdims=True)
-    of_x = inverse * (slope - level - normal * along) + beside
-    return normal * scale + bias, of_x, (of_y * normal).sum(0), of_y.sum(0), of_x.sum(0)
+    normal, dx_hat = (x - x.mean(1, keepdims=True)) * inverse, dy * scale
+    mean_dx_hat, projection = dx_hat.mean(1, keepdims=True), (dx_hat * normal).mean(1, keepdims=True)
+    dx = inverse * (dx_hat - mean_dx_hat - normal * projection) + dx_residual
+    return normal * scale + bias, dx, (dy * normal).sum(0), dy.sum(0), dx.sum(0)
 
 
-def assert_close(found, want, dtype, result):
+def assert_close(outputs, want, dtype, result):
     """`want` may be more than was asked for."""
-    for name, got, exact in zip(NAMES, found, want, strict=False):
+    for name, got, exact in zip(NAMES, outputs, want, strict=False):
         assert got.dtype == {"y": result, "x": dtype}.get(name, FP32), name
         bound = max(float(jnp.finfo(got.dtype).eps), 3e-6) * np.abs(exact).max()
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=bound, err_msg=name)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def beside_residual(x, scale, bias, of_y, beside, dtype, implementation, added=True):
+def with_residual(x, scale, bias, dy, dx_residual, dtype, implementation, added=True):
     added = jnp.zeros(x.shape[1], jnp.float32) if added else None
     norm = functools.partial(api.normalize_with_residual, dtype=dtype, implementation=implementation)
     (y, _), pull = jax.vjp(norm, x, scale, bias, added)
-    return y, *jax.tree.leaves(pull((of_y, beside)))
+    return y, *jax.tree.leaves(pull((dy, dx_residual)))
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def alone(x, scale, bias, of_y, dtype, implementation):
+def alone(x, scale, bias, dy, dtype, implementation):
     y, pull = jax.vjp(lambda *a: api.normalize(*a, dtype, implementation), x, scale, bias)
-    return y, *pull(of_y)
+    return y, *pull(dy)
 
 
 @pytest.mark.parametrize(
@@ -71,34 +71,36 @@ def test_kernels_match_float64(capsys, rows, width, dtype, result, way):
     arrays = given(rows, width, dtype, result)
     with interpreted(capsys):
         if way != "alone":
-            found = beside_residual(*arrays, result, "mosaic_gpu", way != "residual")
+            outputs = with_residual(*arrays, result, "mosaic_gpu", way != "residual")
         else:
             arrays = *arrays[:-1], jnp.zeros_like(arrays[0])
-            found = alone(*arrays[:-1], result, "mosaic_gpu")
-        found = jax.device_get(found)
-    assert len(found) == {"alone": 4, "residual": 4}.get(way, 5)
-    assert_close(found, expected(*arrays), dtype, result)
+            outputs = alone(*arrays[:-1], result, "mosaic_gpu")
+        outputs = jax.device_get(outputs)
+    assert len(outputs) == {"alone": 4, "residual": 4}.get(way, 5)
+    assert_close(outputs, expected(*arrays), dtype, result)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_few_rows_are_left_to_xla(rows):
     arrays = given(rows, 128, BF16, BF16)
     with jax.sharding.use_abstract_mesh(ALONE):
-        *found, of_added = beside_residual(*arrays, BF16, None)
-    assert_close(found, expected(*arrays), BF16, BF16)
+        *outputs, d_added = with_residual(*arrays, BF16, None)
+    assert_close(outputs, expected(*arrays), BF16, BF16)
     want = expected(*arrays)[-1]
-    np.testing.assert_allclose(of_added, want, rtol=0, atol=float(jnp.finfo(BF16).eps) * np.abs(want).max())
+    np.testing.assert_allclose(d_added, want, rtol=0, atol=float(jnp.finfo(BF16).eps) * np.abs(want).max())
 
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
 def test_any_tiling(capsys, tiling):
     """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
-    x, scale, bias, of_y, beside = arrays = given(45, 128, FP32, FP32)
+    x, scale, bias, dy, dx_residual = arrays = given(45, 128, FP32, FP32)
     with interpreted(capsys):
         y, *saved = pallas_mosaic_gpu.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, sm_count=2, tiling=tiling)
-        gradients = pallas_mosaic_gpu.backward(x, *saved, scale, of_y, beside, sum_rows=True, sm_count=2, tiling=tiling)
-        found = jax.device_get((y, *gradients))
-    assert_close(found, expected(*arrays), FP32, FP32)
+        gradients = pallas_mosaic_gpu.backward(
+            x, *saved, scale, dy, dx_residual, sum_rows=True, sm_count=2, tiling=tiling
+        )
+        outputs = jax.device_get((y, *gradients))
+    assert_close(outputs, expected(*arrays), FP32, FP32)
 
 
 def test_tiles_are_whole_groups_of_rows():
@@ -119,7 +121,7 @@ def test_tiles_are_whole_groups_of_rows():
 def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
     x, y = jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows, width), result)
     vector = jax.ShapeDtypeStruct((width,), jnp.float32)
-    run = jax.jit(functools.partial(beside_residual, dtype=result, implementation=None))
+    run = jax.jit(functools.partial(with_residual, dtype=result, implementation=None))
     with jax.sharding.use_abstract_mesh(ALONE):
         assert calls(lowered(run, x, vector, vector, y, x)) == 2
 
@@ -171,8 +173,8 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
         y, *statistics = api._forward_xla(x, scale, bias, dtype)
         return y, *(s[:, 0] for s in statistics)
 
-    def backward(x, mean, inverse, scale, of_y, beside, *, sum_rows, sm_count):
-        return api._backward_xla(x, mean[:, None], inverse[:, None], scale, of_y, beside, sum_rows)
+    def backward(x, mean, inverse, scale, dy, dx_residual, *, sum_rows, sm_count):
+        return api._backward_xla(x, mean[:, None], inverse[:, None], scale, dy, dx_residual, sum_rows)
 
     monkeypatch.setattr(pallas_mosaic_gpu, "forward", forward)
     monkeypatch.setattr(pallas_mosaic_gpu, "backward", backward)
@@ -182,14 +184,14 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
     sharded = [jax.device_put(a.reshape(shape), own) if a.ndim > 1 else jax.device_put(a, all_of) for a in arrays]
 
     @jax.jit
-    def run(x, scale, bias, of_y, beside):
+    def run(x, scale, bias, dy, dx_residual):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             norm = functools.partial(api.normalize_with_residual, dtype=FP32, implementation="mosaic_gpu")
             (y, _), pull = jax.vjp(norm, x, scale, bias, bias)
-        return y, *pull((of_y, beside))
+        return y, *pull((dy, dx_residual))
 
-    found = [a.reshape(40, 128) if a.ndim > 1 else a for a in run(*sharded)]
-    assert_close(found, expected(*arrays), FP32, FP32)
+    outputs = [a.reshape(40, 128) if a.ndim > 1 else a for a in run(*sharded)]
+    assert_close(outputs, expected(*arrays), FP32, FP32)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -211,7 +213,7 @@ def test_kernels_on_the_gpu_match_float64_and_repeat(rows, width, dtype):
     if "mosaic_gpu" not in available_implementations():
         pytest.skip("no kernels for this device")
     arrays = given(rows, width, dtype, dtype)
-    found = jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu"))
-    assert_close(found, expected(*arrays), dtype, dtype)
+    outputs = jax.device_get(with_residual(*arrays, dtype, "mosaic_gpu"))
+    assert_close(outputs, expected(*arrays), dtype, dtype)
     for _ in range(3):
-        assert runs.equal_bits(found, jax.device_get(beside_residual(*arrays, dtype, "mosaic_gpu")))
+        assert runs.equal_bits(outputs, jax.device_get(with_residual(*arrays, dtype, "mosaic_gpu")))

@@ -9,6 +9,13 @@ HOPPER = "9.0"
 HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
 # Bytes of SMEM available to the CTAs of a Hopper SM: 227 KiB (CUDA C++ Programming Guide, compute capability 9.0).
 SHARED_MEMORY = 227 * 1024
+# SMs of an H100 or H200 SXM (NVIDIA H100 Tensor Core GPU Architecture).
+SM_COUNT = 132
+# Registers per thread of the producer and of the compute warpgroups, by number of compute warpgroups. All threads start
+# with the same share of the SM's 64 Ki registers, rounded down to a multiple of 8, and the sum must not grow.
+WARPGROUP_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
+# Bytes of workspace that cuBLAS allocates on Hopper GPUs (cuBLAS documentation, `cublasSetWorkspace`).
+CUBLAS_WORKSPACE = 32 << 20
 
 
 def _device() -> Any:

@@ -20,7 +20,7 @@ Pairs = tuple[tuple[int, int], ...]
 class Operands(NamedTuple):
     """Kernel operands of a block, in bf16 and base 2.
 
-    `s_ij` is the fp32 sum of the GEMMs over the operands' bf16 parts. A reference is a max-shift in base 2. The
+    `s_ij` is the fp32 sum of the GEMMs over the operands' bf16 terms. A reference is a max-shift in base 2. The
     exponentials are
 
         shared scale:       e_ij  = exp2(row_scale_i s_ij - row_reference_i - column_reference_j) for rows and columns
@@ -28,8 +28,8 @@ class Operands(NamedTuple):
                             ec_ij = exp2(column_scale_j s_ij - column_reference_j - row_masked_i) for columns
 
     Attributes:
-      x: bf16 `[bx, parts * K]`; the bf16 parts of the features are concatenated.
-      y: bf16 `[by, parts * K]`; the bf16 parts of the features are concatenated.
+      x: bf16 `[bx, num_terms * K]`; the bf16 terms of the features are concatenated.
+      y: bf16 `[by, num_terms * K]`; the bf16 terms of the features are concatenated.
       row_scale: fp32 `[bx]`.
       row_reference: fp32 `[bx]`, +inf for masked rows.
       column_reference: fp32 `[by]`, +inf for masked columns; None for zeros.
@@ -116,13 +116,13 @@ class Kernels(Protocol):
         pairs: Pairs,
         *,
         exclude: bool,
-        parts: int,
+        terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         """Computes the window of dS, and moments if `moments`.
 
         Returns:
-          dS, bf16 `[rows, parts * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
+          dS, bf16 `[rows, terms * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
         """
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:

@@ -25,9 +25,9 @@ class Padded:
     """Features of a block in bf16 parts, padded to whole tiles.
 
     Attributes:
-      x: `[rows, parts * width]`.
-      y: `[columns, parts * width]`.
-      parts: 1 for bf16 features, 3 for fp32 features (24 mantissa bits in three times 8).
+      x: `[rows, num_terms * width]`.
+      y: `[columns, num_terms * width]`.
+      num_terms: 1 for bf16 features, 3 for fp32 features (24 mantissa bits in three times 8).
       width: padded number of features.
       bx: rows without padding.
       by: columns without padding.
@@ -36,7 +36,7 @@ class Padded:
 
     x: Array
     y: Array
-    parts: int
+    num_terms: int
     width: int
     bx: int
     by: int
@@ -45,13 +45,13 @@ class Padded:
     @classmethod
     def of(cls, block: Block, kernels: Kernels) -> "Padded":
         """Pads and splits the features of a block."""
-        parts = 1 if block.x.dtype == jnp.bfloat16 else 3
+        num_terms = 1 if block.x.dtype == jnp.bfloat16 else 3
         width = round_up(block.x.shape[1], kernels.depth)
         x, y = (
-            _split_bf16(extended(a, (round_up(a.shape[0], tile), width)), parts)
+            _split_bf16(extended(a, (round_up(a.shape[0], tile), width)), num_terms)
             for a, tile in zip((block.x, block.y), kernels.tile, strict=True)
         )
-        return cls(x, y, parts, width, block.x.shape[0], block.y.shape[0], block.x.shape[1])
+        return cls(x, y, num_terms, width, block.x.shape[0], block.y.shape[0], block.x.shape[1])
 
     @property
     def gain(self) -> float:
@@ -64,17 +64,17 @@ class Padded:
 
         The omitted pairs are below 2^-24 of a similarity.
         """
-        return ((0, 0),) if self.parts == 1 else ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+        return ((0, 0),) if self.num_terms == 1 else ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
     @property
-    def d_s_parts(self) -> int:
-        """Number of bf16 parts of dS."""
-        return 1 if self.parts == 1 else 2
+    def num_ds_terms(self) -> int:
+        """Number of bf16 terms of dS."""
+        return 1 if self.num_terms == 1 else 2
 
     @property
     def gradient_pairs(self) -> Pairs:
         """Pairs of dS and feature parts whose GEMMs sum to the gradients."""
-        return ((0, 0),) if self.parts == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
+        return ((0, 0),) if self.num_terms == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
 
     def operands(self, block: Block, row_shift: Array, column_shift: Array | None) -> Operands:
         """Returns the kernels' operands.
@@ -134,8 +134,8 @@ class Padded:
 
     def dot(self, features: Array, gradient: Array) -> Array:
         """Computes the inner product of padded features and padded gradients."""
-        parts = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.parts)))
-        return (sum(p.astype(jnp.float32) for p in parts) * gradient.astype(jnp.float32)).sum()
+        terms = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.num_terms)))
+        return (sum(term.astype(jnp.float32) for term in terms) * gradient.astype(jnp.float32)).sum()
 
 
 def _masked(mask: Array | None, count: int, padded: int) -> Array | None:
@@ -156,11 +156,11 @@ def extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
     return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
 
 
-def _split_bf16(features: Array, parts: int) -> Array:
+def _split_bf16(features: Array, num_terms: int) -> Array:
     """Splits features into concatenated bf16 parts that sum to them."""
     terms, remainder = [], features
-    for _ in range(parts):
+    for _ in range(num_terms):
         # Not a conversion to bf16 and back, which the compiler may remove.
         terms.append(lax.reduce_precision(remainder, 8, 7))
         remainder = remainder - terms[-1]
-    return jnp.concatenate([term.astype(jnp.bfloat16) for term in terms], axis=1) if parts > 1 else features
+    return jnp.concatenate([term.astype(jnp.bfloat16) for term in terms], axis=1) if num_terms > 1 else features

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from infcl_jax.ops.common.gpu import SM_COUNT
 from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import DEPTH, PIECE, TILE, Loop, Place, Tiles, run, spread
@@ -25,7 +26,6 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import DEPTH, PIECE, 
 FORWARD = Tiles()
 BACKWARD = ((512, Tiles(pieces=1)), (math.inf, Tiles(pieces=2)))
 PER_SAMPLE = Tiles(columns=64, pieces=2)
-BLOCKS = 132  # SMs of an H100 or H200 (SXM)
 
 
 def _traced_once(method: Callable) -> Callable:
@@ -33,7 +33,7 @@ def _traced_once(method: Callable) -> Callable:
 
     Non-array arguments are static.
     """
-    static = {"self", "pairs", "exclude", "columns", "maxima", "parts", "moments"}
+    static = {"self", "pairs", "exclude", "columns", "maxima", "terms", "moments"}
     return jax.jit(method, static_argnames=[name for name in inspect.signature(method).parameters if name in static])
 
 
@@ -45,14 +45,14 @@ class MosaicGpu:
       forward: tile sizes of the sums.
       backward: (largest feature width, tile sizes) of dS, in increasing order of width.
       per_sample: tile sizes of both with per-sample scales, which need more registers.
-      blocks: number of SMs.
+      sm_count: number of SMs.
       persistent: whether CTAs are persistent, see `Loop`.
     """
 
     forward: Tiles = FORWARD
     backward: tuple[tuple[float, Tiles], ...] = BACKWARD
     per_sample: Tiles = PER_SAMPLE
-    blocks: int = BLOCKS
+    sm_count: int = SM_COUNT
     persistent: bool = True
 
     @property
@@ -126,7 +126,7 @@ class MosaicGpu:
         pairs: Pairs,
         *,
         exclude: bool,
-        parts: int,
+        terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         """Implements `Kernels.weights`."""
@@ -145,7 +145,7 @@ class MosaicGpu:
 
         def finish(at: Place, s: Array, prepared: list[tuple], carry: tuple) -> tuple:
             vectors, fold = carry
-            fold, store = list(fold), _Store(at, parts)
+            fold, store = list(fold), _Store(at, terms)
             for i, (of_rows, row_weight) in _pieces(prepared):
                 moment = None
                 for j, of_columns in _pieces(_columns(at, names, vectors)):
@@ -173,7 +173,7 @@ class MosaicGpu:
             if column_moment:
                 _store_fold(at, "column_moment", carry[1])
 
-        results = {"d_s": jax.ShapeDtypeStruct((window.rows, parts * window.columns), jnp.bfloat16)}
+        results = {"d_s": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
         if moments:
             results["row_moment"] = jax.ShapeDtypeStruct((loop.panels, window.rows), jnp.float32)
         if column_moment:
@@ -199,7 +199,7 @@ class MosaicGpu:
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         parts = 1 + max(p for p, _ in pairs)
         depth = x.shape[1] // parts
-        loop = Loop(tiles, x.shape[0], y.shape[0], depth, pairs, self.blocks, self.persistent, diagonal=True)
+        loop = Loop(tiles, x.shape[0], y.shape[0], depth, pairs, self.sm_count, self.persistent, diagonal=True)
 
         def finish(at: Place, s: Array, prepared: Any, carry: Any) -> Any:
             @pl.when(lax.div(lax.rem(at.column, tiles.block_rows), tiles.rows) == at.warpgroup)
@@ -224,7 +224,7 @@ class MosaicGpu:
     def _loop(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> Loop:
         tiles = tiles if operands.column_scale is None else self.per_sample
         depth = operands.x.shape[1] // (1 + max(p for p, _ in pairs))
-        return Loop(tiles, window.rows, window.columns, depth, pairs, self.blocks, self.persistent)
+        return Loop(tiles, window.rows, window.columns, depth, pairs, self.sm_count, self.persistent)
 
 
 class _Store:

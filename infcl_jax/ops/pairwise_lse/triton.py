@@ -112,15 +112,15 @@ class TritonKernels:
         pairs: Pairs,
         *,
         exclude: bool,
-        parts: int,
+        terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         """Implements `Kernels.weights`."""
-        if self.tiles.rows * parts * window.columns >= 1 << 31:
+        if self.tiles.rows * terms * window.columns >= 1 << 31:
             raise ValueError(f"expected a window whose tiles of dS span less than 2^31 elements, got {window}")
         column_moment = moments and weights.column is not None
         wanted = {"row_parts": moments, "column_parts": column_moment, "d_s": True}
-        found = self._sweep(operands, weights, window, pairs, wanted, EXCLUDE=exclude, D_S_PARTS=parts)
+        found = self._sweep(operands, weights, window, pairs, wanted, EXCLUDE=exclude, D_S_PARTS=terms)
         row = found["row_parts"].sum(0) if moments else None
         return found["d_s"], row, found["column_parts"].sum(0) if column_moment else None
 

@@ -18,9 +18,9 @@ from gpus import ALONE
 
 from infcl_jax import retrieval_loss
 from infcl_jax.ops.pairwise_lse import triton as kernels
-from infcl_jax.ops.pairwise_lse import vjp
 from infcl_jax.ops.pairwise_lse.fused import Fused
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Weights, Window
+from infcl_jax.ops.pairwise_lse.implementations import TABLE
 
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
@@ -224,13 +224,13 @@ def check_weights(
     weights = Weights(a, b if columns else None, w if labels else None)
     for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
-        for parts in (1, 2):
+        for terms in (1, 2):
             got, row, column = k.weights(
-                operands, weights, window, pairs, exclude=exclude, parts=parts, moments=parts == 2
+                operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2
             )
             assert got.dtype == jnp.bfloat16
-            d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, parts, axis=1))
-            assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** parts + tolerance) * np.abs(d_s).max()
+            d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, terms, axis=1))
+            assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** terms + tolerance) * np.abs(d_s).max()
             assert np.all(d_s_sum[d_s == 0] == 0)
         assert close(row, (e_row * s)[rows, cols].sum(1), tolerance)
         assert close(column, (e_column * s)[rows, cols].sum(0), tolerance) if columns else column is None
@@ -251,7 +251,7 @@ def check_positives(k, pairs, size):
             row_reference=jnp.zeros(size),
             column_reference=jnp.full(size, jnp.inf).at[i].set(0),
         )
-        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, parts=1, moments=True)
+        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, terms=1, moments=True)
         assert row[i] == positives[i]
 
 
@@ -278,7 +278,8 @@ def test_positives(interpreter, k, pairs):
 
 
 def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
-    monkeypatch.setattr(vjp, "fused_backend", lambda *_: Fused(WIDE))
+    fused = dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(WIDE))
+    monkeypatch.setitem(TABLE, "triton", fused)
     args, options, check = oracle.masked_retrieval(dtype=jnp.bfloat16)
     loss = functools.partial(retrieval_loss, implementation="triton")
     with jax.sharding.use_abstract_mesh(ALONE):
@@ -303,7 +304,7 @@ def test_windows_of_dS_are_limited():
     operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
     weights, window = Weights(jnp.ones(SHAPE[0]), None, None), dataclasses.replace(WHOLE, columns=1 << 25)
     with pytest.raises(ValueError, match="less than 2\\^31 elements"):
-        WIDE.weights(operands, weights, window, BF16, exclude=False, parts=2, moments=False)
+        WIDE.weights(operands, weights, window, BF16, exclude=False, terms=2, moments=False)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.7", "8.9", "9.0"])
@@ -362,8 +363,8 @@ def f(i):
     return (
         k.sums(shared, w, one, exclude=False, columns=True, maxima=False),
         k.sums(single, w, six, exclude=True, columns=True, maxima=True),
-        k.weights(shared, weights, w, one, exclude=False, parts=1, moments=False),
-        k.weights(single, weights, w, six, exclude=True, parts=2, moments=True),
+        k.weights(shared, weights, w, one, exclude=False, terms=1, moments=False),
+        k.weights(single, weights, w, six, exclude=True, terms=2, moments=True),
         k.positives(x, x, six),
     )
 

@@ -1,4 +1,4 @@
-"""Properties of the GPU that a program is traced for, and limits of Hopper GPUs."""
+"""Properties of the target GPU, and constants of Hopper GPUs."""
 
 from typing import Any
 

@@ -148,7 +148,10 @@ def dense_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 
 def local_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Bytes of `local` besides the gathered features: two blocks, or one on a single device."""
+    """Bytes of `local` besides the gathered features.
+
+    There is one block for each direction, or a single block on one device.
+    """
     return min(devices, 2) * similarity_bytes(rows, rows * devices) + accumulator_bytes(rows, width)
 
 

@@ -1,7 +1,7 @@
 """Gradients of a block from its windows of dS, see `fused_windows` for the terms.
 
-The loops are, from the outside: panels, row slices (one for each accumulator of rows), windows of a row slice, windows
-of a panel.
+The loops are, from the outside: column groups, row slices (one for each accumulator of rows), windows of a row slice,
+windows of a column group.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Accumulators(NamedTuple):
 
     Attributes:
       x: row gradients, in row slices.
-      y: column gradients. Within a panel: fp32 gradients of the columns of each window.
+      y: column gradients. Within a column group: fp32 gradients of the columns of each window.
       row_moment: fp32 `sum_j er_ij s_ij` of each row.
       column_moment: fp32 `sum_i ec_ij s_ij` of each column.
     """
@@ -58,7 +58,7 @@ class GradientSweep:
       padded: features of the block.
       operands: operands of the kernels.
       weights: padded factors of dS.
-      sizes: sizes of windows and panels.
+      sizes: sizes of windows and column groups.
       exclude: leave positives out of the sums.
       moments: whether to compute the moments.
     """
@@ -79,49 +79,49 @@ class GradientSweep:
             row_moment=self._zeros((rows,)) if self.moments else None,
             column_moment=self._zeros((columns,)) if has_column_moment else None,
         )
-        return loop_over_slices(columns, self.sizes.panel, self._add_panel, acc)
+        return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
 
-    def _add_panel(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
+    def _add_group(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
         """Adds the windows of all rows and `width` columns."""
         x, y, size = acc.x, acc.y, self.sizes.columns
-        panel = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
-        d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in panel)
+        group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
+        d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
         acc = acc._replace(x=None, y=tuple(d_y))
         row, d_x_slices = 0, ()
         for d_x in x or (None,):
-            d_x, acc = self._add_row_slice(row, panel, d_x, acc, d_x_slices[-1:])
+            d_x, acc = self._add_row_slice(row, group, d_x, acc, d_x_slices[-1:])
             d_x_slices, row = (*d_x_slices, d_x), row + (0 if d_x is None else d_x.shape[0])
-        for d, columns in zip(acc.y, panel, strict=True) if y is not None else ():
+        for d, columns in zip(acc.y, group, strict=True) if y is not None else ():
             y = update_rows(y, d, columns.first)
         return acc._replace(x=x and d_x_slices, y=y)
 
     def _add_row_slice(
-        self, first: int, panel: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
+        self, first: int, group: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of a panel and the rows of `d_x_slice`, after the slice `previous`."""
+        """Adds the windows of `d_x_slice`, after the slice `previous`."""
         count = self.operands.x.shape[0] if d_x_slice is None else d_x_slice.shape[0]
         if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= self.sizes.rows:
             # The GEMMs accumulate in place.
             ordered_row = first + zero_after((previous, acc.y)) if previous else jnp.int32(first)
-            return self._add_rows(jnp.int32(first), count, ordered_row, panel, d_x_slice, acc)
+            return self._add_rows(jnp.int32(first), count, ordered_row, group, d_x_slice, acc)
 
         def add_window_rows(row: Array, count: int, state: tuple) -> tuple:
             d_x_slice, acc = state
             d_x = None if d_x_slice is None else self._zeros((count, self.padded.width))
-            d_x, acc = self._add_rows(first + row, count, first + row, panel, d_x, acc)
+            d_x, acc = self._add_rows(first + row, count, first + row, group, d_x, acc)
             return None if d_x_slice is None else combine_rows(jnp.add, d_x_slice, d_x, row), acc
 
         return loop_over_slices(count, self.sizes.rows, add_window_rows, (d_x_slice, acc))
 
     def _add_rows(
-        self, row: Array, count: int, ordered_row: Array, panel: list[_Columns], d_x: Array | None, acc: Accumulators
+        self, row: Array, count: int, ordered_row: Array, group: list[_Columns], d_x: Array | None, acc: Accumulators
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of a panel and `count` rows, one after the other.
+        """Adds the windows of `count` rows, one after the other.
 
         `ordered_row` equals `row`, with a data dependency on what must be complete before.
         """
         d_y = list(acc.y)
-        for i, (column, width) in enumerate(panel):
+        for i, (column, width) in enumerate(group):
             d_s, row_moment, column_moment = self.kernels.weights(
                 self.operands,
                 self.weights,

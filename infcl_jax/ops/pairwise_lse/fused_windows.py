@@ -1,7 +1,7 @@
-"""Sizes of the windows in which the fused backend computes a block, and the memory that they take.
+"""Window sizes of the fused backend, and its workspace.
 
-A window is a range of rows and columns that one kernel call computes. A panel is a range of columns whose fp32
-gradients stay in memory while the windows of all rows add to them.
+A window is a range of rows and columns that one kernel call computes. A column group is a range of columns, one or
+several windows wide. Its fp32 gradients stay in memory while the windows of all rows add to them.
 """
 
 import dataclasses
@@ -28,11 +28,17 @@ VECTORS = 14
 
 
 class WindowSizes(NamedTuple):
-    """Rows and columns of a window, and columns of a panel (a multiple of the window's)."""
+    """Sizes of the windows of one block.
+
+    Attributes:
+      rows: rows of a window.
+      columns: columns of a window.
+      group: columns of a column group, a multiple of `columns`.
+    """
 
     rows: int
     columns: int
-    panel: int
+    group: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,7 @@ class WindowConfig:
       row_slices: most row slices in a ring. Slices have separate accumulators and are unrolled, because XLA overlaps
         transfers with GEMMs but not with loops.
       slice_rows: most rows of a row slice.
-      panel_bytes: bytes of the fp32 gradients of a panel.
+      group_bytes: bytes of the fp32 gradients of a column group; a group has at least the columns of one window.
     """
 
     sm_count: int = SM_COUNT
@@ -62,7 +68,7 @@ class WindowConfig:
     ring_pairs: int = 6
     row_slices: int = 4
     slice_rows: int = 1 << 14
-    panel_bytes: int = 128 << 20
+    group_bytes: int = 128 << 20
 
     def sums(self, rows: int, columns: int, width: int, num_gemms: int, tile: tuple[int, int]) -> tuple[int, int]:
         """Chooses the rows and columns of a window of sums.
@@ -96,7 +102,7 @@ class WindowConfig:
         elif fp32_sums:
             limit = min(self.pairs // 2, self.ring_pairs * rows * width)
         window = self.fitting(slice_rows, columns, limit, width, tile)
-        return WindowSizes(*window, max(window[1], self.panel_bytes // (FP32_BYTES * width) // window[1] * window[1]))
+        return WindowSizes(*window, max(window[1], self.group_bytes // (FP32_BYTES * width) // window[1] * window[1]))
 
     def row_slice(self, rows: int, tile_rows: int) -> int:
         """Returns the rows of each row slice of a ring."""
@@ -123,7 +129,7 @@ class WindowConfig:
         return -(-(-(-rows // GEMM_TILE[0]) * -(-width // GEMM_TILE[1])) // self.sm_count)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Bytes of the fused backend on each device, besides the rotating columns of a ring.
+        """Bytes of the fused backend on each device, without the ring's.
 
         These are dS of a window, fp32 accumulators, vectors, bf16 terms of fp32 features and the workspace of cuBLAS.
         """
@@ -134,7 +140,7 @@ class WindowConfig:
         features = rows * width * FP32_BYTES
         if devices == 1:
             pairs = min(rows * rows, limit)
-            accumulators = min(features, self.panel_bytes) + min(features, limit // rows * width * FP32_BYTES)
+            accumulators = min(features, self.group_bytes) + min(features, limit // rows * width * FP32_BYTES)
         else:
             pairs = min(rows * slice_columns(rows), limit // 2, self.ring_pairs * rows * width)
             in_place = not fp32 and rows <= self.row_slices * self.slice_rows
@@ -144,7 +150,10 @@ class WindowConfig:
 
 
 def _candidates(rows: int, columns: int, limit: int, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yields window sizes with equal shares of the columns and at most `limit` pairs where tiles allow."""
+    """Yields window sizes, from the fewest to the most windows per row.
+
+    Windows have equal shares of the columns, and at most `limit` pairs unless a row of tiles has more.
+    """
 
     def share(length: int, windows: int, multiple: int) -> int:
         return round_up(-(-length // windows), multiple)

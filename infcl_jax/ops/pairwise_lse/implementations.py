@@ -52,7 +52,7 @@ class Implementation:
 
     @property
     def quadratic(self) -> bool:
-        """Whether the workspace grows with the square of the batch."""
+        """True if the workspace grows with the square of the batch."""
         return self.rank == 0
 
     def compute(
@@ -151,7 +151,7 @@ def available_implementations() -> tuple[str, ...]:
 
 
 def best_implementation(dtype: Any = jnp.float32) -> str:
-    """Returns the fastest implementation for the default device whose memory is linear in the batch.
+    """Returns the fastest constant-memory implementation for the default device.
 
     Warns once on a GPU without fused kernels.
 

@@ -69,7 +69,10 @@ class XlaStrips:
         return acc
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Bytes of one strip of a square block and of the gradients; the dtype and the devices do not matter."""
+        """Bytes of one strip of a square block, and of the block's gradients.
+
+        They do not depend on the dtype and the number of devices.
+        """
         strip_rows = rows if self.rows is None else min(self.rows, rows)
         return similarity_bytes(strip_rows, rows) + accumulator_bytes(rows, width)
 

@@ -214,22 +214,22 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
 
 
 @pytest.mark.parametrize(
-    ("size", "panel_bytes", "dtype", "options"),
+    ("size", "group_bytes", "dtype", "options"),
     [
         pytest.param((128, 128), 0, jnp.bfloat16, {}, id="loops"),
         pytest.param(
-            (128, 256), WindowConfig.panel_bytes, jnp.float32, {}, id="windows of a panel", marks=pytest.mark.slow
+            (128, 256), WindowConfig.group_bytes, jnp.float32, {}, id="windows of a group", marks=pytest.mark.slow
         ),
         pytest.param(
             (256, 128), 0, jnp.float32, {"per_sample": True, "masked": True}, id="rests", marks=pytest.mark.slow
         ),
     ],
 )
-def test_windows_make_the_whole(interpreter, monkeypatch, size, panel_bytes, dtype, options):
-    """Tests windows with remainders, in loops, with rounding per panel."""
+def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dtype, options):
+    """Tests windows with remainders, in loops, with rounding per column group."""
     monkeypatch.setattr(WindowConfig, "fitting", lambda *_: size)
     monkeypatch.setattr(fused, "POSITIVES", 256)
-    check(Fused(CLUSTERED, WindowConfig(panel_bytes=panel_bytes)), make(bx=340, by=330, **options), dtype=dtype)
+    check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 
 @pytest.mark.parametrize("slice_rows", [WindowConfig.slice_rows, 256])

@@ -15,7 +15,7 @@ from infcl_jax.ops.pairwise_lse.base import FP32_BYTES, accumulator_bytes, round
 from infcl_jax.ops.pairwise_lse.ring import slice_columns
 
 BF16_BYTES = 2
-# Terms of fp32 features in bf16, see `fused_operands`.
+# bf16 terms of fp32 features, see `fused_operands`.
 FP32_TERMS = 3
 # Rows and columns of a tile of a cuBLAS GEMM on Hopper.
 GEMM_TILE = (128, 256)
@@ -23,7 +23,7 @@ GEMM_TILE = (128, 256)
 WINDOW_COST = 512
 # Windows of fewer columns are not considered.
 FEWEST_COLUMNS = 4096
-# fp32 vectors of the block's length in the fused backend.
+# fp32 vectors of the block's length in the fused backend, fitted to the memory in docs/benchmarks.md.
 VECTORS = 14
 
 
@@ -43,17 +43,19 @@ class WindowSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WindowConfig:
-    """Limits of windows. The defaults were measured on an H200, see docs/benchmarks.md.
+    """Limits of windows.
+
+    The defaults were chosen by measurements on an H200, see docs/benchmarks.md.
 
     Attributes:
       sm_count: SMs of the GPU, which the GEMMs of a window should fill.
-      pairs: most pairs of a window of dS: 256 MiB in bf16.
-      forward_pairs: most pairs of a window of sums: at most 256 MiB of partial sums, one per 128 columns.
+      max_pairs: most pairs of a window of dS: 256 MiB in bf16.
+      max_forward_pairs: most pairs of a window of sums: at most 256 MiB of partial sums, one per 128 columns.
       large_block: rows plus columns above which vectors take half of the memory of dS.
       fp32_divisor: factor by which windows shrink with fp32 features. Tensor cores truncate at every accumulation, and
         the error grows with the length of a GEMM.
-      ring_pairs: most pairs per row and feature in a ring. There bf16 features rotate with fp32 accumulators, and dS
-        takes half of the memory.
+      max_ring_pairs: most pairs per row and feature in a ring, where bf16 features rotate with fp32 accumulators. A
+        window then also has at most half of `max_pairs`.
       row_slices: most row slices in a ring. Slices have separate accumulators and are unrolled, because XLA overlaps
         transfers with GEMMs but not with loops.
       slice_rows: most rows of a row slice.
@@ -61,11 +63,11 @@ class WindowConfig:
     """
 
     sm_count: int = SM_COUNT
-    pairs: int = 1 << 27
-    forward_pairs: int = 1 << 32
+    max_pairs: int = 1 << 27
+    max_forward_pairs: int = 1 << 32
     large_block: int = 1 << 18
     fp32_divisor: int = 8
-    ring_pairs: int = 6
+    max_ring_pairs: int = 6
     row_slices: int = 4
     slice_rows: int = 1 << 14
     group_bytes: int = 128 << 20
@@ -80,10 +82,17 @@ class WindowConfig:
           num_gemms: number of bf16 GEMMs whose results sum to the similarities.
           tile: multiples of the rows and columns of a window.
         """
-        return self.fitting(rows, columns, self.forward_pairs // num_gemms, width, tile)
+        return self.fitting(rows, columns, self.max_forward_pairs // num_gemms, width, tile)
 
     def gradients(
-        self, block: tuple[int, int], slice_rows: int, width: int, tile: tuple[int, int], *, fp32: bool, fp32_sums: bool
+        self,
+        block: tuple[int, int],
+        slice_rows: int,
+        width: int,
+        tile: tuple[int, int],
+        *,
+        fp32: bool,
+        fp32_accumulators: bool,
     ) -> WindowSizes:
         """Chooses the sizes of windows of dS.
 
@@ -93,14 +102,14 @@ class WindowConfig:
           width: padded number of features.
           tile: multiples of the rows and columns of a window.
           fp32: whether the features are in fp32.
-          fp32_sums: whether an accumulator of the features' gradients is in fp32, as in a ring.
+          fp32_accumulators: whether an accumulator of the features' gradients is in fp32, as in a ring.
         """
         rows, columns = block
-        limit = self.pairs if rows + columns < self.large_block else self.pairs // 2
+        limit = self.max_pairs if rows + columns < self.large_block else self.max_pairs // 2
         if fp32:
             limit //= self.fp32_divisor
-        elif fp32_sums:
-            limit = min(self.pairs // 2, self.ring_pairs * rows * width)
+        elif fp32_accumulators:
+            limit = min(self.max_pairs // 2, self.max_ring_pairs * rows * width)
         window = self.fitting(slice_rows, columns, limit, width, tile)
         return WindowSizes(*window, max(window[1], self.group_bytes // (FP32_BYTES * width) // window[1] * window[1]))
 
@@ -135,14 +144,14 @@ class WindowConfig:
         """
         itemsize = jnp.dtype(dtype).itemsize
         fp32 = itemsize != BF16_BYTES
-        limit = self.pairs // self.fp32_divisor * 2 if fp32 else self.pairs
+        limit = self.max_pairs // self.fp32_divisor * 2 if fp32 else self.max_pairs
         terms = 2 * FP32_TERMS * rows * width * BF16_BYTES if fp32 else 0
         features = rows * width * FP32_BYTES
         if devices == 1:
             pairs = min(rows * rows, limit)
             accumulators = min(features, self.group_bytes) + min(features, limit // rows * width * FP32_BYTES)
         else:
-            pairs = min(rows * slice_columns(rows), limit // 2, self.ring_pairs * rows * width)
+            pairs = min(rows * slice_columns(rows), limit // 2, self.max_ring_pairs * rows * width)
             in_place = not fp32 and rows <= self.row_slices * self.slice_rows
             gemm_results = 0 if in_place else rows * width * itemsize
             accumulators = accumulator_bytes(rows, width) + gemm_results

@@ -29,7 +29,7 @@ from infcl_jax.ops.pairwise_lse.base import (
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
 from infcl_jax.ops.pairwise_lse.stabilization import all_within_range, is_shared, per_sample
 
-# Rows of a gradient that are scaled at a time.
+# Rows of a gradient that are scaled at a time: 64 MiB in fp32 for 512 features.
 SCALED_ROWS = 1 << 15
 
 

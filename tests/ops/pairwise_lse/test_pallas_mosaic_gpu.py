@@ -321,7 +321,7 @@ def test_tiles_that_do_not_fit_are_refused(change, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("limit", [WindowConfig.pairs, WindowConfig.pairs // 2])
+@pytest.mark.parametrize("limit", [WindowConfig.max_pairs, WindowConfig.max_pairs // 2])
 def test_windows_are_whole_tiles_within_the_limit(limit):
     tile = MosaicGpu().tile
     for counts in [
@@ -363,7 +363,7 @@ def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
     text = lowered((0, 1, 2), b, dim, dtype)
     assert calls(text) <= 4 * 5 + 1
     arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
-    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.pairs, 3 * b * (dim + 127))
+    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
 
 @pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2), 4), ((1,), 2), ((2,), 1)])

@@ -24,10 +24,8 @@ from infcl_jax.ops.pairwise_lse.base import (
     zero_masked,
 )
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
-from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS, is_positive, padding_mask, scan_strips, valid_pairs
-
-# implementation -> rows per strip; None computes the whole block of a ring step at once
-_STRIP_ROWS = {"ring": None, "xla": STRIP_ROWS}
+from infcl_jax.ops.pairwise_lse.chunking import is_positive, padding_mask, scan_strips, valid_pairs
+from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
 
 
 def siglip_loss(
@@ -66,7 +64,7 @@ def siglip_loss(
       ValueError: shapes or dtypes do not match, or the implementation is unknown.
     """
     check_pairs(image, text)
-    check_implementation(implementation, tuple(_STRIP_ROWS))
+    check_implementation(implementation, tuple(XLA_RINGS))
     implementation = implementation or "xla"
     check_features(image, text)
     mask = checked_mask("mask", mask, image.shape[0])
@@ -79,7 +77,7 @@ def siglip_loss(
 def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
     image, text, mask = sharded
     check_axis(axis_name, image, text)
-    plan = _Plan(axis_name, _STRIP_ROWS[implementation])
+    plan = _Plan(axis_name, XLA_RINGS[implementation].rows)
     image, text = zero_masked(image, mask), zero_masked(text, mask)
     operands = varying_over((image, text, *shared, mask), axis_name)
     return global_mean(_row_sums(plan, *operands), mask, axis_name)

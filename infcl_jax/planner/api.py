@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, XLA_RINGS
 from infcl_jax.planner.activations import Tower, towers
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
@@ -67,7 +67,7 @@ class Workload:
         for name in self.frozen:
             check_choice("frozen", name, tuple(TOWERS))
         if self.loss == "siglip":
-            check_choice("implementation of the siglip loss", self.implementation, ("ring", "xla"))
+            check_choice("implementation of the siglip loss", self.implementation, tuple(XLA_RINGS))
         if self.devices < 1 or self.keep < 0:
             raise ValueError(f"expected devices >= 1 and keep >= 0, got {self.devices} and {self.keep}")
         for name in ("batch_size", "chunk_size"):

@@ -1,7 +1,8 @@
 """Workspace of the loss and its gradient.
 
-The workspace excludes the features, their gradients and the parameters. `loss_workspace` has a formula of each
-implementation's buffers on GPUs, fitted to docs/benchmarks.md. `compiled_workspace` asks XLA for the current devices.
+The workspace excludes the features, their gradients and the parameters. `loss_workspace` adds the buffers that each
+implementation declares, as measured on GPUs in docs/benchmarks.md. `compiled_workspace` asks XLA for the current
+devices.
 
 | implementation | formula / measured |
 | --- | --- |
@@ -21,20 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIPOutput
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
-from infcl_jax.ops.pairwise_lse.chunking import STRIP_ROWS
-from infcl_jax.ops.pairwise_lse.fused import IN_LINE, IN_LINE_ROWS, PANEL, PRECISE, RING_WINDOW, WINDOW
-from infcl_jax.ops.pairwise_lse.implementations import FUSED
-from infcl_jax.ops.pairwise_lse.ring import panel_columns
+from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
 from infcl_jax.training import make_loss
-
-_FP32 = 4  # bytes
-# cuBLAS workspace in bytes.
-_LIBRARY = 32 << 20
-# Number of fp32 vectors of the block's length in the fused backends.
-_VECTORS = 14
-# Number of similarity-sized matrices: the similarities s and the gradient weights computed from them.
-_MATRICES = 2
 
 
 def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
@@ -51,18 +40,7 @@ def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any,
       ValueError: the implementation is unknown.
     """
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    rows, itemsize = batch_size // devices, jnp.dtype(dtype).itemsize
-    accumulators = 2 * rows * width * _FP32
-    if implementation in FUSED:
-        return _fused(rows, width, itemsize, devices)
-    if implementation == "dense":
-        return _MATRICES * batch_size**2 * _FP32 + _gathered(batch_size, width, itemsize, devices) + _LIBRARY
-    if implementation in ("local", "disco"):
-        directions = 2 if implementation == "local" and devices > 1 else 1
-        matrices = directions * _MATRICES * rows * batch_size * _FP32
-        return matrices + _gathered(batch_size, width, itemsize, devices) + accumulators
-    strip = rows if implementation == "ring" else min(STRIP_ROWS, rows)
-    return _MATRICES * strip * rows * _FP32 + accumulators + _rotating(rows, width, itemsize, devices)
+    return TABLE[implementation].workspace_bytes(batch_size // devices, width, dtype, devices)
 
 
 def compiled_workspace(
@@ -91,34 +69,3 @@ def compiled_workspace(
     step = jax.jit(jax.value_and_grad(loss_fn))
     output = CLIPOutput(features, features, scalar, scalar)
     return step.lower(output).compile().memory_analysis().temp_size_in_bytes
-
-
-def _gathered(batch_size: int, width: int, itemsize: int, devices: int) -> int:
-    """Gathered features of all devices and their fp32 gradients."""
-    return 0 if devices == 1 else 2 * batch_size * width * (itemsize + _FP32)
-
-
-def _rotating(rows: int, width: int, itemsize: int, devices: int) -> int:
-    """Column block in rotation, its double-buffered slice and that slice's accumulators."""
-    return 0 if devices == 1 else ((rows + panel_columns(rows)) * itemsize + panel_columns(rows) * _FP32) * width
-
-
-def _fused(rows: int, width: int, itemsize: int, devices: int) -> int:
-    """Workspace of the fused backends.
-
-    It consists of bf16 gradients of the similarities for a limited number of pairs, and of fp32 accumulators. fp32
-    features are also stored as three bf16 matrices.
-    """
-    splits = 1 if itemsize == 2 else 3
-    limit = WINDOW if splits == 1 else WINDOW // PRECISE * 2
-    vectors, matrix = _VECTORS * rows * _FP32, rows * width * _FP32
-    split_features = 0 if splits == 1 else 2 * splits * rows * width * 2
-    if devices == 1:
-        pairs = min(rows * rows, limit)
-        accumulators = min(matrix, PANEL) + min(matrix, limit // rows * width * _FP32)
-        return 2 * pairs + accumulators + split_features + vectors + _LIBRARY
-    pairs = min(rows * panel_columns(rows), limit // 2, RING_WINDOW * rows * width)
-    in_line = splits == 1 and rows <= IN_LINE * IN_LINE_ROWS
-    products = 0 if in_line else rows * width * itemsize
-    rotating = _rotating(rows, width, itemsize, devices)
-    return 2 * pairs + 2 * matrix + rotating + products + split_features + vectors + _LIBRARY

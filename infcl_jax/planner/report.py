@@ -2,6 +2,7 @@
 
 import jax
 
+from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.planner.api import MemoryPlan
 from infcl_jax.planner.search import best_chunk_size
 
@@ -93,7 +94,7 @@ def _advice(plan: MemoryPlan) -> str:
         return f"set grad_cache.chunk_size below {w.chunk_size}{_suggestion(plan)}"
     if largest == "batch" and w.residency == "device" and w.chunk_size is not None:
         return "set grad_cache.residency to host: only three chunks of the batch are then in device memory"
-    if largest == "loss" and w.implementation in ("dense", "local", "disco", "ring"):
+    if largest == "loss" and TABLE[w.implementation].quadratic:
         return f"set implementation to xla or None: memory of {w.implementation} grows with the square of the batch"
     return f"set batch_size below {w.batch_size}, or use more devices"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise_lse.implementations import TABLE, available_implementations
 
 
-@pytest.fixture(params=["mosaic_gpu", "triton"])
+@pytest.fixture(params=[name for name, row in TABLE.items() if row.requires])
 def implementation(request):
     if request.param not in available_implementations():
         pytest.skip(f"{request.param} has no kernels for this device")

@@ -3,7 +3,7 @@
 Every loss of the package is built on this primitive. It depends on JAX only.
 """
 
-from infcl_jax.ops.pairwise_lse.api import IMPLEMENTATIONS, PairwiseLSE, pairwise_lse
-from infcl_jax.ops.pairwise_lse.implementations import available_implementations
+from infcl_jax.ops.pairwise_lse.api import PairwiseLSE, pairwise_lse
+from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, available_implementations
 
 __all__ = ["IMPLEMENTATIONS", "PairwiseLSE", "available_implementations", "pairwise_lse"]

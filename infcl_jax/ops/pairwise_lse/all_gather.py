@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from infcl_jax.ops.common.gpu import CUBLAS_WORKSPACE
 from infcl_jax.ops.pairwise_lse.base import (
+    FP32_BYTES,
     Array,
     AxisName,
     Backend,
@@ -19,7 +21,9 @@ from infcl_jax.ops.pairwise_lse.base import (
     NeedsGrad,
     Sums,
     accumulation_dtype,
+    accumulator_bytes,
     empty_log_sum,
+    similarity_bytes,
 )
 from infcl_jax.ops.pairwise_lse.dense import dense_lse
 
@@ -131,6 +135,29 @@ def disco_backward(
         column_gradient,
         is_leaf=lambda a: a is None,
     )
+
+
+def gathered_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
+    """Bytes of the gathered features of all devices and of their fp32 gradients."""
+    return 0 if devices == 1 else 2 * rows * devices * width * (jnp.dtype(dtype).itemsize + FP32_BYTES)
+
+
+def dense_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
+    """Bytes of `dense` besides the gathered features."""
+    return similarity_bytes(rows * devices, rows * devices) + CUBLAS_WORKSPACE
+
+
+def local_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
+    """Bytes of `local` besides the gathered features.
+
+    There is one block for each direction, or a single block on one device.
+    """
+    return min(devices, 2) * similarity_bytes(rows, rows * devices) + accumulator_bytes(rows, width)
+
+
+def disco_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
+    """Bytes of DisCo-CLIP besides the gathered features."""
+    return similarity_bytes(rows, rows * devices) + accumulator_bytes(rows, width)
 
 
 def _all_columns(block: Block, axis_name: AxisName) -> Block:

@@ -1,16 +1,13 @@
 """Public function `pairwise_lse`: validation and dispatch."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from infcl_jax.checks import check_choice, check_implementation, is_known
-from infcl_jax.ops.pairwise_lse import all_gather
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_labels, checked_mask, checked_scales
-from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
-from infcl_jax.ops.pairwise_lse.vjp import BLOCKWISE, Plan, blockwise
+from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE, best_implementation, check_device
 
 
 class PairwiseLSE(NamedTuple):
@@ -25,10 +22,6 @@ class PairwiseLSE(NamedTuple):
     row: Array
     col: Array | None
     positive: Array
-
-
-_GATHERED: dict[str, Callable] = {"dense": all_gather.dense, "local": all_gather.local}
-IMPLEMENTATIONS = (*_GATHERED, *BLOCKWISE)
 
 
 def pairwise_lse(
@@ -87,8 +80,7 @@ def pairwise_lse(
     check_features(x, y)
     check_choice("positives", positives, ("include", "exclude"))
     check_implementation(implementation, IMPLEMENTATIONS)
-    if implementation is None:
-        implementation = best_implementation() if x.dtype != jnp.float64 else "xla"
+    implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None
@@ -102,11 +94,9 @@ def pairwise_lse(
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
     inputs = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels), axis_name)
     block = _zero_masked_rows(inputs)
-    exclude = positives == "exclude"
-    if implementation in _GATHERED:
-        row, column, positive = _GATHERED[implementation](block, axis_name=axis_name, exclude=exclude, columns=columns)
-    else:
-        row, column, positive = blockwise(Plan(implementation, axis_name, exclude, columns), *block)
+    row, column, positive = TABLE[implementation].compute(
+        block, axis_name=axis_name, exclude=positives == "exclude", columns=columns
+    )
     if masked_positives:
         unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
         positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, inputs.y, block.labels))

@@ -4,6 +4,8 @@ A backend computes one `Block` on one device, without a mesh or collectives. A s
 without kernels. This module defines the data that they exchange.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,6 +14,7 @@ from jax import lax
 
 Array = jax.Array
 AxisName = str | tuple[str, ...]
+FP32_BYTES = 4
 
 
 class Block(NamedTuple):
@@ -174,6 +177,19 @@ class Backend(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """Communication strategy with a hand-written gradient.
+
+    Attributes:
+      forward: function with the arguments and results of `ring.forward`.
+      backward: function with the arguments and results of `ring.backward`.
+    """
+
+    forward: Callable[..., Sums]
+    backward: Callable[..., Gradient]
+
+
 def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
     """Returns zeros for every needed gradient; those of the features in `dtype`."""
 
@@ -186,6 +202,11 @@ def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gra
         zeros(block.x_scale, needs_grad.x_scale, block.x_scale.dtype),
         zeros(block.y_scale, needs_grad.y_scale, block.x_scale.dtype),
     )
+
+
+def accumulator_bytes(rows: int, width: int) -> int:
+    """Bytes of the fp32 gradients of equally many rows and columns."""
+    return 2 * rows * width * FP32_BYTES
 
 
 def zero_masked(array: Array, mask: Array | None) -> Array:
@@ -214,6 +235,11 @@ def similarities(x: Array, y: Array) -> Array:
     The result is in the accumulation dtype.
     """
     return matmul(x, y, contract=(1, 1))
+
+
+def similarity_bytes(rows: int, columns: int) -> int:
+    """Bytes of the fp32 similarities of a block and of dS computed from them."""
+    return 2 * rows * columns * FP32_BYTES
 
 
 def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:

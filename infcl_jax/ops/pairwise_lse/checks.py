@@ -75,11 +75,11 @@ def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) ->
     """
     if not all(map(is_known, (labels, mask))):
         return
-    kept = np.asarray(labels)  # NumPy, because jax.numpy would trace even this under jit
-    kept = kept if mask is None else kept[np.asarray(mask)]
-    if kept.size and (kept.min() < 0 or kept.max() >= y_rows):
+    values = np.asarray(labels)  # NumPy, because jax.numpy would trace even this under jit
+    values = values if mask is None else values[np.asarray(mask)]
+    if values.size and (values.min() < 0 or values.max() >= y_rows):
         raise ValueError(
-            f"expected labels in [0, {y_rows}), the rows of the other side, got values {kept.min()} to {kept.max()}"
+            f"expected labels in [0, {y_rows}), the rows of the other side, got values {values.min()} to {values.max()}"
         )
 
 

@@ -1,4 +1,7 @@
-"""Loops over the rows of a block in strips, in plain JAX."""
+"""Loops over the rows of a block, in plain JAX.
+
+A strip is a range of rows whose similarities with all columns of the block are in memory at once.
+"""
 
 import math
 from collections.abc import Callable

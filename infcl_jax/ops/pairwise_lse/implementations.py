@@ -1,81 +1,97 @@
-"""Selection of the implementations that run on the default device."""
+"""Table of the implementations of `pairwise_lse`, and selection for the default device.
 
+An implementation is a strategy, which moves features between devices, and a backend, which computes one block.
+"""
+
+import dataclasses
 import functools
 import importlib.metadata
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
-from infcl_jax.ops.pairwise_lse.base import Backend
+from infcl_jax.ops.pairwise_lse import all_gather, ring
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Strategy
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
+from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
-FUSED = ("mosaic_gpu", "triton")
-PORTABLE = ("dense", "local", "disco", "ring", "xla")
 # Compute capabilities from Ampere to Hopper.
 TRITON = ("8.0", "8.6", "8.7", "8.9", HOPPER)
 
 
-def available_implementations() -> tuple[str, ...]:
-    """Names of `pairwise_lse`'s implementations that run on the default device."""
-    capability = compute_capability()
-    names = [*PORTABLE]
-    if capability == HOPPER:
-        names.append("mosaic_gpu")
-    if capability in TRITON and _has_triton():
-        names.append("triton")
-    return tuple(names)
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One row of the table.
 
-
-def best_implementation() -> str:
-    """Returns the fastest constant-memory implementation for the default device.
-
-    Warns once on a GPU without fused kernels.
+    Attributes:
+      strategy: a `Strategy` around a backend. Or a function with the arguments and results of `all_gather.dense`, which
+        JAX differentiates.
+      workspace: functions `(rows, width, dtype, devices) -> bytes` of the buffers on each device; their sum is
+        `workspace_bytes`.
+      backend: `backend(single_device)` creates the backend of a `Strategy` for the default device. With
+        `single_device`, its kernels never overlap with collectives, such as the transfers of a ring.
+      rank: the available implementation of the highest rank is the default; 0: never the default, see `quadratic`.
+      requires: required device and packages, for the error message; None: any device.
+      runs_on: whether the compute capability of the default device (None without an NVIDIA GPU) and the packages are as
+        required.
+      fp64: whether fp64 features are supported.
     """
-    available = available_implementations()
-    best = next((name for name in FUSED if name in available), "xla")
-    if best == "xla" and compute_capability() is not None:
-        _warn_no_kernels(compute_capability())
-    return best
+
+    strategy: Strategy | Callable[..., tuple[Array, Array | None, Array]]
+    workspace: tuple[Callable[[int, int, Any, int], int], ...]
+    backend: Callable[[bool], Backend] | None = None
+    rank: int = 0
+    requires: str | None = None
+    runs_on: Callable[[str | None], bool] = lambda capability: True
+    fp64: bool = True
+
+    @property
+    def quadratic(self) -> bool:
+        """True if the workspace grows with the square of the batch."""
+        return self.rank == 0
+
+    def compute(
+        self, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
+    ) -> tuple[Array, Array | None, Array]:
+        """Computes log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
+        if not isinstance(self.strategy, Strategy):
+            return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
+        backend = self.backend(not ring.ring_axes(axis_name))
+        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block)
+
+    def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
+        """Estimates the workspace on each device.
+
+        Args:
+          rows: rows of the batch on each device.
+          width: feature dimension D.
+          dtype: dtype of the features.
+          devices: number of devices over which the batch is sharded.
+        """
+        return sum(count(rows, width, dtype, devices) for count in self.workspace)
 
 
-def check_device(implementation: str, dtype: jnp.dtype) -> None:
-    """Raises `ValueError` if the default device or dtype is not supported."""
-    if implementation in PORTABLE:
-        return
-    if implementation not in available_implementations():
-        needs = "a Hopper GPU" if implementation == "mosaic_gpu" else "an Ampere, Ada or Hopper GPU and jax-triton"
-        raise ValueError(
-            f"implementation {implementation!r} expects {needs}, got {jax.devices()[0].device_kind}; use one of "
-            f"{available_implementations()} or None"
-        )
-    if dtype == jnp.float64:
-        raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
-
-
-def fused_backend(implementation: str, single_device: bool) -> Backend:
-    """Returns the fused backend with the named kernels for the default device.
-
-    Args:
-      implementation: one of `FUSED`.
-      single_device: whether the kernels never overlap with collectives, such as the transfers of a ring.
-    """
-    return _fused_backend(implementation, single_device, compute_capability(), multiprocessors())
-
-
-@functools.cache
-def _fused_backend(implementation: str, single_device: bool, capability: str, sm_count: int) -> Backend:
+def _mosaic_gpu(single_device: bool) -> Backend:
     # Imported lazily, because only GPUs need these modules.
     from infcl_jax.ops.pairwise_lse.fused import Fused
-
-    if implementation == "triton":
-        from infcl_jax.ops.pairwise_lse.triton import TritonKernels
-
-        return Fused(TritonKernels.for_capability(capability))
     from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 
     # Collectives occupy SMs. A persistent CTA that waits for such an SM starts late and delays the whole kernel.
-    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device))
+    sm_count = multiprocessors()
+    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device), WindowConfig(sm_count))
+
+
+def _triton(single_device: bool) -> Backend:
+    # Imported lazily, because only GPUs need these modules.
+    from infcl_jax.ops.pairwise_lse.fused import Fused
+    from infcl_jax.ops.pairwise_lse.triton import TritonKernels
+
+    return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
 
 
 def _has_triton() -> bool:
@@ -85,6 +101,80 @@ def _has_triton() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return tuple(int(number) for number in version.split(".")[:2]) >= (3, 7)
+
+
+# Backends of the rings in plain XLA; `infcl_jax.siglip_loss` has the same strips.
+XLA_RINGS = {"ring": XlaStrips(rows=None), "xla": XlaStrips()}
+
+_DISCO = Strategy(all_gather.disco_forward, all_gather.disco_backward)
+_RING = Strategy(ring.forward, ring.backward)
+
+# In the order in which messages list them.
+TABLE = {
+    "dense": Implementation(all_gather.dense, (all_gather.gathered_bytes, all_gather.dense_bytes)),
+    "local": Implementation(all_gather.local, (all_gather.gathered_bytes, all_gather.local_bytes)),
+    "disco": Implementation(
+        _DISCO, (all_gather.gathered_bytes, all_gather.disco_bytes), lambda _: XlaStrips(rows=None)
+    ),
+    "ring": Implementation(
+        _RING, (ring.rotating_bytes, XLA_RINGS["ring"].workspace_bytes), lambda _: XLA_RINGS["ring"]
+    ),
+    "xla": Implementation(
+        _RING, (ring.rotating_bytes, XLA_RINGS["xla"].workspace_bytes), lambda _: XLA_RINGS["xla"], rank=1
+    ),
+    "mosaic_gpu": Implementation(
+        _RING,
+        (ring.rotating_bytes, WindowConfig().workspace_bytes),
+        _mosaic_gpu,
+        rank=3,
+        requires="a Hopper GPU",
+        runs_on=lambda capability: capability == HOPPER,
+        fp64=False,
+    ),
+    "triton": Implementation(
+        _RING,
+        (ring.rotating_bytes, WindowConfig().workspace_bytes),
+        _triton,
+        rank=2,
+        requires="an Ampere, Ada or Hopper GPU and jax-triton",
+        runs_on=lambda capability: capability in TRITON and _has_triton(),
+        fp64=False,
+    ),
+}
+IMPLEMENTATIONS = tuple(TABLE)
+
+
+def available_implementations() -> tuple[str, ...]:
+    """Names of `pairwise_lse`'s implementations that run on the default device."""
+    capability = compute_capability()
+    return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
+
+
+def best_implementation(dtype: Any = jnp.float32) -> str:
+    """Returns the fastest constant-memory implementation for the default device.
+
+    Warns once on a GPU without fused kernels.
+
+    Args:
+      dtype: dtype of the features.
+    """
+    names = [name for name in available_implementations() if dtype != jnp.float64 or TABLE[name].fp64]
+    best = max(names, key=lambda name: TABLE[name].rank)
+    if TABLE[best].requires is None and dtype != jnp.float64 and compute_capability() is not None:
+        _warn_no_kernels(compute_capability())
+    return best
+
+
+def check_device(implementation: str, dtype: Any) -> None:
+    """Raises `ValueError` if the default device or dtype is not supported."""
+    row = TABLE[implementation]
+    if not row.runs_on(compute_capability()):
+        raise ValueError(
+            f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}; use one of "
+            f"{available_implementations()} or None"
+        )
+    if dtype == jnp.float64 and not row.fp64:
+        raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
 
 
 @functools.cache

@@ -7,6 +7,8 @@ module contains only the collectives, to be used inside `shard_map`. The backend
 Several mesh axes form a hierarchical ring. Blocks go around the last axis (the devices of a host) once for each step
 along the axis before it (the hosts). Few blocks then use the slow links, and each of these transfers overlaps with the
 compute of a whole inner rotation.
+
+In the backward pass a block is split into slices: contiguous column ranges, each sent in one transfer.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from infcl_jax.ops.pairwise_lse.base import (
+    FP32_BYTES,
     Array,
     AxisName,
     Backend,
@@ -35,11 +38,11 @@ from infcl_jax.ops.pairwise_lse.base import (
 
 # Unrolled steps need no copies of the carry; rings with more steps are unrolled in groups of this size.
 MAX_UNROLL = 16
-# A block has at most PANELS panels (contiguous column ranges). For GEMM throughput a panel has at least LARGE_PANEL
-# columns, or half of the block if that is less. Widths are rounded up to a multiple of PANEL_COLUMNS.
-PANELS = 4
-LARGE_PANEL = 4096
-PANEL_COLUMNS = 256
+# A block has at most SLICES slices. For GEMM throughput a slice has at least LARGE_SLICE columns, or half of the block
+# if that is less. Slices are multiples of SLICE_MULTIPLE columns.
+SLICES = 4
+LARGE_SLICE = 4096
+SLICE_MULTIPLE = 256
 
 Compare = Callable[[Any, bool], tuple[Any, Any]]
 Merge = Callable[[Any, Any], Any]
@@ -104,22 +107,22 @@ def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str,
 
 
 def accumulate(
-    compare: Accumulate, panels: list, local: Any, remote: list, axis_name: AxisName | None
+    compare: Accumulate, slices: list, local: Any, remote: list, axis_name: AxisName | None
 ) -> tuple[Any, list]:
-    """Rotates panels and their accumulators around the ring and accumulates in place.
+    """Rotates slices and their accumulators around the ring and accumulates in place.
 
-    Accumulators move together with their panels, so that no device stores a contribution in addition to its
-    accumulator. Use it for accumulators that are larger than their panels. The next panel arrives during the compute of
-    the current one, and only that panel is in memory twice. The own block comes last. Only the first transfer of the
-    first panel is exposed.
+    Accumulators move together with their slices, so that no device stores a contribution in addition to its
+    accumulator. Use it for accumulators that are larger than their slices. The next slice arrives during the compute of
+    the current one, and only that slice is in memory twice. The own block comes last. Only the first transfer of the
+    first slice is exposed.
 
     Args:
-      compare: `compare(i, panel, local, remote, own) -> (local, remote)` adds the contributions of panel number `i`
-        (static) to the accumulators of this device and of the panel's owner. `own` (static) is True where this device
-        is the owner.
-      panels: pytrees of this device's arrays, one for each panel.
+      compare: `compare(i, column_slice, local, remote, own) -> (local, remote)` adds the contributions of slice number
+        `i` (static) to the accumulators of this device and of the slice's owner. `own` (static) is True where this
+        device is the owner.
+      slices: pytrees of this device's arrays, one for each slice.
       local: pytree of this device's accumulators.
-      remote: pytrees of zero-initialized accumulators, one for each panel.
+      remote: pytrees of zero-initialized accumulators, one for each slice.
       axis_name: mesh axis of the ring, or several with the slowest links first; None for a single device.
 
     Returns:
@@ -127,21 +130,21 @@ def accumulate(
     """
     axes = ring_axes(axis_name)
     if not axes:
-        for i, panel in enumerate(panels):
-            local, remote[i] = compare(i, panel, local, remote[i], True)
+        for i, column_slice in enumerate(slices):
+            local, remote[i] = compare(i, column_slice, local, remote[i], True)
         return local, remote
-    first, *others = panels
-    panels = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
-    return _rotate_accumulate(compare, panels, local, remote, axes, own=True)
+    first, *others = slices
+    slices = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
+    return _rotate_accumulate(compare, slices, local, remote, axes, own=True)
 
 
 def _rotate_accumulate(
-    compare: Accumulate, panels: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
+    compare: Accumulate, slices: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
 ) -> tuple[Any, list]:
     """Rotates once around all axes; ends with the own block if `own`.
 
-    Blocks come from the furthest device to the nearest. The first panel starts on the device that compares it first.
-    The other panels start one hop before it along the last axis. `remote` stays on the last device that compares its
+    Blocks come from the furthest device to the nearest. The first slice starts on the device that compares it first.
+    The other slices start one hop before it along the last axis. `remote` stays on the last device that compares its
     block.
     """
     size, inner = lax.axis_size(axes[0]), axes[1:]
@@ -150,7 +153,7 @@ def _rotate_accumulate(
         def flat_step(state: tuple, _: None) -> tuple[tuple, None]:
             return _step(compare, state, axes, own=False, last=False), None
 
-        state, _ = lax.scan(flat_step, (panels, local, remote), length=size - 1)
+        state, _ = lax.scan(flat_step, (slices, local, remote), length=size - 1)
         return _step(compare, state, axes, own=own, last=True)[1:]
     zeros = jax.tree.map(jnp.zeros_like, remote)
 
@@ -158,51 +161,51 @@ def _rotate_accumulate(
         return _shift(tree, axes[:1], -1)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        panels, local, remote = carry
-        next_panels, sent = send(panels), send(remote)
-        local, remote_update = _rotate_accumulate(compare, panels, local, zeros, inner, own=False)
-        return (next_panels, local, add_trees(sent, remote_update)), None
+        slices, local, remote = carry
+        next_slices, sent = send(slices), send(remote)
+        local, remote_update = _rotate_accumulate(compare, slices, local, zeros, inner, own=False)
+        return (next_slices, local, add_trees(sent, remote_update)), None
 
-    next_panels = send(panels)
-    local, remote = _rotate_accumulate(compare, panels, local, zeros, inner, own=False)
-    (panels, local, remote), _ = lax.scan(step, (next_panels, local, remote), length=size - 2)
+    next_slices = send(slices)
+    local, remote = _rotate_accumulate(compare, slices, local, zeros, inner, own=False)
+    (slices, local, remote), _ = lax.scan(step, (next_slices, local, remote), length=size - 2)
     sent = send(remote)
-    local, remote_update = _rotate_accumulate(compare, panels, local, zeros, inner, own=own)
+    local, remote_update = _rotate_accumulate(compare, slices, local, zeros, inner, own=own)
     return local, add_trees(sent, remote_update)
 
 
 def _step(
     compare: Accumulate, state: tuple[list, Any, list], axes: tuple[str, ...], *, own: bool, last: bool
 ) -> tuple[list, Any, list]:
-    """Compares every panel once while the next one arrives.
+    """Compares every slice once while the next one arrives.
 
-    During the last panel, the first panel of the next step arrives, unless this is the last step. The state is
-    `(panels, local, remote)`, see `accumulate`.
+    During the last slice, the first slice of the next step arrives, unless this is the last step. The state is
+    `(slices, local, remote)`, see `accumulate`.
     """
-    panels, local, remote = list(state[0]), state[1], list(state[2])
+    slices, local, remote = list(state[0]), state[1], list(state[2])
 
     def fetch(i: int) -> None:
-        panels[i], remote[i] = _shift((panels[i], remote[i]), axes, -1, number=i)
+        slices[i], remote[i] = _shift((slices[i], remote[i]), axes, -1, number=i)
 
-    for i, next_panel in enumerate([*range(1, len(panels)), 0]):
-        has_next, single_panel = next_panel or not last, next_panel == i
-        if has_next and not single_panel:
+    for i, next_slice in enumerate([*range(1, len(slices)), 0]):
+        has_next, single_slice = next_slice or not last, next_slice == i
+        if has_next and not single_slice:
             if i:  # one transfer at a time
-                panels[next_panel], remote[next_panel] = _after(remote[i - 1], (panels[next_panel], remote[next_panel]))
-            fetch(next_panel)
+                slices[next_slice], remote[next_slice] = _after(remote[i - 1], (slices[next_slice], remote[next_slice]))
+            fetch(next_slice)
         if i:
-            panels[i] = _after((local, remote[i - 1]), panels[i])
-        local, remote[i] = compare(i, panels[i], local, remote[i], own)
-        if has_next and single_panel:
+            slices[i] = _after((local, remote[i - 1]), slices[i])
+        local, remote[i] = compare(i, slices[i], local, remote[i], own)
+        if has_next and single_slice:
             fetch(i)
-    return panels, local, remote
+    return slices, local, remote
 
 
 def _after(done: Any, tree: Any) -> Any:
     """Adds a data dependency on `done` to the matrices of `tree`.
 
     Row 0 is written onto itself at an index computed from `done`. Without the dependency, XLA would start all transfers
-    at once and merge the GEMMs of several panels.
+    at once and merge the GEMMs of several slices.
     """
     if not jax.tree.leaves(done):
         return tree
@@ -211,20 +214,31 @@ def _after(done: Any, tree: Any) -> Any:
 
 
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
-    """Splits a pytree of column arrays into panels.
+    """Splits a pytree of column arrays into slices.
 
-    Each panel comes with the index of its first column. On a single device there is one panel.
+    Each slice comes with the index of its first column. On a single device there is one slice.
     """
     if not ring_axes(axis_name):
         return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
-    width = panel_columns(columns)
+    width = slice_columns(columns)
     return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
 
 
-def panel_columns(columns: int) -> int:
-    """Returns the columns of a panel; the last panel may have fewer."""
-    return min(columns, round_up(max(-(-columns // PANELS), min(-(-columns // 2), LARGE_PANEL)), PANEL_COLUMNS))
+def slice_columns(columns: int) -> int:
+    """Returns the columns of a slice; the last slice may have fewer."""
+    return min(columns, round_up(max(-(-columns // SLICES), min(-(-columns // 2), LARGE_SLICE)), SLICE_MULTIPLE))
+
+
+def rotating_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
+    """Bytes of the rotating columns on each device.
+
+    These are a block of `rows` columns, its double-buffered slice and that slice's fp32 accumulators.
+    """
+    if devices == 1:
+        return 0
+    itemsize, columns = jnp.dtype(dtype).itemsize, slice_columns(rows)
+    return ((rows + columns) * itemsize + columns * FP32_BYTES) * width
 
 
 def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
@@ -300,16 +314,16 @@ def backward(
     column_state = _column_operands(block), (cotangents.column, cotangents.column_weight), (init.y, init.y_scale)
     sliced = split(column_state, axis_name)
 
-    def compare(i: int, panel: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
-        columns, (column, column_weight) = panel
+    def compare(i: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
+        columns, (column, column_weight) = column_slice
         step_block = _with_columns(block, columns, block.labels - sliced[i][0] if own else None)
         step_cotangents = cotangents._replace(column=column, column_weight=column_weight)
         acc = local._replace(y=remote[0], y_scale=remote[1])
         acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
 
-    panels, remote = [state[:2] for _, state in sliced], [state[2] for _, state in sliced]
-    local, remote = accumulate(compare, panels, init._replace(y=None, y_scale=None), remote, axis_name)
+    slices, remote = [state[:2] for _, state in sliced], [state[2] for _, state in sliced]
+    local, remote = accumulate(compare, slices, init._replace(y=None, y_scale=None), remote, axis_name)
     d_y, d_y_scale = jax.tree.map(lambda *sliced: jnp.concatenate(sliced), *remote)
     return backend.gradient(block, cotangents, local._replace(y=d_y, y_scale=d_y_scale), needs_grad)
 

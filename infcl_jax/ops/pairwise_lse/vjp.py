@@ -1,4 +1,4 @@
-"""Custom VJP of the blockwise strategies, with the choice of max-shift.
+"""Custom VJP of a `Strategy` and its backend, with the choice of max-shift.
 
 The shared max-shift is tried first. If its sums are not exact, the general path recomputes them (see `stabilization`).
 """
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from infcl_jax.ops.pairwise_lse import all_gather, ring
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
     AxisName,
@@ -22,47 +21,24 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     NeedsGrad,
+    Strategy,
     Sums,
     constant,
     varying_over,
 )
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
-from infcl_jax.ops.pairwise_lse.implementations import FUSED, fused_backend
 from infcl_jax.ops.pairwise_lse.stabilization import all_within_range, is_shared, per_sample
-from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """Communication strategy with a hand-written gradient, and its backend."""
-
-    backend: Backend
-    forward: Callable
-    backward: Callable
-
-
-_PORTABLE = {
-    "disco": Strategy(XlaStrips(rows=None), all_gather.disco_forward, all_gather.disco_backward),
-    "ring": Strategy(XlaStrips(rows=None), ring.forward, ring.backward),
-    "xla": Strategy(XlaStrips(), ring.forward, ring.backward),
-}
-BLOCKWISE = (*_PORTABLE, *FUSED)
-# Rows of a gradient that are scaled at a time.
+# Rows of a gradient that are scaled at a time: 64 MiB in fp32 for 512 features.
 SCALED_ROWS = 1 << 15
-
-
-def _strategy(plan: "Plan") -> Strategy:
-    if plan.implementation in FUSED:
-        single_device = not ring.ring_axes(plan.axis_name)
-        return Strategy(fused_backend(plan.implementation, single_device), ring.forward, ring.backward)
-    return _PORTABLE[plan.implementation]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Static arguments of one call."""
 
-    implementation: str
+    strategy: Strategy
+    backend: Backend
     axis_name: AxisName | None
     exclude: bool
     columns: bool
@@ -100,11 +76,11 @@ class _ForwardSums(NamedTuple):
 
 def _sums(plan: Plan, block: Block) -> _ForwardSums:
     """Computes the sums of this device's rows and columns over all devices."""
-    strategy, axis_name = _strategy(plan), plan.axis_name
+    axis_name = plan.axis_name
 
     def sums(block: Block) -> Sums:
-        return strategy.forward(
-            strategy.backend, block, axis_name=axis_name, exclude=plan.exclude, columns=plan.columns
+        return plan.strategy.forward(
+            plan.backend, block, axis_name=axis_name, exclude=plan.exclude, columns=plan.columns
         )
 
     first = sums(block)
@@ -150,11 +126,10 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
     grad_scale = _power_of_two_bound((d_row, d_column, d_positive), plan.axis_name)
     d_row, d_column, d_positive = (None if d is None else d / grad_scale for d in (d_row, d_column, d_positive))
-    strategy = _strategy(plan)
 
     def gradient(block: Block, sums: Sums, needs_grad: NeedsGrad) -> Gradient:
-        grads = strategy.backward(
-            strategy.backend,
+        grads = plan.strategy.backward(
+            plan.backend,
             block,
             Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
             axis_name=plan.axis_name,

@@ -4,7 +4,7 @@ It computes one or two exponentials per pair, see `stabilization`.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,12 +17,14 @@ from infcl_jax.ops.pairwise_lse.base import (
     NeedsGrad,
     Sums,
     accumulation_dtype,
+    accumulator_bytes,
     add_trees,
     constant,
     empty_log_sum,
     finite_shift,
     matmul,
     similarities,
+    similarity_bytes,
     zero_gradients,
 )
 from infcl_jax.ops.pairwise_lse.chunking import (
@@ -65,6 +67,14 @@ class XlaStrips:
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
         """Implements `base.Backend.gradient`."""
         return acc
+
+    def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
+        """Bytes of one strip of a square block, and of the block's gradients.
+
+        They do not depend on the dtype and the number of devices.
+        """
+        strip_rows = rows if self.rows is None else min(self.rows, rows)
+        return similarity_bytes(strip_rows, rows) + accumulator_bytes(rows, width)
 
     def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         shift = shared_shift(block.x_scale)
@@ -132,8 +142,11 @@ class XlaStrips:
             d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, needs_grad)
             return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if needs_grad.x_scale else None)
 
-        want_y_scale = needs_grad.y_scale and column is not None
-        start = (_zeros(block, block.y.shape) if needs_grad.y else None, _column_zeros(block) if want_y_scale else None)
+        needs_y_scale = needs_grad.y_scale and column is not None
+        start = (
+            _zeros(block, block.y.shape) if needs_grad.y else None,
+            _column_zeros(block) if needs_y_scale else None,
+        )
         (d_y, d_y_scale), (d_x, d_x_scale) = scan_strips(strip, start, _backward_rows(block, cotangents), self.rows)
         return Gradient(d_x, d_y, d_x_scale, d_y_scale)
 

@@ -21,10 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax import clip_loss, pairwise_lse, retrieval_loss
-from infcl_jax.ops.pairwise_lse import dense, fused, fused_operands, vjp
+from infcl_jax.ops.pairwise_lse import dense, fused, fused_operands
 from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, NeedsGrad
 from infcl_jax.ops.pairwise_lse.fused import Fused
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Window
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
 
@@ -197,7 +199,8 @@ def test_options_match_oracle(interpreter, options):
 
 
 def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
-    monkeypatch.setattr(vjp, "fused_backend", lambda *_: Fused(CLUSTERED))
+    clustered = dataclasses.replace(TABLE["mosaic_gpu"], backend=lambda _: Fused(CLUSTERED))
+    monkeypatch.setitem(TABLE, "mosaic_gpu", clustered)
     args, options, check = oracle.masked_retrieval(dtype=jnp.bfloat16)
     loss = functools.partial(retrieval_loss, implementation="mosaic_gpu")
     check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-2)
@@ -211,31 +214,31 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
 
 
 @pytest.mark.parametrize(
-    ("size", "panel", "dtype", "options"),
+    ("size", "group_bytes", "dtype", "options"),
     [
         pytest.param((128, 128), 0, jnp.bfloat16, {}, id="loops"),
-        pytest.param((128, 256), fused.PANEL, jnp.float32, {}, id="windows of a panel", marks=pytest.mark.slow),
+        pytest.param(
+            (128, 256), WindowConfig.group_bytes, jnp.float32, {}, id="windows of a group", marks=pytest.mark.slow
+        ),
         pytest.param(
             (256, 128), 0, jnp.float32, {"per_sample": True, "masked": True}, id="rests", marks=pytest.mark.slow
         ),
     ],
 )
-def test_windows_make_the_whole(interpreter, monkeypatch, size, panel, dtype, options):
-    """Tests windows with remainders, in loops, with rounding per panel."""
-    monkeypatch.setattr(fused.Fused, "_window", lambda *_: size)
-    monkeypatch.setattr(fused, "PANEL", panel)
+def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dtype, options):
+    """Tests windows with remainders, in loops, with rounding per column group."""
+    monkeypatch.setattr(WindowConfig, "fitting", lambda *_: size)
     monkeypatch.setattr(fused, "POSITIVES", 256)
-    check(Fused(CLUSTERED), make(bx=340, by=330, **options), dtype=dtype)
+    check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 
-@pytest.mark.parametrize("slice_rows", [fused.IN_LINE_ROWS, 256])
-def test_steps_of_a_ring_add_up(interpreter, monkeypatch, slice_rows):
+@pytest.mark.parametrize("slice_rows", [WindowConfig.slice_rows, 256])
+def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     """Two column blocks give the same result as one.
 
     The second block has no positives. Rows are in one slice or several.
     """
-    monkeypatch.setattr(fused, "IN_LINE_ROWS", slice_rows)
-    whole, backend = make(by=256, labels="own"), Fused(CLUSTERED)
+    whole, backend = make(by=256, labels="own"), Fused(CLUSTERED, WindowConfig(slice_rows=slice_rows))
     weights = cotangent_weights(whole, loss=False)
     w = [jnp.asarray(v, jnp.float32) for v in weights]
     blocks = whole._replace(y=whole.y[:128]), whole._replace(y=whole.y[128:], labels=None)
@@ -318,10 +321,9 @@ def test_tiles_that_do_not_fit_are_refused(change, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("limit", [fused.WINDOW, fused.WINDOW // 2])
+@pytest.mark.parametrize("limit", [WindowConfig.max_pairs, WindowConfig.max_pairs // 2])
 def test_windows_are_whole_tiles_within_the_limit(limit):
-    backend = Fused(MosaicGpu())
-    tile = backend.kernels.tile
+    tile = MosaicGpu().tile
     for counts in [
         (tile[0], tile[1]),
         (8192, 8192),
@@ -329,7 +331,7 @@ def test_windows_are_whole_tiles_within_the_limit(limit):
         (tile[0], 1 << 20),
         (77 * tile[0], 991 * tile[1]),
     ]:
-        size = backend._window(*counts, limit, 512)
+        size = WindowConfig().fitting(*counts, limit, 512, tile)
         assert all(n % t == 0 and t <= n <= count for n, t, count in zip(size, tile, counts, strict=True))
         assert math.prod(size) <= limit
 
@@ -361,7 +363,7 @@ def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
     text = lowered((0, 1, 2), b, dim, dtype)
     assert calls(text) <= 4 * 5 + 1
     arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
-    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(fused.WINDOW, 3 * b * (dim + 127))
+    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
 
 @pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2), 4), ((1,), 2), ((2,), 1)])

@@ -32,11 +32,11 @@ def mesh_of(shape):
 def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
     """Compares any mesh shape with the dense reference.
 
-    General cases have per-sample scales, masks, labels and excluded positives, and two panels per block instead of
+    General cases have per-sample scales, masks, labels and excluded positives, and two slices per block instead of
     four.
     """
-    monkeypatch.setattr(ring, "PANEL_COLUMNS", columns)
-    monkeypatch.setattr(ring, "LARGE_PANEL", columns)
+    monkeypatch.setattr(ring, "SLICE_MULTIPLE", columns)
+    monkeypatch.setattr(ring, "LARGE_SLICE", columns)
     devices, bx, by = 8, 3, 4
     mesh, rng = mesh_of(shape), np.random.default_rng(1)
     x, y = oracle.features("random", bx * devices, by * devices, 11, np.float64)
@@ -136,26 +136,26 @@ def test_transfers_overlap_with_the_compute_of_a_step():
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("panels", [1, 2, 4])
-def test_panels_arrive_during_the_compute_of_the_panel_before(panels, last):
-    """Only one panel at a time is in memory twice.
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_arrive_during_the_compute_of_the_slice_before(slices, last):
+    """Only one slice at a time is in memory twice.
 
-    A single panel must wait for its own comparison.
+    A single slice must wait for its own comparison.
     """
 
-    def inside(x, *panels):
-        def compare(i, panel, local, remote, own):
-            s = x @ panel.T
+    def inside(x, *slices):
+        def compare(i, column_slice, local, remote, own):
+            s = x @ column_slice.T
             return local + s.sum(1, keepdims=True), remote + s.sum(0)[:, None]
 
-        zeros = [0 * panel[:, :1] for panel in panels]
-        return ring._step(compare, (panels, zeros[0], zeros), ("device",), own=False, last=last)
+        zeros = [0 * column_slice[:, :1] for column_slice in slices]
+        return ring._step(compare, (slices, zeros[0], zeros), ("device",), own=False, last=last)
 
-    permutes = permutes_of(inside, (8,), [jnp.ones((16, 5))] * (1 + panels))
+    permutes = permutes_of(inside, (8,), [jnp.ones((16, 5))] * (1 + slices))
     y, remote = (sorted(wait for what, _, wait in permutes if what == kind) for kind in ("y", "remote"))
-    expected = list(range(panels))[: panels - 1 if last else None]
+    expected = list(range(slices))[: slices - 1 if last else None]
     assert y == expected
-    assert remote == ([1] if panels == 1 and not last else expected)
+    assert remote == ([1] if slices == 1 and not last else expected)
 
 
 def test_few_transfers_between_hosts_overlap_with_inner_rotations():

@@ -1,0 +1,175 @@
+"""Gradients of a block from its windows of dS, see `fused_windows` for the terms.
+
+The loops are, from the outside: column groups, row slices (one for each accumulator of rows), windows of a row slice,
+windows of a column group.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from infcl_jax.ops.pairwise_lse.base import Array, constant, matmul, zero_after
+from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Kernels, Operands, Weights, Window
+from infcl_jax.ops.pairwise_lse.fused_operands import Padded
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowSizes
+
+
+class Accumulators(NamedTuple):
+    """Padded accumulators; None for gradients that are not needed.
+
+    Attributes:
+      x: row gradients, in row slices.
+      y: column gradients. Within a column group: fp32 gradients of the columns of each window.
+      row_moment: fp32 `sum_j er_ij s_ij` of each row.
+      column_moment: fp32 `sum_i ec_ij s_ij` of each column.
+    """
+
+    x: tuple[Array, ...] | None
+    y: Any
+    row_moment: Array | None = None
+    column_moment: Array | None = None
+
+    def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "Accumulators":
+        """Adds the moments of one window."""
+        return self._replace(
+            row_moment=combine_rows(jnp.add, self.row_moment, row, first_row),
+            column_moment=None if column is None else combine_rows(jnp.add, self.column_moment, column, first_column),
+        )
+
+
+class _Columns(NamedTuple):
+    """Columns of one window: the first (traced) and their number (static)."""
+
+    first: Array
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSweep:
+    """Sweep over all windows of dS of a block.
+
+    Attributes:
+      kernels: kernels that compute dS.
+      padded: features of the block.
+      operands: operands of the kernels.
+      weights: padded factors of dS.
+      sizes: sizes of windows and column groups.
+      exclude: leave positives out of the sums.
+      moments: whether to compute the moments.
+    """
+
+    kernels: Kernels
+    padded: Padded
+    operands: Operands
+    weights: Weights
+    sizes: WindowSizes
+    exclude: bool
+    moments: bool
+
+    def add_to(self, acc: Accumulators) -> Accumulators:
+        """Adds the gradients of the block; initializes the moments."""
+        rows, columns = self.operands.x.shape[0], self.operands.y.shape[0]
+        has_column_moment = self.moments and self.weights.column is not None
+        acc = acc._replace(
+            row_moment=self._zeros((rows,)) if self.moments else None,
+            column_moment=self._zeros((columns,)) if has_column_moment else None,
+        )
+        return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
+
+    def _add_group(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
+        """Adds the windows of all rows and `width` columns."""
+        x, y, size = acc.x, acc.y, self.sizes.columns
+        group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
+        d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
+        acc = acc._replace(x=None, y=tuple(d_y))
+        row, d_x_slices = 0, ()
+        for d_x in x or (None,):
+            d_x, acc = self._add_row_slice(row, group, d_x, acc, d_x_slices[-1:])
+            d_x_slices, row = (*d_x_slices, d_x), row + (0 if d_x is None else d_x.shape[0])
+        for d, columns in zip(acc.y, group, strict=True) if y is not None else ():
+            y = update_rows(y, d, columns.first)
+        return acc._replace(x=x and d_x_slices, y=y)
+
+    def _add_row_slice(
+        self, first: int, group: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
+    ) -> tuple[Array | None, Accumulators]:
+        """Adds the windows of `d_x_slice`, after the slice `previous`."""
+        count = self.operands.x.shape[0] if d_x_slice is None else d_x_slice.shape[0]
+        if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= self.sizes.rows:
+            # The GEMMs accumulate in place.
+            ordered_row = first + zero_after((previous, acc.y)) if previous else jnp.int32(first)
+            return self._add_rows(jnp.int32(first), count, ordered_row, group, d_x_slice, acc)
+
+        def add_window_rows(row: Array, count: int, state: tuple) -> tuple:
+            d_x_slice, acc = state
+            d_x = None if d_x_slice is None else self._zeros((count, self.padded.width))
+            d_x, acc = self._add_rows(first + row, count, first + row, group, d_x, acc)
+            return None if d_x_slice is None else combine_rows(jnp.add, d_x_slice, d_x, row), acc
+
+        return loop_over_slices(count, self.sizes.rows, add_window_rows, (d_x_slice, acc))
+
+    def _add_rows(
+        self, row: Array, count: int, ordered_row: Array, group: list[_Columns], d_x: Array | None, acc: Accumulators
+    ) -> tuple[Array | None, Accumulators]:
+        """Adds the windows of `count` rows, one after the other.
+
+        `ordered_row` equals `row`, with a data dependency on what must be complete before.
+        """
+        d_y = list(acc.y)
+        for i, (column, width) in enumerate(group):
+            d_s, row_moment, column_moment = self.kernels.weights(
+                self.operands,
+                self.weights,
+                Window(ordered_row, column, count, width),
+                self.padded.pairs,
+                exclude=self.exclude,
+                terms=self.padded.num_ds_terms,
+                moments=self.moments,
+            )
+            if d_x is not None:
+                d_x = d_x + self._gemm(d_s, self.operands.y, column, width, axis=1)
+            if d_y[i] is not None:
+                d_y[i] = d_y[i] + self._gemm(d_s, self.operands.x, row, count, axis=0)
+            if self.moments:
+                acc = acc.with_moments(row_moment, column_moment, row, column)
+            # Serializes the windows: several dS would otherwise be in memory at once. The barrier includes the
+            # accumulated sums, not only the GEMMs.
+            d_x, d_y[i] = lax.optimization_barrier((d_x, d_y[i]))
+            ordered_row = row + zero_after((d_x, d_y[i]))
+        return d_x, acc._replace(y=tuple(d_y))
+
+    def _gemm(self, d_s: Array, features: Array, first: Array, count: int, axis: int) -> Array:
+        """Multiplies a window of dS with features, in fp32.
+
+        The result is `dS @ y` (axis 1) or `dS.T @ x` (axis 0), with `count` rows of the features from row `first`.
+        """
+        padded = self.padded
+        rows = lax.dynamic_slice_in_dim(features, first, count)
+        terms = [rows[:, n * padded.width : (n + 1) * padded.width] for n in range(padded.num_terms)]
+        length = d_s.shape[1] // padded.num_ds_terms
+        gemms = (
+            matmul(d_s[:, p * length : (p + 1) * length], terms[q], contract=(axis, 0))
+            for p, q in padded.gradient_pairs
+        )
+        return functools.reduce(jnp.add, gemms)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        return constant(shape, 0, jnp.float32, varying_like=self.operands.x)
+
+
+def combine_rows(combine: Callable[[Array, Array], Array], acc: Array, update: Array, first: Array) -> Array:
+    """Combines `update` with the rows of `acc` from row `first`."""
+    if acc.shape == update.shape:
+        return combine(acc, update.astype(acc.dtype))
+    old = lax.dynamic_slice_in_dim(acc, first, update.shape[0])
+    new = combine(old.astype(update.dtype), update).astype(acc.dtype)
+    return lax.dynamic_update_slice_in_dim(acc, new, first, 0)
+
+
+def _rows(array: Array, first: Array, count: int) -> Array:
+    return array if array.shape[0] == count else lax.dynamic_slice_in_dim(array, first, count)

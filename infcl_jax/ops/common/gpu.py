@@ -1,4 +1,4 @@
-"""Properties of the GPU that a program is traced for, and limits of Hopper GPUs."""
+"""Properties of the traced GPU, and limits of Hopper GPUs."""
 
 from typing import Any
 

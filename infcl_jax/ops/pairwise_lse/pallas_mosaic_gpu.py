@@ -68,7 +68,7 @@ class MosaicGpu:
     def tile(self) -> tuple[int, int]:
         """Row and column multiples of every window."""
         tiles = (self.forward, self.per_sample, *(t for _, t in self.backward))
-        return max(t.block_rows for t in tiles), max(t.cluster_columns for t in tiles)
+        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
 
     @property
     def depth(self) -> int:
@@ -207,7 +207,7 @@ class MosaicGpu:
         )
 
         def epilogue(work: WorkTile, s: Array, vectors: tuple, carry: tuple) -> tuple:
-            @pl.when(lax.div(lax.rem(work.column, tiles.block_rows), tiles.rows) == work.warpgroup)
+            @pl.when(lax.div(lax.rem(work.column, tiles.cta_rows), tiles.rows) == work.warpgroup)
             def _() -> None:
                 row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=WGMMA_LAYOUT) for axis in (0, 1))
                 s_ii = jnp.where(row == column, s, jnp.zeros_like(s)).sum(1)

@@ -81,7 +81,7 @@ def run(
             return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)
 
         def with_row_tile(task: WorkTile, r: Array) -> WorkTile:
-            row_tile = lax.div(task.column, t.block_rows) if schedule.diagonal else task.first_row_tile + r
+            row_tile = lax.div(task.column, t.cta_rows) if schedule.diagonal else task.first_row_tile + r
             return dataclasses.replace(task, row_tile=row_tile)
 
         def produce() -> None:
@@ -101,7 +101,7 @@ def run(
                         def features(term: int, k: Array = k) -> Any:
                             return pl.ds(term * schedule.width + k * TILE_K, TILE_K)
 
-                        rows = pl.ds(window_offset(named, 0) + work.row_tile * t.block_rows, t.block_rows)
+                        rows = pl.ds(window_offset(named, 0) + work.row_tile * t.cta_rows, t.cta_rows)
                         columns = pl.ds(window_offset(named, 1) + work.column, t.columns)
                         x, y = named["x"].at[rows, features(p)], named["y"].at[columns, features(q)]
                         plgpu.copy_gmem_to_smem(x, x_s.at[slot], full.at[slot], collective_axes=multicast)
@@ -182,7 +182,7 @@ def run(
         kernel,
         out_type=[r.update(manual_axis_type=jax.typeof(operands["x"]).manual_axis_type) for r in results.values()],
         scratch_types=[
-            smem((t.stages, t.block_rows, TILE_K)),
+            smem((t.stages, t.cta_rows, TILE_K)),
             smem((t.stages, t.columns, TILE_K)),
             smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),

@@ -68,7 +68,7 @@ class Tiles:
             )
 
     @property
-    def block_rows(self) -> int:
+    def cta_rows(self) -> int:
         """Rows of a CTA's tile."""
         return WARPGROUPS * self.rows
 
@@ -80,7 +80,7 @@ class Tiles:
     @property
     def shared_memory(self) -> int:
         """Bytes of SMEM of one CTA."""
-        steps = self.stages * (self.block_rows + self.columns) * TILE_K
+        steps = self.stages * (self.cta_rows + self.columns) * TILE_K
         return 2 * (steps + WARPGROUPS * self.store_slots * SUBTILE**2) + REDUCTION_BYTES + BARRIER_BYTES
 
 
@@ -134,7 +134,7 @@ class TileSchedule:
     @property
     def row_tiles(self) -> int:
         """Number of row tiles of a cluster."""
-        return 1 if self.diagonal else self.rows // self.tiles.block_rows
+        return 1 if self.diagonal else self.rows // self.tiles.cta_rows
 
     @property
     def tasks(self) -> int:
@@ -182,7 +182,7 @@ class WorkTile:
     @property
     def row(self) -> Array:
         """First row of the tile."""
-        return self.row_tile * self.schedule.tiles.block_rows + self.warpgroup * self.schedule.tiles.rows
+        return self.row_tile * self.schedule.tiles.cta_rows + self.warpgroup * self.schedule.tiles.rows
 
     @property
     def column(self) -> Array:

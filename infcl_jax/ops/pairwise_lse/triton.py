@@ -10,7 +10,6 @@ Triton and jax-triton are imported at the first kernel call.
 
 import dataclasses
 import functools
-import importlib
 import re
 from typing import Any
 
@@ -262,4 +261,6 @@ def _load() -> tuple[Any, Any]:
         import jax_triton
     except ImportError as e:
         raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1; {INSTALL}") from e
-    return jax_triton, importlib.import_module("infcl_jax.ops.pairwise_lse.triton_kernels")
+    from infcl_jax.ops.pairwise_lse import triton_kernels
+
+    return jax_triton, triton_kernels

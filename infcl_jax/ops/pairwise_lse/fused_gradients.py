@@ -46,7 +46,7 @@ class _Columns(NamedTuple):
     """Columns of one window: the first (traced) and their number (static)."""
 
     first: Array
-    count: int
+    width: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,8 @@ class GradientSweep:
         group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
         d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
         acc = acc._replace(x=None, y=tuple(d_y))
-        row, d_x_slices = 0, ()
+        row = 0
+        d_x_slices: tuple = ()
         for d_x in x or (None,):
             d_x, acc = self._add_row_slice(row, group, d_x, acc, d_x_slices[-1:])
             d_x_slices, row = (*d_x_slices, d_x), row + (0 if d_x is None else d_x.shape[0])

@@ -2,7 +2,7 @@ import collections
 
 import numpy as np
 import pytest
-from golden import torchvision_transforms as golden
+from golden import make_torchvision_transforms as golden
 from PIL import Image
 
 from infcl_jax.data import Augmentation

@@ -18,7 +18,7 @@ def unit(a: np.ndarray) -> np.ndarray:
 
 
 def features(kind: str, bx: int, by: int, dim: int, dtype=np.float32, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column features `[bx, dim]`, `[by, dim]`, normalised in fp64 and rounded to `dtype`."""
+    """Row and column features `[bx, dim]`, `[by, dim]`, normalized in fp64 and rounded to `dtype`."""
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(bx, dim)), rng.normal(size=(by, dim))
     rows = min(bx, by)

@@ -47,7 +47,7 @@ def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, bloc
 @pytest.mark.parametrize("devices", [1, 8])
 def test_equals_brute_force_with_several_captions_an_image(devices):
     rng = np.random.default_rng(7)
-    # One to five captions an image, and the captions of an image are not neighbours.
+    # One to five captions an image, and the captions of an image are not neighbors.
     owner = rng.permutation(np.repeat(np.arange(41), rng.integers(1, 6, 41)))
     image, text = correlated(rng, 41, owner, noise=1.5)
     recall = retrieval_recall(image, text, data_mesh(jax.devices()[:devices]), ks=(1, 3), text_image=owner)

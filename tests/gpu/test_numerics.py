@@ -54,7 +54,7 @@ def test_clip_loss_matches_oracle(implementation, b, dim, dtype, kinds, scale):
 
 
 @pytest.mark.parametrize("norm", [0.1, 8.0])
-def test_features_that_are_not_normalised(implementation, norm):
+def test_features_that_are_not_normalized(implementation, norm):
     image, text = oracle.features("random", 1003, 1003, 512)
     image, text = (np.asarray(norm * a, BF16) for a in (image, text))
     loss, gradients = value_and_grad(implementation)(image, text, jnp.float32(50))

@@ -105,13 +105,13 @@ def test_feature_dtype_is_independent_of_the_compute_dtype():
     assert not np.array_equal(features, features.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_uint8_images_are_normalised_inside():
+def test_uint8_images_are_normalized_inside():
     image, _ = pairs()
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
     encode = functools.partial(small(image_mean=mean, image_std=std).apply, method="encode_image")
-    normalised = ((image / 255.0 - np.array(mean)) / np.array(std)).astype(np.float32)
-    np.testing.assert_allclose(jax.jit(encode)(variables(), image), jax.jit(encode)(variables(), normalised), atol=1e-5)
-    np.testing.assert_allclose(normalize_image(jnp.asarray(image), mean, std), normalised, rtol=1e-5, atol=1e-6)
+    normalized = ((image / 255.0 - np.array(mean)) / np.array(std)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(encode)(variables(), image), jax.jit(encode)(variables(), normalized), atol=1e-5)
+    np.testing.assert_allclose(normalize_image(jnp.asarray(image), mean, std), normalized, rtol=1e-5, atol=1e-6)
 
 
 def test_l2_normalize_is_safe_at_zero():

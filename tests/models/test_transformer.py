@@ -1,4 +1,4 @@
-"""The blocks that both towers share: attention, LayerNorm, remat, initialisation, configuration."""
+"""The blocks that both towers share: attention, LayerNorm, remat, initialization, configuration."""
 
 import functools
 

@@ -20,7 +20,7 @@ def rng(seed=0):
 
 
 def ramp(height, width):
-    """An image whose red channel is the row and whose green channel is the column."""
+    """Image with the row in the red channel, the column in the green."""
     rows, columns = np.mgrid[:height, :width]
     return np.stack([rows, columns, np.zeros_like(rows)], axis=2).astype(np.uint8)
 

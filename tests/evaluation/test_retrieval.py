@@ -1,4 +1,4 @@
-"""Recall against a brute-force ranking, and what ties, NaN and repeated captions do to it."""
+"""Recall against a brute-force ranking, with ties, NaN and repeated captions."""
 
 import logging
 
@@ -163,7 +163,7 @@ def test_recall_ceiling_is_the_best_recall(caption, owner):
 
 
 def recall_at_1(image, text, owner):
-    """R@1 in both directions, ties counted as misses."""
+    """R@1 in both directions; a tie is a miss."""
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (image, text)]
     similarity = unit[0] @ unit[1].T
     own = owner[None, :] == np.arange(len(image))[:, None]

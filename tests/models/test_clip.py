@@ -32,7 +32,7 @@ def pairs(n=4):
 
 @functools.cache
 def variables():
-    """Random values for every parameter but the initial scale and bias; faster than compiling `init`."""
+    """Random parameters except initial scale and bias; faster than compiling `init`."""
     model, rng = small(init_logit_bias=-10.0), np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), *pairs())["params"]
     towers = {name: shapes[name] for name in ("visual", "text")}
@@ -177,7 +177,7 @@ def test_bad_inputs_are_refused_when_traced(method, shape, dtype, message):
 
 
 def test_data_parallel_encoding_needs_no_communication():
-    """Pooling, token lookup and patch dropout all stay within a device when the batch is sharded."""
+    """Pooling, token lookup and patch dropout need no communication on sharded batches."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.sharding.NamedSharding(mesh, jax.P("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())

@@ -1,4 +1,4 @@
-"""The residual image tower: its size, its normalization and pooling, and training with running statistics."""
+"""The residual image tower: size, normalization, pooling and running statistics."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Draw memory.svg: memory of the loss over the batch size, and the ring that makes it linear.
+"""Draw memory.svg: memory of the loss, and the ring that makes it linear.
 
     python docs/figures/make_memory.py
 

@@ -1,4 +1,7 @@
-"""Eight CPU devices, strict dtype and rank promotion, for every test; `-m gpu` runs on the GPU."""
+"""Configure every test: eight CPU devices, strict dtype and rank promotion.
+
+`-m gpu` runs on the GPU.
+"""
 
 import gc
 import os
@@ -15,7 +18,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config):
-    """Chooses the platform, for this process and those it starts, unless it has been chosen."""
+    """Choose the platform of this process and its children, unless it is set."""
     chosen = config.option.markexpr
     if chosen == "gpu" or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         # No cache: the commands would write to the user's.
@@ -41,7 +44,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Collects garbage less often, and not in what has been imported: JAX makes many objects, and few cycles."""
+    """Collect garbage less often and skip imported objects: JAX makes many objects, few cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -49,7 +52,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def compiled_afresh():
-    """Nothing that has been compiled is found, for the same bits although a program is compiled again."""
+    """Disable the compilation cache, so that programs are compiled again."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

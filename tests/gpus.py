@@ -1,4 +1,4 @@
-"""Hopper GPUs that are not there: described ones to lower for, and the interpreter of their kernels."""
+"""Described Hopper GPUs to lower for, and the interpreter of their kernels."""
 
 import contextlib
 
@@ -36,5 +36,5 @@ def lowered(function, *arrays):
 
 
 def calls(text):
-    """How many kernels it calls."""
+    """Number of kernel calls."""
     return text.count("custom_call @mosaic_gpu")

@@ -1,4 +1,4 @@
-"""Features of every kind, and the CLIP loss with its gradients written out in NumPy fp64."""
+"""Features of every kind, and the CLIP loss with gradients in NumPy fp64."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def unit(a: np.ndarray) -> np.ndarray:
 
 
 def features(kind: str, bx: int, by: int, dim: int, dtype=np.float32, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column features `[bx, dim]`, `[by, dim]`, normalised in fp64 and rounded to `dtype`."""
+    """Row and column features `[bx, dim]`, `[by, dim]`, normalized in fp64, in `dtype`."""
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(bx, dim)), rng.normal(size=(by, dim))
     rows = min(bx, by)
@@ -42,7 +42,7 @@ def log_sum_exp(z: np.ndarray, axis: int) -> np.ndarray:
 
 
 def masked_retrieval(bx=50, by=80, dim=20, scale=20.0, dtype=np.float32):
-    """A retrieval loss whose masked queries and passages, some of them positives, hold NaN and infinity.
+    """Retrieval loss with NaN and infinity in masked queries and passages.
 
     Returns:
       Positional and keyword arguments of `retrieval_loss`, and a function that checks its value and gradients.

@@ -1,4 +1,7 @@
-"""The published formulas of the global contrastive losses, dense, in NumPy fp64, on u instead of its logarithm."""
+"""Published formulas of the global contrastive losses, dense, in NumPy fp64.
+
+They use u instead of its logarithm.
+"""
 
 import dataclasses
 
@@ -17,7 +20,10 @@ LOSSES = {  # temperature, factor c of the terms: (published, reference), whethe
 
 @dataclasses.dataclass
 class Memory:
-    """u, and for temperatures of samples those and Adam's moments, `[n, 2]` each; u is 0 for a sample not yet seen."""
+    """u, and per-sample temperatures with Adam's moments, `[n, 2]` each.
+
+    u is 0 for unseen samples.
+    """
 
     u: np.ndarray
     tau: np.ndarray
@@ -33,7 +39,7 @@ class Memory:
 def step(
     memory, image, text, index, *, variant, mode, gamma, epoch, rho, scale=None, rate=None, adam=(0.9, 0.999, 1e-8)
 ):
-    """Loss and gradients over image, text and scale of one batch; the memory is changed."""
+    """Loss and gradients over image, text and scale of one batch; updates `memory`."""
     kind, factors, regularized = LOSSES[variant]
     published = mode == "published"
     kappa, scaled = (1.0 if published else 0.5), factors[0 if published else 1] == "tau"

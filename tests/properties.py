@@ -1,4 +1,4 @@
-"""Checks of losses and `pairwise_lse`, with every gradient, on random geometry, scales, masks and labels.
+"""Checks of losses and `pairwise_lse` with every gradient on random inputs.
 
 The oracle is NumPy in float64. Every comparison uses a forward error bound: a few fp32 roundings of the sum of the
 absolute values of what is added up. Masked rows hold junk.
@@ -29,7 +29,7 @@ SAMPLES = 40
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Recipe for row and column features: any mix of cones, aligned pairs, duplicates and opposite rows.
+    """Recipe for features: cones, aligned pairs, duplicates and opposite rows in any mix.
 
     Attributes:
       seed: of the normal samples.
@@ -89,7 +89,10 @@ def with_junk(array, mask, value):
 
 
 def assert_within(got, expected, magnitude, scale):
-    """Within a few roundings of `magnitude`, the sum of absolute values, for logits of up to `scale`; finite."""
+    """Assert a finite error of a few roundings of `magnitude`.
+
+    `magnitude` is the sum of absolute values, `scale` the largest logit.
+    """
     got, expected, magnitude = (np.asarray(a, np.float64) for a in (got, expected, magnitude))
     assert np.isfinite(got).all()
     bound = max(EPS * (SUM_ROUNDINGS + LOGIT_ROUNDINGS * scale), LEAST_ERROR)
@@ -97,7 +100,10 @@ def assert_within(got, expected, magnitude, scale):
 
 
 def assert_gradients(got, d_z, x, y, scale, bias=0.0):
-    """Gradients of features and of the shared scale from `d_z`, dL / d(scale * s) in float64."""
+    """Assert gradients of features and shared scale.
+
+    `d_z` is dL / d(scale * s) in float64.
+    """
     x, y, logits = x.astype(np.float64), y.astype(np.float64), scale + abs(bias)
     size = np.abs(d_z)
     assert_within(got[0], scale * d_z @ y, scale * size @ np.abs(y), logits)
@@ -121,7 +127,7 @@ def softmax_terms(z, kept, axis):
 
 
 def contrast(z, kept, positive, axis):
-    """Cross entropy of every row (axis 1) or column (axis 0), and its gradient over `z`, without cancellation.
+    """Cross entropy along `axis` and its gradient over `z`, without cancellation.
 
     `positive` `[rows, columns]` marks at most one pair of each row or column.
     """
@@ -215,7 +221,7 @@ def check_retrieval(data, implementation, devices):
 
 @functools.cache
 def primitive(implementation, devices, exclude):
-    """Weighted sum of all results with scales of samples, labels and masks, and its gradients."""
+    """Weighted sum of all results with scales, labels and masks, with gradients."""
 
     def inside(x, y, x_scale, y_scale, labels, x_mask, y_mask, weights):
         found = pairwise_lse(
@@ -327,7 +333,7 @@ def check_global_contrastive(data, variant, implementation, devices):
 
 
 def checks(implementations, devices):
-    """`{name: check(data)}` for every loss, with every implementation on every number of devices that has one.
+    """`{name: check(data)}` for every loss, implementation and supported number of devices.
 
     The dense implementations share their code for one device, and no loss but CLIP's adds to the ring of eight.
     """
@@ -346,7 +352,7 @@ def checks(implementations, devices):
 
 
 def sigmoid_checks(devices):
-    """The same for the sigmoid loss, which has implementations of its own."""
+    """`{name: check(data)}` for the sigmoid loss, with its own implementations."""
     return {
         f"siglip-{i}-{n}": functools.partial(check_siglip, implementation=i, devices=n)
         for i in ("xla", "ring")
@@ -355,7 +361,7 @@ def sigmoid_checks(devices):
 
 
 def run(check, examples):
-    """Runs a check on so many examples: the same in every run, found without a clock or a database."""
+    """Run a check on `examples` examples, deterministically, without deadline or database."""
 
     @hypothesis.settings(max_examples=examples, derandomize=True, deadline=None, database=None)
     @hypothesis.given(st.data())

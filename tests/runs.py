@@ -1,4 +1,4 @@
-"""The smallest run there is: its model, its batches, its configuration, and commands as processes of their own."""
+"""The smallest run: its model, batches and configuration, and commands as processes."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def config(**changes):
-    """A run on the digits whose optimizer moves every parameter from the first step on."""
+    """Configuration on the digits whose optimizer moves every parameter from the first step."""
     config = base.get_config()
     config.update(
         dataset="digits",
@@ -67,7 +67,7 @@ def config(**changes):
 
 
 def start(module: str, *arguments: str, start_new_session: bool = False, **environ: str) -> subprocess.Popen:
-    """`python -m module` from the root of the repository, with fast compilation instead of fast programs.
+    """Start `python -m module` from the repository's root with fast compilation.
 
     It shares this process's compilation cache, and so leaves the user's alone.
     """
@@ -104,7 +104,7 @@ def flat(config, prefix=""):
 
 
 def free_port() -> int:
-    """A port below those that the system gives away by itself, which another process could be given meanwhile."""
+    """A port below the ephemeral range, so that no other process is assigned it."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 
 def equal_bits(a, b) -> bool:
-    """Whether two trees hold the same arrays, NaN for NaN and bit for bit."""
+    """True if two trees hold the same arrays bit for bit, NaN included."""
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

@@ -1,4 +1,4 @@
-"""Which clusters are recognised, and arrays on their way to devices and back."""
+"""Cluster detection, and transfer of arrays to devices and back."""
 
 import os
 

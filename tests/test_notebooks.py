@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last and show what they say."""
+"""The notebooks run from first to last cell with the results that they describe."""
 
 from pathlib import Path
 

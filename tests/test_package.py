@@ -1,4 +1,4 @@
-"""Contents of the wheel: the packages and data files that pyproject.toml selects."""
+"""Contents of the wheel and the sdist, as pyproject.toml and MANIFEST.in select them."""
 
 import fnmatch
 import pathlib
@@ -30,6 +30,11 @@ def _found_packages():
 
 def test_wheel_holds_the_library_alone():
     assert _found_packages() == {".".join(folder.parts) for folder in _folders(_LIBRARY)}
+
+
+def test_sdist_holds_no_tests():
+    # By default setuptools adds tests/test_*.py, without the helpers that they import.
+    assert "prune tests" in (_ROOT / "MANIFEST.in").read_text().splitlines()
 
 
 def test_every_folder_has_an_init_file():

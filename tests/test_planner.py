@@ -1,4 +1,4 @@
-"""The memory planner: exact where it says so, close to what XLA plans elsewhere, and its searches find the edge."""
+"""The memory planner: exact parts, agreement with XLA elsewhere, and its searches."""
 
 import dataclasses
 import math
@@ -104,7 +104,7 @@ def test_kept_chunks_count_until_all_are_kept():
 
 
 def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
-    """MiB that XLA plans for the gradients of ViT-B/32's towers in bf16 on an H200 (JAX 0.11.2)."""
+    """Expected MiB: XLA's plan for gradients of ViT-B/32's towers, bf16, H200 (JAX 0.11.2)."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
     model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
     for tower, planned in zip(towers(model), (14_304, 14_487), strict=True):
@@ -113,7 +113,7 @@ def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 69_684), ("ViT-L/14", 384, 85_666)])
 def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
-    """MiB that training steps in bf16 took on an H200, without the next batch (JAX 0.11.2)."""
+    """Expected MiB: measured bf16 steps on an H200 without the next batch (JAX 0.11.2)."""
     run = workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
     with jax.sharding.use_abstract_mesh(device_named("H200").mesh):
         plan = plan_memory(run)
@@ -253,7 +253,7 @@ def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expecte
 
 @pytest.mark.parametrize(("beside", "expected"), [(0, "none"), (0.5, "chunks"), (1.5, "streams"), (1e6, "all")])
 def test_residual_streams_are_kept_before_chunks_unless_all_fits(beside, expected):
-    """With memory beside that of a plan for so many times the residual streams."""
+    """Memory: that of the plan plus a multiple of the residual streams."""
     model = create_model("tiny", **{"vision.layers": 4, "text.layers": 4})
     run = workload(model=model, batch_size=4096, chunk_size=64)
     least, streams = (plan_memory(dataclasses.replace(run, keep_residual=kept)).total for kept in (False, True))

@@ -1,4 +1,4 @@
-"""The commands that a newcomer runs, with the results that the README promises. Minutes each."""
+"""Commands of a newcomer reach the results in the README; minutes each."""
 
 import json
 import os

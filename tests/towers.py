@@ -63,7 +63,7 @@ def batch_sharding(devices):
 
 
 def direct(encoders, loss_fn, chunk_size, devices=1):
-    """The jitted value and gradient without a cache: what the devices do side by side in one vmap."""
+    """Jitted value and gradient without a cache; vmap stands in for the devices."""
 
     def total(params, batch, rng):
         features = dict(batch)

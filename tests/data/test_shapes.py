@@ -38,7 +38,7 @@ def at_most_one(attributes, text):
 
 
 def meaning(caption):
-    """What a reader learns from a caption: the objects, and whichever other discrete attributes it mentions."""
+    """Objects and other discrete attributes that a caption mentions."""
     objects = list(zip(find_all(COLORS, caption), find_all(SHAPES, caption), strict=True))
     reversed_relations = [relation for phrase, relation in REVERSED.items() if phrase in caption]
     if reversed_relations:

@@ -86,7 +86,7 @@ def test_part_of_a_split(shapes_dir):
 
 
 def test_reading_needs_no_tensorflow_and_touches_no_accelerator(shapes_dir):
-    # Worker processes run this code; a worker that initialised JAX would take accelerator memory.
+    # Worker processes run this code; a worker that initialized JAX would take accelerator memory.
     code = f"""
 import sys
 from infcl_jax.data import ByteTokenizer, load_source, train_iterator
@@ -136,7 +136,7 @@ def test_labels_make_captions(tmp_path):
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P"])
 def test_images_become_rgb(tmp_path, mode):
     features = {"image": tfds.features.Image(), "caption": tfds.features.Text()}
-    gray = np.repeat(IMAGE[..., :1] // 51 * 51, 3, axis=2)  # colours of the standard palette
+    gray = np.repeat(IMAGE[..., :1] // 51 * 51, 3, axis=2)  # colors of the standard palette
     write_records(tmp_path, features, [{"image": png(gray, mode), "caption": "gray"}])
     np.testing.assert_array_equal(load_source("records", "train", tmp_path)[0]["image"], gray)
 

@@ -2,7 +2,7 @@ import collections
 
 import numpy as np
 import pytest
-from golden import torchvision_transforms as golden
+from golden import make_torchvision_transforms as golden
 from PIL import Image
 
 from infcl_jax.data import Augmentation
@@ -20,7 +20,7 @@ def rng(seed=0):
 
 
 def ramp(height, width):
-    """An image whose red channel is the row and whose green channel is the column."""
+    """Image with the row in the red channel, the column in the green."""
     rows, columns = np.mgrid[:height, :width]
     return np.stack([rows, columns, np.zeros_like(rows)], axis=2).astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""Features of a split: padding dropped, order by index, the same on any number of devices."""
+"""Features of a split: without padding, ordered, equal on any number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def make_params(rng):
 
 
 def make_batches(rng, sizes, rows, first_index=0):
-    """Batches of `rows` rows whose first `size` rows are samples; the padding holds values that would be noticed."""
+    """Batches of `rows` rows: `size` samples, then padding with conspicuous values."""
     batches = []
     for size in sizes:
         index = np.full(rows, 10**15, np.int64)

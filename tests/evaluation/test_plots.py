@@ -18,7 +18,7 @@ def pixels(path):
 
 
 def green(picture):
-    """Number of pixels in the colour of the frame (limegreen, 50 205 50)."""
+    """Number of pixels in the color of the frame (limegreen, 50 205 50)."""
     return int(np.sum(np.abs(picture - [50, 205, 50]).sum(axis=-1) < 20))
 
 

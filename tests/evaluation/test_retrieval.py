@@ -1,4 +1,4 @@
-"""Recall against a brute-force ranking, and what ties, NaN and repeated captions do to it."""
+"""Recall against a brute-force ranking, with ties, NaN and repeated captions."""
 
 import logging
 
@@ -47,7 +47,7 @@ def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, bloc
 @pytest.mark.parametrize("devices", [1, 8])
 def test_equals_brute_force_with_several_captions_an_image(devices):
     rng = np.random.default_rng(7)
-    # One to five captions an image, and the captions of an image are not neighbours.
+    # One to five captions an image, and the captions of an image are not neighbors.
     owner = rng.permutation(np.repeat(np.arange(41), rng.integers(1, 6, 41)))
     image, text = correlated(rng, 41, owner, noise=1.5)
     recall = retrieval_recall(image, text, data_mesh(jax.devices()[:devices]), ks=(1, 3), text_image=owner)
@@ -163,7 +163,7 @@ def test_recall_ceiling_is_the_best_recall(caption, owner):
 
 
 def recall_at_1(image, text, owner):
-    """R@1 in both directions, ties counted as misses."""
+    """R@1 in both directions; a tie is a miss."""
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (image, text)]
     similarity = unit[0] @ unit[1].T
     own = owner[None, :] == np.arange(len(image))[:, None]

@@ -1,4 +1,4 @@
-"""The suite against the same numbers from NumPy, on any number of devices, as far as configured."""
+"""The configured evaluations against NumPy, on any number of devices."""
 
 import jax
 import numpy as np

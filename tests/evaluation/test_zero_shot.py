@@ -35,7 +35,7 @@ def reference_embeddings(params, names):
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("batch_size", [1, 10, 512])
 @pytest.mark.parametrize("classes", [1, 7])
-def test_the_ensemble_is_the_normalised_mean_of_normalised_prompts(devices, batch_size, classes):
+def test_the_ensemble_is_the_normalized_mean_of_normalized_prompts(devices, batch_size, classes):
     params = np.random.default_rng(0).normal(size=(256, DIM)).astype(np.float32)
     names = ["cat", "dog", "red circle", "{x}", "owl", "ant", "emu"][:classes]
     mesh = data_mesh(jax.devices()[:devices])

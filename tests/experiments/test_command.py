@@ -1,4 +1,4 @@
-"""What the commands share; and the mistakes one can make, each reported in one line that says what to do."""
+"""Shared parts of the commands, and user errors in one line with advice."""
 
 import re
 

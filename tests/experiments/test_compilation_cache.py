@@ -1,4 +1,4 @@
-"""The compilation cache: on by default, whole entries only, and a folder for each kind of host."""
+"""The compilation cache: on by default, complete entries only, one folder per host type."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_
 
 @pytest.fixture
 def settings():
-    """JAX's settings of the cache, left as they were; nothing is too quickly compiled for it."""
+    """Restore JAX's cache settings afterwards; cache programs that compile fast, too."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_enable_compilation_cache", True)

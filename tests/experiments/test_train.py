@@ -1,4 +1,4 @@
-"""Whole runs as processes: killed, stopped, resumed, over two processes, and always the same losses."""
+"""Whole runs as processes: killed, stopped, resumed or distributed, with equal losses."""
 
 import itertools
 import json
@@ -32,13 +32,13 @@ def start(workdir, devices=DEVICES, **environ):
 
 
 def start_pair(workdir):
-    """The same run as two processes of two devices each."""
+    """Start one run as two processes of two devices each."""
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
     return [start(workdir, devices=2, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
 
 
 def finish(*processes):
-    """Waits for the end of all, and returns their exit statuses and what they wrote to stderr."""
+    """Wait for all processes; return their exit statuses and stderr."""
     try:
         outputs = [process.communicate(timeout=LIMIT) for process in processes]
     finally:
@@ -48,7 +48,7 @@ def finish(*processes):
 
 
 def stop(workdir, *processes, by):
-    """Sends the signal to the last of the processes once the first checkpoint is there."""
+    """Send the signal to the last process once the first checkpoint exists."""
     first, deadline = workdir / "checkpoints" / str(EVERY), time.monotonic() + LIMIT
     while not first.exists():
         assert time.monotonic() < deadline and processes[-1].poll() is None, finish(*processes)
@@ -61,14 +61,14 @@ def stop(workdir, *processes, by):
 
 
 def history(workdir):
-    """What the metrics say of training, and of evaluation, without the times."""
+    """Training and evaluation metrics without the times."""
     lines = read_metrics(workdir / METRICS_FILE)
     timeless = [{k: v for k, v in line.items() if k not in ("time", "examples_per_second")} for line in lines]
     return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
 
 def assert_close(got, expected):
-    """The same lines with the same names, and numbers that differ by rounding alone."""
+    """Assert equal steps and names, and values equal up to rounding."""
     assert [list(line) for line in got] == [list(line) for line in expected]
     for line, reference in zip(got, expected, strict=True):
         assert line["step"] == reference["step"]
@@ -101,7 +101,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
 
 
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
-    """With batches that are read twice; the other residencies are those of the step's tests."""
+    """Use residency "replay"; tests of the step cover the others."""
     cached = settings(**{"grad_cache.chunk_size": 12, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
     status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))
     assert (status, errors) == ([0], [""])
@@ -132,7 +132,7 @@ def test_a_killed_run_continues_as_if_nothing_had_been(uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_that_remembers_every_sample_continues_as_if_nothing_had_been(tmp_path):
-    """With temperatures of samples; after the kill on as many devices bit for bit, and on half of them but rounding."""
+    """Resume per-sample temperatures bit for bit; up to rounding on half the devices."""
     four, two = (runs.flags(settings(devices, loss="fastclip_v2")) for devices in (4, 2))
 
     def run(name, flags, **environ):
@@ -160,7 +160,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
 
 
 def test_ctrl_c_saves_as_well(tmp_path):
-    """The terminal sends it to the whole group of processes, so to those that read the data too."""
+    """The terminal sends SIGINT to the whole process group, so to data workers too."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits an ignored signal
     flags = runs.flags(settings(num_workers=1, total_steps=1000))
     process = runs.start(TRAIN, f"--workdir={tmp_path}", *flags, start_new_session=True)

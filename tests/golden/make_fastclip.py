@@ -1,4 +1,6 @@
-"""Writes fastclip.npz: temperatures of samples after every step of FastCLIP's own code on one process, in fp64.
+"""Write fastclip.npz: per-sample temperatures after every step of FastCLIP's code.
+
+It runs on one process in fp64.
 
     pip install torch numpy
     python tests/golden/make_fastclip.py PATH_TO_FAST_CLIP/src/fast_clip/loss.py

@@ -1,4 +1,6 @@
-"""Writes lamb.npz: parameters after 20 steps of timm's `Lamb`, in fp64, beside their start and gradients.
+"""Write lamb.npz: initial parameters, gradients and parameters after 20 steps of timm's `Lamb`.
+
+It runs in fp64.
 
     pip install torch timm numpy
     python tests/golden/make_lamb.py

@@ -1,4 +1,4 @@
-"""Every test of this folder runs once for each implementation that has kernels for the GPU at hand."""
+"""Parametrize every test of this folder over the GPU's fused implementations."""
 
 import pytest
 

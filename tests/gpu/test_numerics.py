@@ -1,4 +1,7 @@
-"""Losses and gradients of the fused kernels against NumPy in fp64, at sizes that make many tiles and odd remainders."""
+"""Losses and gradients of the fused kernels against NumPy in fp64.
+
+Sizes give many tiles and odd remainders.
+"""
 
 import functools
 
@@ -54,7 +57,7 @@ def test_clip_loss_matches_oracle(implementation, b, dim, dtype, kinds, scale):
 
 
 @pytest.mark.parametrize("norm", [0.1, 8.0])
-def test_features_that_are_not_normalised(implementation, norm):
+def test_features_that_are_not_normalized(implementation, norm):
     image, text = oracle.features("random", 1003, 1003, 512)
     image, text = (np.asarray(norm * a, BF16) for a in (image, text))
     loss, gradients = value_and_grad(implementation)(image, text, jnp.float32(50))
@@ -84,7 +87,7 @@ def test_all_local_gpus_agree_with_one(implementation, dtype):
 
 
 def weighted_lse(x, y, x_scale, y_scale, weights, labels, kept):
-    """Weighted sum of all results of `pairwise_lse` over the pairs that are kept, and its gradients, in fp64."""
+    """Weighted sum of `pairwise_lse`'s results over the unmasked pairs, with gradients, in fp64."""
     x, y = (np.asarray(a, np.float64) for a in (x, y))
     s, i = x @ y.T, np.arange(len(x))
     x_scale, y_scale = np.reshape(x_scale, (-1, 1)), np.reshape(y_scale, (1, -1))
@@ -114,7 +117,7 @@ def weighted_lse(x, y, x_scale, y_scale, weights, labels, kept):
     ],
 )
 def test_every_option_of_pairwise_lse(implementation, dtype, exclude, per_sample, columns):
-    """Rectangular, with labels anywhere, and masks of rows and columns where there are column sums."""
+    """Rectangular blocks, arbitrary labels, and masks of rows and columns."""
     bx, by, dim = 1003, 2101, 256
     rng = np.random.default_rng(3)
     x, y = oracle.features("random", bx, by, dim, dtype)

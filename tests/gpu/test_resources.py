@@ -1,4 +1,4 @@
-"""What the compiled kernels take: registers, and memory that does not grow with the pairs."""
+"""Registers and memory of the compiled kernels; memory does not grow with the pairs."""
 
 import functools
 import os

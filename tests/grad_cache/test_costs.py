@@ -1,4 +1,4 @@
-"""What gradient caching promises about memory, communication and work."""
+"""Memory, communication and FLOPs of gradient caching."""
 
 import collections
 import functools
@@ -18,7 +18,7 @@ from infcl_jax.grad_cache import DERIVED
 
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_keeping_everything_encodes_once(residency):
-    """Encodings per chunk, counted as they run."""
+    """Count encodings per chunk as they run."""
     calls = []
 
     def counted(params, chunk, rng):
@@ -37,7 +37,7 @@ def test_keeping_everything_encodes_once(residency):
 
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_what_is_kept_by_name_is_computed_once(residency):
-    """Of four chunks, one of which is kept whole."""
+    """Four chunks; one stores all activations."""
     calls = []
 
     def counted(chunk):
@@ -58,7 +58,7 @@ def test_what_is_kept_by_name_is_computed_once(residency):
 
 
 def test_rows_stay_on_their_devices():
-    """The only communication: one sum of the gradients after the loops, and what the loss does."""
+    """Communication is one gradient reduction after the loops, plus the loss's own."""
     sharding = batch_sharding(4)
     params, batch = place(mlp_params(), mlp_batch(32), "device", sharding)
 
@@ -76,7 +76,7 @@ def test_rows_stay_on_their_devices():
 
 
 def temporary_bytes(rows, chunk_size, keep=0, width=512):
-    """Of one compiled step whose hidden layer is the only large activation."""
+    """Temporary bytes of a compiled step with one large activation, the hidden layer."""
     f = cached(SEPARATE, lambda p, f: (f["image"] * f["text"]).sum() * p["log_scale"], chunk_size=chunk_size, keep=keep)
     batch = {name: jax.ShapeDtypeStruct((rows, 8), jnp.float32) for name in ("image", "text")}
     params = jax.eval_shape(lambda: mlp_params(width))
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_the_batch():
 
 
 def test_kept_activations_hold_no_weights():
-    """A chunk of one row keeps little more than a row of activations, not the weights it was multiplied with."""
+    """A chunk of one row stores about one row of activations, and no weights."""
     rows, width = 16, 8192
     grown = temporary_bytes(rows, 1, keep=rows, width=width) - temporary_bytes(rows, 1, keep=2, width=width)
     assert grown < 2 * rows * 6 * 4 * width  # the weights of one tower would be 24 such rows
@@ -113,7 +113,7 @@ def test_what_is_derived_from_parameters_alone_is_computed_once():
 
 
 def test_host_form_waits_for_room():
-    """Chunks are read when there is room for them, not all at once: in the pace at which they are computed."""
+    """Chunks are read as they are computed, not all at once."""
     times, alive = [], []
 
     def slow(params, chunk, rng):

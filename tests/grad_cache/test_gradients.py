@@ -104,7 +104,7 @@ def test_clip_with_dropout_and_patch_dropout(residency):
 )
 @pytest.mark.parametrize(("residency", "devices"), [("device", 4), ("host", 1), ("host", 4)])
 def test_kept_activations_change_nothing(residency, devices, kept):
-    """Of full chunks and of a smaller last one."""
+    """Full chunks and a smaller last one."""
     sharding = batch_sharding(devices)
     args = (*place(mlp_params(), mlp_batch(28), residency, sharding), RNG)
     results = [

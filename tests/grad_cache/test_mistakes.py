@@ -1,4 +1,4 @@
-"""What does not fit is an error that says so."""
+"""Mismatched arguments raise errors that name them."""
 
 import jax
 import jax.numpy as jnp

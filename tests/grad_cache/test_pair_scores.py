@@ -1,4 +1,4 @@
-"""Scores of a small network over pairs, tile by tile, against all of them in float64."""
+"""Tiled log-sum-exp of a small network's pair scores, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def pair_case(dtype):
 
 
 def pair_gradients(pairs, dtype, labels):
-    """A loss with another weight for every result, and its gradients over the network and both sides."""
+    """Gradients over network and both sides of a loss that weights every result differently."""
     row, col, positive = (jnp.asarray(w, dtype) for w in np.random.default_rng(1).normal(size=(3, 50)))
 
     def loss(params, x, y):

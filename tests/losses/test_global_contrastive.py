@@ -1,4 +1,4 @@
-"""Every variant against the published formulas in fp64, what it has in common with CLIP, and its state."""
+"""Every variant against the published formulas in fp64, against CLIP, and its state."""
 
 import functools
 import re
@@ -54,7 +54,7 @@ def fresh(variant, devices=1, temperature=0.07):
 
 
 def batches():
-    """Sixteen batches over four epochs, each of which leaves out other samples."""
+    """Sixteen batches over four epochs; each epoch leaves out other samples."""
     rng = np.random.default_rng(0)
     for epoch in range(EPOCHS):
         order = rng.permutation(SAMPLES)
@@ -293,7 +293,7 @@ def test_gamma_of_zero_is_finite_at_the_highest_scale(kind):
 
 
 def lowered(variant, samples, devices=8):
-    """The compiled loss and its gradients for a state that is given away, and the state's shapes."""
+    """Compiled loss and gradients with donated state, and the state's shapes."""
     mesh = oracle.mesh_of(devices)
     state = jax.eval_shape(lambda: create_samples(samples, temperature=0.07 if own_temperatures(variant) else None))
     rows = jax.NamedSharding(mesh, P("data"))

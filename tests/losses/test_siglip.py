@@ -10,7 +10,7 @@ from infcl_jax import siglip_loss
 
 
 def siglip(image, text, scale, bias):
-    """Loss and gradients over features, scale and bias in NumPy fp64 (Zhai et al., eq. 1)."""
+    """Loss and gradients in NumPy fp64 (Zhai et al., eq. 1)."""
     x, y = np.asarray(image, np.float64), np.asarray(text, np.float64)
     s, b = x @ y.T, len(x)
     z = 2 * np.eye(b) - 1

@@ -32,7 +32,7 @@ def pairs(n=4):
 
 @functools.cache
 def variables():
-    """Random values for every parameter but the initial scale and bias; faster than compiling `init`."""
+    """Random parameters except initial scale and bias; faster than compiling `init`."""
     model, rng = small(init_logit_bias=-10.0), np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), *pairs())["params"]
     towers = {name: shapes[name] for name in ("visual", "text")}
@@ -105,13 +105,13 @@ def test_feature_dtype_is_independent_of_the_compute_dtype():
     assert not np.array_equal(features, features.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_uint8_images_are_normalised_inside():
+def test_uint8_images_are_normalized_inside():
     image, _ = pairs()
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
     encode = functools.partial(small(image_mean=mean, image_std=std).apply, method="encode_image")
-    normalised = ((image / 255.0 - np.array(mean)) / np.array(std)).astype(np.float32)
-    np.testing.assert_allclose(jax.jit(encode)(variables(), image), jax.jit(encode)(variables(), normalised), atol=1e-5)
-    np.testing.assert_allclose(normalize_image(jnp.asarray(image), mean, std), normalised, rtol=1e-5, atol=1e-6)
+    normalized = ((image / 255.0 - np.array(mean)) / np.array(std)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(encode)(variables(), image), jax.jit(encode)(variables(), normalized), atol=1e-5)
+    np.testing.assert_allclose(normalize_image(jnp.asarray(image), mean, std), normalized, rtol=1e-5, atol=1e-6)
 
 
 def test_l2_normalize_is_safe_at_zero():
@@ -177,7 +177,7 @@ def test_bad_inputs_are_refused_when_traced(method, shape, dtype, message):
 
 
 def test_data_parallel_encoding_needs_no_communication():
-    """Pooling, token lookup and patch dropout all stay within a device when the batch is sharded."""
+    """Pooling, token lookup and patch dropout need no communication on sharded batches."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.sharding.NamedSharding(mesh, jax.P("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())

@@ -1,4 +1,4 @@
-"""The residual image tower: its size, its normalisation and pooling, and training with running statistics."""
+"""The residual image tower: size, normalization, pooling and running statistics."""
 
 import functools
 
@@ -54,7 +54,7 @@ def test_a_residual_block_starts_as_its_shortcut_and_the_tower_shrinks_by_32():
     np.testing.assert_array_equal(out["layer2_1"], out["layer2_0"])  # its last scale is zero, its input not negative
 
 
-def test_batch_norm_normalises_and_remembers():
+def test_batch_norm_normalizes_and_remembers():
     module, x = BatchNorm("float32"), images() * 3 + 1
     start = module.init(jax.random.key(0), x, train=False)
     out, changed = module.apply(start, x, train=True, mutable=["batch_stats"])
@@ -80,7 +80,7 @@ def test_attention_pool_equals_numpy():
 
 
 class Encoder(nn.Module):
-    """The least dual encoder with batch normalisation; it compiles in no time."""
+    """The least dual encoder with batch normalization; it compiles in no time."""
 
     def setup(self):
         self.norm, self.visual, self.text = BatchNorm("float32"), nn.Dense(8), nn.Embed(259, 8)
@@ -121,7 +121,7 @@ def assert_close(one, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
 
 
-def test_training_normalises_by_the_global_batch():
+def test_training_normalizes_by_the_global_batch():
     one = step(1)
     assert_close(step(4), one)
     assert_close(one[2], moved(runs.batch(16)["image"]))

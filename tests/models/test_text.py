@@ -28,7 +28,7 @@ def captions(n=4, end=5, seed=0):
 
 
 def random_variables(module, *inputs):
-    """Random values for every parameter, also those that start at zero or one; faster than compiling `init`."""
+    """Random values for every parameter, constants included; faster than compiling `init`."""
     rng, shapes = np.random.default_rng(0), jax.eval_shape(module.init, jax.random.key(0), *inputs)
     return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
@@ -76,7 +76,10 @@ def test_a_token_outside_the_vocabulary_is_loud(token):
 
 
 def test_embedding_gradients_sum_in_float32():
-    """1024 equal captions give 1024 times one caption's gradient; a bfloat16 sum stalls after 256 equal terms."""
+    """1024 equal captions give 1024 times the gradient of one.
+
+    A bfloat16 sum stalls after 256 equal terms.
+    """
 
     @jax.jit
     def gradient(tokens):

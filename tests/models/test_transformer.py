@@ -1,4 +1,4 @@
-"""The blocks that both towers share: attention, LayerNorm, remat, initialisation, configuration."""
+"""The blocks that both towers share: attention, LayerNorm, remat, initialization, configuration."""
 
 import functools
 
@@ -24,7 +24,7 @@ def normal(seed, *shape):
 
 
 def random_variables(module, *inputs):
-    """Random values for every parameter, also those that start at zero or one; faster than compiling `init`."""
+    """Random values for every parameter, constants included; faster than compiling `init`."""
     rng, shapes = np.random.default_rng(0), jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs))
     return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
@@ -62,7 +62,7 @@ def plain_transformer(params, x, causal):
     ],
 )
 def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, remat, packed):
-    """Values and all gradients, of all tokens or of one of each sequence, from one product or three."""
+    """Values and gradients of all tokens or one, with one or three QKV GEMMs."""
     monkeypatch.setattr(transformer, "takes_packed", lambda *_: packed)
     model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat))
     x, weight = normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
@@ -152,7 +152,10 @@ def test_remat_recomputes_what_its_policy_says():
 
 
 def test_from_its_residual_stream_a_model_is_recomputed_with_fewer_products():
-    """The two of each layer that lead into it are missing; where each layer has a remat, nothing is computed thrice."""
+    """The two GEMMs per layer that produce the residual stream are not recomputed.
+
+    With remat in each layer, nothing is computed three times.
+    """
     assert _products(None, ()) - _products(None, (RESIDUAL,)) == 2 * config().layers
     assert _products("full", (RESIDUAL,)) <= _products("full") < _products("full", ())
 
@@ -183,7 +186,7 @@ def test_initial_weights_have_the_papers_scales():
 
 
 def test_attention_parameters_split_by_query_key_value():
-    """Zero value columns of `in_proj` leave the bias of `out_proj` alone, whatever queries and keys are."""
+    """With zero value columns of `in_proj`, only the bias of `out_proj` remains."""
     module, x = SelfAttention(config(), T), normal(0, B * T, WIDTH)
     variables = random_variables(module, x)
     kernel = variables["params"]["in_proj"]["kernel"].at[:, 2 * WIDTH :].set(0.0)

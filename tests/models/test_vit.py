@@ -23,7 +23,7 @@ def images(n=3, seed=0):
 
 
 def random_variables(module, *inputs):
-    """Random values for every parameter, also those that start at zero or one; faster than compiling `init`."""
+    """Random values for every parameter, constants included; faster than compiling `init`."""
     rng, shapes = np.random.default_rng(0), jax.eval_shape(module.init, jax.random.key(0), *inputs)
     return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
@@ -62,7 +62,7 @@ def test_pools_differ_and_share_parameters():
 
 
 def test_average_pooling_leaves_the_class_token_out():
-    """Without blocks that mix tokens (zero output projections), the class embedding cannot reach the features."""
+    """With zero output projections, the class embedding cannot reach the features."""
     silent = jax.tree.map(lambda p: p, variables())
     for block in silent["params"]["transformer"].values():
         block["attn"]["out_proj"]["kernel"] *= 0.0

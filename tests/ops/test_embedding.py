@@ -1,4 +1,4 @@
-"""The embedding of tokens: gradients in float32, in a fixed order, on any number of devices."""
+"""Token embedding: deterministic float32 gradients on any number of devices."""
 
 import functools
 
@@ -16,7 +16,10 @@ COUNT, WIDTH = 40, 8
 
 
 def ids_with_repeats(n):
-    """Half of them are one id, so that it fills whole blocks; one id occurs once; 39 never; 41 is outside."""
+    """Ids: half are 7 and fill whole blocks.
+
+    38 occurs once, 39 never, and 41 is out of range.
+    """
     rng = np.random.default_rng(0)
     ids = np.where(rng.random(n) < 0.5, 7, rng.integers(0, 38, n)).astype(np.int32)
     ids[0], ids[-1] = 38, 41

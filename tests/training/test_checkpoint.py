@@ -1,4 +1,4 @@
-"""Checkpoints bit for bit, on other devices, after crashes; and what a work directory must be."""
+"""Checkpoints: bit for bit, on other devices, after crashes; requirements of work directories."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ class Towers(nn.Module):
 
 
 class Data:
-    """An iterator reduced to its position; it refuses positions of another seed, as the real one does."""
+    """Iterator reduced to its position; refuses positions of another seed."""
 
     def __init__(self, position=0, seed=0):
         self.position, self.seed = position, seed
@@ -69,7 +69,7 @@ def contents(state):
 
 
 def save(workdir, steps, **options):
-    """Checkpoints of each of `steps`, by a run that keeps its data position at ten times the step."""
+    """Save checkpoints of `steps` with a data position of ten times the step."""
     with Checkpointer(workdir, **options) as checkpoints:
         for step in steps:
             checkpoints.save(step, state_of(steps=step), Data(10 * step))

@@ -1,4 +1,4 @@
-"""Frozen towers: they stay bit for bit, cost no gradient and no optimizer state, and everything else is trained."""
+"""Frozen towers: unchanged bits, no gradient, no optimizer state; the rest is trained."""
 
 import functools
 
@@ -93,7 +93,7 @@ def test_there_are_no_moments_of_what_is_frozen():
 
 @pytest.mark.parametrize("cache", [NO_CACHE, CHUNKS], ids=str)
 def test_no_gradient_of_it_is_computed(cache):
-    """Counted in matrix products: a frozen tower has a third of a trained one's, when nothing is computed twice."""
+    """A frozen tower takes a third of a trained one's GEMMs without recomputation."""
 
     def products(*frozen):
         step, batch = stepper(**cache), shard_batch(oracle.mesh_of(DEVICES), runs.batch(BATCH))

@@ -1,4 +1,4 @@
-"""Training with losses that remember every sample: any devices, gradient caching, resumed, and gamma's schedule."""
+"""Training with sample state: devices, gradient caching, resuming and gamma's schedule."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ SAMPLES, BATCH = 40, 16
 
 
 class Linear(nn.Module):
-    """The least dual encoder with the methods of a real one; it compiles in no time."""
+    """Smallest dual encoder with a real one's methods; it compiles fast."""
 
     def setup(self):
         self.visual, self.text = nn.Dense(8), nn.Embed(259, 8)
@@ -90,7 +90,7 @@ def train(variant, state, numbers, devices=1, **cache):
 
 @pytest.fixture(scope="module", params=["fastclip_v2", "fastclip_v3"])
 def reference(request):
-    """A variant, and its losses and state after four steps, which are two epochs, on one device."""
+    """A variant, and its losses and state after two epochs on one device."""
     losses, state = train(request.param, initial(request.param), range(4))
     return request.param, losses, jax.device_get((state.params, state.samples))
 
@@ -115,7 +115,7 @@ def test_steps_depend_on_neither_devices_nor_caching(reference, devices, cache):
 
 @pytest.mark.parametrize("devices", [4, 2])
 def test_a_resumed_run_repeats_the_losses(reference, devices, tmp_path):
-    """Bit for bit on as many devices, up to the order of sums on half of them."""
+    """Bit for bit on the same devices, up to rounding on half."""
     variant, *_ = reference
     with Checkpointer(tmp_path) as checkpoints:
         _, state = train(variant, initial(variant, 4), range(2), 4)

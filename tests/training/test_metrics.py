@@ -141,7 +141,7 @@ def test_tensorboard_gets_the_same_scalars(tmp_path):
 
 
 def tensorboard_scalars(path):
-    """Reads an event file: records of length (8 bytes), checksum (4), an Event message, checksum (4)."""
+    """Read an event file: records of length (8 bytes), checksum (4), Event, checksum (4)."""
     from tensorboardX.proto import event_pb2
 
     data, scalars = path.read_bytes(), []

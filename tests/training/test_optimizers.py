@@ -72,7 +72,10 @@ TOTAL = 10
 
 
 def direction(config, memory, t, g, p):
-    """The update of step t by the optimizer's paper, without decay and rate, in fp64; `memory` is changed."""
+    """Update of step t by the optimizer's paper in fp64, without decay and rate.
+
+    Updates `memory`.
+    """
     first, second = memory.get("first", np.zeros_like(g)), memory.get("second", np.zeros_like(g))
     beta1, beta2 = config.beta1, config.beta2
     if config.name in ("adamw", "lamb"):
@@ -178,7 +181,7 @@ def test_the_momentum_of_adafactor_stays_bf16():
 
 
 def test_lamb_is_that_of_timm():
-    """Twenty steps, among them those of a zero bias, of a gain and of the logit scale; see golden/make_lamb.py."""
+    """Twenty steps with a zero bias, a gain and a logit scale (golden/make_lamb.py)."""
     with np.load(Path(__file__).parents[1] / "golden" / "lamb.npz") as file:
         golden = dict(file)
     start, gradients, expected = (
@@ -211,7 +214,7 @@ def test_rules_that_do_not_fit_the_parameters_are_refused(rules):
 
 @pytest.mark.parametrize(("schedule", "rates"), [("constant", (1, 1)), ("cosine", (1, 0.5)), ("threshold", (1 / 3, 1))])
 def test_the_temperature_has_a_rate_of_its_own(schedule, rates):
-    """Plain gradient descent from a temperature below 0.03 that the first step leaves, looked at again half way."""
+    """Gradient descent from a temperature below 0.03, which the first step leaves."""
     config = OptimizerConfig(
         name="sgd", beta1=0.0, warmup_steps=5, temperature_learning_rate=0.3, temperature_schedule=schedule
     )

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C are noticed once, a second one is not caught, and afterwards everything is as before."""
+"""SIGTERM and Ctrl-C are caught once; previous handlers return on exit."""
 
 import os
 import signal

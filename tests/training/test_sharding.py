@@ -1,4 +1,4 @@
-"""A state that is sharded over the devices: the same training in a share of the memory."""
+"""Sharded training state: the same training in a fraction of the memory."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A fresh state: the same on any number of devices, whole on each of them."""
+"""Initial state: equal on any number of devices and replicated on each."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A training step: the same on any number of devices and by any implementation, repeatable, and loud about NaN."""
+"""The training step: equal for any devices and implementation, deterministic, refuses NaN."""
 
 import re
 
@@ -25,7 +25,7 @@ LOG_MAX = np.float32(np.log(100.0))
 
 
 class Linear(nn.Module):
-    """The least dual encoder with every parameter of a real one; it compiles in no time."""
+    """Smallest dual encoder with every parameter of a real one; it compiles fast."""
 
     init_logit_scale: float = 2.0
     init_logit_bias: float | None = -3.0
@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
 
 def fresh(model):
-    """A state on the host; plain gradient descent, so that equal updates mean equal gradients."""
+    """State on the host with plain gradient descent: equal updates mean equal gradients."""
     return jax.device_get(create_state(model, optax.sgd(RATE), runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1)))
 
 
@@ -166,7 +166,7 @@ def dropout():
 
 @pytest.fixture(scope="module")
 def dropout_step(dropout):
-    """`step number -> (state, metrics)` of a model with every kind of dropout, on eight devices."""
+    """`step number -> (state, metrics)` of a model with all dropout, on eight devices."""
     take = stepper(8)
     return lambda number: take(dropout.replace(step=np.asarray(number, dropout.step.dtype)))
 

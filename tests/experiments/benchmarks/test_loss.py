@@ -1,4 +1,4 @@
-"""The loss benchmark: its records, table and picture, what it calls exact, and that it times every call."""
+"""The loss benchmark: records, table, plot, float64 reference and number of timed calls."""
 
 import json
 import re

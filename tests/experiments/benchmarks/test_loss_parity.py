@@ -1,4 +1,4 @@
-"""The comparison of training curves: every strategy as itself, and the same losses from all."""
+"""Training curves: every implementation runs, and all give the same losses."""
 
 import json
 

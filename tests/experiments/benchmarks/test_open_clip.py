@@ -1,4 +1,4 @@
-"""OpenCLIP's benchmark, as far as it goes without OpenCLIP, which the project does not install."""
+"""OpenCLIP's benchmark, up to the calls that need OpenCLIP installed."""
 
 import importlib.util
 import re

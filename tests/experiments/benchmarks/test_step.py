@@ -1,4 +1,4 @@
-"""The step benchmark: what it counts, that it times what it says, its records, table and picture, and its mistakes."""
+"""The step benchmark: FLOPs, timed calls, records, table, plot and errors."""
 
 import contextlib
 import dataclasses
@@ -54,7 +54,7 @@ def settings(*batch, cache=NO_CACHE, **changes):
 
 @contextlib.contextmanager
 def no_timing(fail_at=None):
-    """Calls everything twice, as a state that is given away must allow, and says it took a hundredth of a second.
+    """Replace timing: call everything twice, as donated state requires, and report 10 ms.
 
     Yields what the second calls returned, on the host. Memory runs out at the program of that name.
     """
@@ -234,7 +234,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_operations_are_those_that_xla_counts(shape):
-    """XLA also counts what is no matrix product: LayerNorm, softmax, activations; here 1.7 to 5 %."""
+    """XLA also counts LayerNorm, softmax and activations: 1.7 to 5 % here."""
     name, changes = SHAPES[shape]
     config, rows = model_config(name, **changes), 4
     size, context = config.vision.image_size, config.text.context_length

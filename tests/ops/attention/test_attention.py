@@ -75,7 +75,7 @@ def test_attention_from_one_position_is_that_row(causal, padding):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [T, T + 1])
 def test_cudnn_goes_to_the_fused_kernel_with_the_same_meaning(monkeypatch, causal, length):
-    """The kernel itself needs a GPU; JAX's XLA attention, which follows the same contract, stands in for it."""
+    """JAX's XLA attention, which has the same contract, replaces the GPU kernel."""
     seen = []
 
     def stand_in(query, key, value, *, implementation, **options):

@@ -1,4 +1,7 @@
-"""Attention's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
+"""Attention's Hopper kernels in the CPU interpreter and lowered for CUDA.
+
+One test needs a Hopper GPU.
+"""
 
 import functools
 import types
@@ -183,7 +186,7 @@ def test_what_the_kernels_do_not_take_is_said(mesh, shape, dtype, message):
 
 
 def test_a_sharded_batch_has_kernels_for_its_own_sequences():
-    """Where the backward pass is traced outside the mesh too, as in a training step; positions are not padded."""
+    """Trace the backward pass outside the mesh, as a training step does; no padding."""
     config = TransformerConfig(width=192, layers=1, heads=3, dtype="bfloat16")
     model, mesh = Transformer(config), described(data=8)
     x = jax.ShapeDtypeStruct((64, 77, 192), BF16)

@@ -1,4 +1,7 @@
-"""Hopper kernels of biased activations in the interpreter, and lowered for CUDA. One test needs such a GPU."""
+"""Hopper kernels of biased activations in the CPU interpreter and lowered for CUDA.
+
+One test needs a Hopper GPU.
+"""
 
 import functools
 import math
@@ -69,7 +72,7 @@ def test_kernels_match_float64(capsys, rows, width, dtype, name):
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
 def test_any_tiling(capsys, tiling):
-    """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
+    """One tile, fewer tiles than pipeline stages, and an overlapping last tile."""
     x, bias, dy = arrays = given(23, 256, BF16)
     how = {"name": "gelu", "sm_count": 2, "tiling": tiling}
     with interpreted(capsys):

@@ -1,4 +1,7 @@
-"""LayerNorm's Hopper kernels on the CPU in the interpreter, and lowered for CUDA. One test needs such a GPU."""
+"""LayerNorm's Hopper kernels in the CPU interpreter and lowered for CUDA.
+
+One test needs a Hopper GPU.
+"""
 
 import functools
 
@@ -31,7 +34,7 @@ def given(rows, width, dtype, result):
 
 
 def expected(x, scale, bias, dy, dx_residual):
-    """The result and the gradients of argument, scale, bias and a vector in the argument, in float64."""
+    """Result and gradients over argument, scale, bias and added vector, in float64."""
     x, scale, bias, dy, dx_residual = (np.asarray(a, np.float64) for a in (x, scale, bias, dy, dx_residual))
     inverse = 1 / np.sqrt(x.var(1, keepdims=True) + EPSILON)
     normal, dx_hat = (x - x.mean(1, keepdims=True)) * inverse, dy * scale
@@ -92,7 +95,7 @@ def test_few_rows_are_left_to_xla(rows):
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
 def test_any_tiling(capsys, tiling):
-    """Programs with one tile, with fewer than there are stages, and with a last one that overlaps."""
+    """One tile, fewer tiles than pipeline stages, and an overlapping last tile."""
     x, scale, bias, dy, dx_residual = arrays = given(45, 128, FP32, FP32)
     with interpreted(capsys):
         y, *saved = pallas_mosaic_gpu.forward(x, scale, bias, dtype=FP32, epsilon=EPSILON, sm_count=2, tiling=tiling)
@@ -148,7 +151,7 @@ def test_best_normalization(shape, dtype, mesh, best):
 
 
 def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
-    """Where the backward pass is traced outside the mesh too, as in a training step."""
+    """Trace the backward pass outside the mesh, as a training step does."""
     config = TransformerConfig(width=256, layers=1, heads=4, attention="xla", dtype="bfloat16")
     block, mesh = TransformerBlock(config, 16), described(data=8)
     x = jax.ShapeDtypeStruct((64 * 16, 256), jnp.bfloat16)

@@ -15,7 +15,7 @@ from infcl_jax.ops.pairwise_lse import available_implementations, dense, xla_chu
 from infcl_jax.ops.pairwise_lse.base import Block, NeedsGrad
 
 OPTIONS = [
-    {"positives": positives, "scales": scales, "masked": special, "labelled": special != (positives == "exclude")}
+    {"positives": positives, "scales": scales, "masked": special, "labeled": special != (positives == "exclude")}
     for positives, scales, special in itertools.product(
         ("include", "exclude"), ("shared", "two", "per_sample", "rows_only"), (False, True)
     )
@@ -31,7 +31,7 @@ def weighted_sum(result, weights):
 def case(options, devices, bx, by, dim=19):
     rng = np.random.default_rng(3)
     x, y = oracle.features("random", bx * devices, by * devices, dim, np.float64)
-    local = rng.integers(0, by, bx * devices) if options["labelled"] else np.tile(np.arange(bx), devices)
+    local = rng.integers(0, by, bx * devices) if options["labeled"] else np.tile(np.arange(bx), devices)
     x_mask = y_mask = None
     if options["masked"]:
         x_mask, y_mask = rng.random(bx * devices) < 0.7, rng.random(by * devices) < 0.7

@@ -150,14 +150,14 @@ def assert_sums(block, sums, expected_sums):
         assert oracle.relative_error(np.asarray(got)[keep], want[keep]) <= 1e-6
 
 
-def assert_gradients(block, gradient, want, *, needs_grad=EVERYTHING, cancelling=0.0):
+def assert_gradients(block, gradient, want, *, needs_grad=EVERYTHING, canceling=0.0):
     for name, got in gradient._asdict().items():
         if not getattr(needs_grad, name) or name not in want:
             assert got is None
             continue
         exact = block.x.dtype == jnp.float32 or getattr(block, name).shape == (block.x.shape[0],)
         bound = (1e-5 if exact else 1e-2) * np.linalg.norm(want[name])
-        assert oracle.absolute_error(got, want[name]) <= max(bound, cancelling)
+        assert oracle.absolute_error(got, want[name]) <= max(bound, canceling)
 
 
 def check(backend, block, *, loss=False, exclude=False, columns=True, needs_grad=EVERYTHING, dtype=jnp.float32):
@@ -166,7 +166,7 @@ def check(backend, block, *, loss=False, exclude=False, columns=True, needs_grad
     expected_sums, want = expected(block, weights, exclude, columns)
     assert_sums(block, sums, expected_sums)
     rounding = float(jnp.finfo(block.x.dtype).eps) * float(np.max(block.x_scale)) / np.sqrt(block.x.shape[0])
-    assert_gradients(block, gradient, want, needs_grad=needs_grad, cancelling=rounding * loss)
+    assert_gradients(block, gradient, want, needs_grad=needs_grad, canceling=rounding * loss)
 
 
 @pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)

@@ -210,7 +210,7 @@ def check_weights(
 ):
     """Checks dS and moments against float64.
 
-    `rounding` is the error of bf16 relative to round-to-nearest; the interpreter rounds towards zero.
+    `rounding` is the error of bf16 relative to round-to-nearest; the interpreter rounds toward zero.
     """
     operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
     z_row, z_column, positive = expected(operands, s, exclude)

@@ -1,8 +1,8 @@
-"""Golden outputs of torchvision's transforms, and the inputs that the tests share with them.
+"""Write torchvision_transforms.npz: outputs of torchvision's transforms. Tests share the inputs.
 
-    python tests/golden/torchvision_transforms.py
+    python tests/golden/make_torchvision_transforms.py
 
-Needs torchvision and the project's version of Pillow. The stored file is from torchvision 0.28.0 and Pillow 13.0.0.
+Needs torchvision and the project's version of Pillow. Written with torchvision 0.28.0 and Pillow 13.0.0.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-PATH = Path(__file__).with_suffix(".npz")
+PATH = Path(__file__).with_name("torchvision_transforms.npz")
 
 # Height and width in pixels: landscape, portrait, square, narrow, smaller and larger than the output.
 SHAPES = (
@@ -48,7 +48,7 @@ POINTS = 65  # of each stored distribution function
 
 
 def noise(height: int, width: int) -> np.ndarray:
-    """White noise, uint8 [height, width, 3], from the bit stream of PCG64, which NumPy guarantees."""
+    """White noise, uint8 [height, width, 3], from the reproducible bit stream of PCG64."""
     count = height * width * 3
     words = np.random.PCG64(height * 10_000 + width).random_raw(-(-count // 8)).astype("<u8")
     return words.view(np.uint8)[:count].reshape(height, width, 3)
@@ -66,18 +66,18 @@ def digest(image: np.ndarray) -> str:
 
 
 def box_statistics(boxes: np.ndarray) -> np.ndarray:
-    """Area, width, top and left of boxes (top, left, height, width): int [4, n] from [n, 4]."""
+    """Area, width, top, left [4, n] of boxes [n, 4] (top, left, height, width)."""
     top, left, height, width = np.asarray(boxes).T
     return np.stack([height * width, width, top, left])
 
 
 def distribution(values: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Empirical distribution functions: the share of `values` [4, n] up to each of `points` [4, p]."""
+    """Empirical distribution functions of `values` [4, n] at `points` [4, p]."""
     return np.stack([(row[None, :] <= at[:, None]).mean(axis=1) for row, at in zip(values, points, strict=True)])
 
 
 def main() -> None:
-    """Runs torchvision and writes the golden file."""
+    """Run torchvision and write the golden file."""
     import torch
     from PIL import Image
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, RandomResizedCrop, Resize

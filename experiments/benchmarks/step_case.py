@@ -283,7 +283,8 @@ class Case:
             return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, bias), inputs)[0]
 
         scale = replicate(self.mesh, np.float32(1 / 0.07))
-        bias = self.settings.model_config.init_logit_bias
+        init_bias = self.settings.model_config.init_logit_bias
+        bias = None if init_bias is None else jnp.float32(init_bias)
         inputs = loss_inputs(self.loss_fn, train.state, train.batch)
         return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, inputs)
 

@@ -76,7 +76,7 @@ class Loss(abc.ABC):
         return cls(name=name, mesh=mesh, implementation=implementation)
 
     @abc.abstractmethod
-    def __call__(self, output: "CLIPOutput", **inputs: Array) -> LossOutput:
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss.
 
         Args:
@@ -93,6 +93,7 @@ class Loss(abc.ABC):
           init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
         """
         del num_samples, init_logit_scale
+        return None
 
     def write(self, samples: SampleState, index: Array, rows: SampleState) -> SampleState:
         """Write the rows of a batch into the sample state.

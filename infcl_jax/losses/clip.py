@@ -86,7 +86,7 @@ def _loss(implementation: str | None, axis_name: AxisName | None, sharded: Any, 
 class ClipLoss(Loss):
     """`clip_loss` as a training loss."""
 
-    def __call__(self, output: "CLIPOutput", **inputs: Array) -> LossOutput:
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""
         image, text, scale, _ = output
         return LossOutput(clip_loss(image, text, scale, mesh=self.mesh, implementation=self.implementation))

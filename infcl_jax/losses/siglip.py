@@ -178,7 +178,7 @@ class SiglipLoss(Loss):
 
     implementations: ClassVar[tuple[str, ...]] = tuple(_STRIP_ROWS)
 
-    def __call__(self, output: "CLIPOutput", **inputs: Array) -> LossOutput:
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch.
 
         Raises:

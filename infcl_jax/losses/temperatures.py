@@ -15,7 +15,7 @@ _RANGE = (0.01, 1.0)
 
 
 class Terms(NamedTuple):
-    """Terms of the loss, `[b/n, 2]`: column 0 of the images, column 1 of the texts.
+    """Terms of the loss, `[b/n, 2]`: images in column 0, texts in column 1.
 
     Attributes:
       tau: temperatures t.

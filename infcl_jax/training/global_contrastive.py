@@ -136,7 +136,7 @@ class GlobalContrastive(Loss):
         temperature = math.exp(-init_logit_scale) if self.variant.per_sample else None
         return create_samples(num_samples, temperature=temperature, mesh=self.mesh)
 
-    def __call__(self, output: CLIPOutput, **inputs: jax.Array) -> LossOutput:
+    def __call__(self, output: CLIPOutput, **inputs: Any) -> LossOutput:
         """Compute the loss and the new sample state of the batch, see `Loss`."""
         epoch = inputs["step"] // self.steps_per_epoch
         value, rows = global_contrastive_loss(

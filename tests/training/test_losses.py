@@ -1,4 +1,4 @@
-"""The table of training losses, and the data source that the parts of a run share."""
+"""Table of the training losses, and the data source of a run."""
 
 import jax
 import numpy as np

@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def scaled(self) -> bool:
-        """True if each term is multiplied by its temperature: c = t, else c = 1."""
+        """True for c = t, False for c = 1."""
         return self.variant.scaled if self.published else self.variant.scaled_in_code
 
     def check_call(self, state: SampleState, logit_scale: Any, epoch: Any) -> None:

@@ -79,12 +79,12 @@ def sample_source(config: ConfigDict) -> Source | None:
     Raises:
       ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
     """
-    return training_source(config) if loss_class(config.loss).inputs else None
+    return training_source(config) if "samples" in loss_class(config.loss).inputs else None
 
 
 def _num_samples(config: ConfigDict, source: Source | None) -> int:
     """Count the samples of a loss with sample state; 0 for other losses."""
-    if not loss_class(config.loss).inputs:
+    if "samples" not in loss_class(config.loss).inputs:
         return 0
     if source is None:
         raise ValueError(f"expected a source with loss {config.loss!r}, got None; pass training_source(config)")

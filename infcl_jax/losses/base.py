@@ -43,7 +43,7 @@ class Loss(abc.ABC):
       name: key of the loss in `infcl_jax.training.LOSSES`.
       mesh: devices over which the batch and the sample state are sharded; None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
-      inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none for others.
+      inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
       implementations: implementations that the loss supports.
       workspace: loss whose workspace the memory planner takes; None: this one.
 

@@ -126,7 +126,7 @@ def make_train_step(
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
-    if loss_fn.inputs and cache.residency == "replay":
+    if "index" in loss_fn.inputs and cache.residency == "replay":
         raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.name}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 

@@ -77,7 +77,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     suite = run.evaluation_suite(config, mesh)
-    state = run.initial_state(config, mesh)
+    state = run.initial_state(config, mesh, run.sample_source(config))
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:

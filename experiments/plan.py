@@ -71,8 +71,9 @@ def planned(config: ConfigDict) -> tuple[Workload, int | None]:
     else:
         count = _COUNT.value or command.start_devices(config).size
         memory = memory or memory_at_hand()
-    config = run.with_most_kept(config, count, memory, implementation)
-    return run.workload(config, count, implementation), memory
+    source = run.sample_source(config)
+    config = run.with_most_kept(config, count, memory, implementation, source)
+    return run.workload(config, count, implementation, source), memory
 
 
 def report(workload: Workload, memory: int | None) -> None:

@@ -70,12 +70,13 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
         check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
-        resolved = run.with_most_kept(config, mesh.size, memory)
+        source = run.training_source(config)
+        resolved = run.with_most_kept(config, mesh.size, memory, source=source)
         cache = GradCacheConfig(**resolved.grad_cache)
-        step_fn = make_train_step(run.loss(config, mesh), config.seed, cache, mesh, config.parameter_sharding)
-        data = run.training_data(config)
+        step_fn = make_train_step(run.loss(config, mesh, source), config.seed, cache, mesh, config.parameter_sharding)
+        data = run.training_data(config, source)
         suite = run.evaluation_suite(config, mesh)
-        state = run.initial_state(config, mesh)
+        state = run.initial_state(config, mesh, source)
         with naming(changed):
             state = checkpoints.restore_latest(state, data)
         start = int(state.step)
@@ -84,7 +85,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        plan = plan_memory(run.workload(resolved, mesh.size), memory)
+        plan = plan_memory(run.workload(resolved, mesh.size, source=source), memory)
         announce(config, mesh, state, workdir, plan)
         for line in format_changes(changed):
             command.say(line)

@@ -7,27 +7,24 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax.checks import check_choice
 from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
-from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import Workload, keep_most, tree_bytes
 from infcl_jax.settings import check_model_overrides, parse_overrides
 from infcl_jax.training import (
-    GlobalContrastive,
     GlobalContrastiveConfig,
     OptimizerConfig,
     TrainState,
     create_state,
-    initial_samples,
+    loss_class,
     make_loss,
     make_optimizer,
     replayed,
 )
-from infcl_jax.training.step import LOSSES, LossFn
 
 _KEEP_MOST = -1  # value of grad_cache.keep: store as many chunks as fit
 _PLANNED_SHARE = 0.95  # of the memory; plans are within 5 % of what runs use (docs/benchmarks.md)
@@ -67,19 +64,46 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
     )
 
 
-def _training_source(config: ConfigDict) -> Source:
+def training_source(config: ConfigDict) -> Source:
+    """Load the training data of a run, for `loss`, `training_data`, `initial_state` and `workload`.
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
+    """
     return load_source(config.dataset, config.split, config.data_dir)
 
 
-def training_data(config: ConfigDict) -> TrainIterator:
+def sample_source(config: ConfigDict) -> Source | None:
+    """Load the training data if the loss has sample state.
+
+    Raises:
+      ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
+    """
+    return training_source(config) if "samples" in loss_class(config.loss).inputs else None
+
+
+def _num_samples(config: ConfigDict, source: Source | None) -> int:
+    """Count the samples of a loss with sample state; 0 for other losses."""
+    if "samples" not in loss_class(config.loss).inputs:
+        return 0
+    if source is None:
+        raise ValueError(f"expected a source with loss {config.loss!r}, got None; pass training_source(config)")
+    return len(source)
+
+
+def training_data(config: ConfigDict, source: Source) -> TrainIterator:
     """Create the endless iterator over this process's share of the training batches.
+
+    Args:
+      config: settings of the run.
+      source: training data.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
     """
     model = read_model_config(config)
     return train_iterator(
-        _training_source(config),
+        source,
         tokenizer=ByteTokenizer(model.text.context_length),
         image_size=model.vision.image_size,
         batch_size=config.batch_size,
@@ -91,22 +115,24 @@ def training_data(config: ConfigDict) -> TrainIterator:
     )
 
 
-def loss(config: ConfigDict, mesh: Mesh) -> LossFn | GlobalContrastive:
+def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
     """Create the loss of a run.
+
+    Args:
+      config: settings of the run.
+      mesh: devices over which the batch is sharded; None: one device.
+      source: training data; None is enough for losses without sample state.
 
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
-    settings = GlobalContrastiveConfig(**config.global_contrastive)
-    check_choice("loss", config.loss, (*LOSSES, *VARIANTS))
-    if config.loss not in VARIANTS:
-        return make_loss(config.loss, mesh, config.implementation)
-    return GlobalContrastive(
-        variant=config.loss,
-        config=settings,
-        steps_per_epoch=len(_training_source(config)) // config.batch_size,
-        mesh=mesh,
-        implementation=config.implementation,
+    return make_loss(
+        config.loss,
+        mesh,
+        config.implementation,
+        config=GlobalContrastiveConfig(**config.global_contrastive),
+        # A batch larger than the dataset is an error of `training_data`, which names both sizes.
+        steps_per_epoch=max(1, _num_samples(config, source) // config.batch_size),
         optimizer=OptimizerConfig(**config.optimizer),
     )
 
@@ -122,23 +148,26 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
         return replayed(data.next_reader(), cache.chunk_size, mesh)
     batch = next(data)
     pairs = {"image": batch["image"], "text": batch["text"]}
-    if config.loss in VARIANTS:
+    if "index" in loss_class(config.loss).inputs:
         pairs["index"] = batch["index"].astype(np.int32)
     return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
 
 
-def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
     """Initialize parameters, optimizer state and sample state on the devices.
 
     The sample state of global losses is sharded over the devices.
+
+    Args:
+      config: settings of the run.
+      mesh: devices.
+      source: training data; None is enough for losses without sample state.
     """
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     sizes = model.vision.image_size, model.text.context_length
     state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
-    if config.loss not in VARIANTS:
-        return state
-    samples = initial_samples(config.loss, len(_training_source(config)), model.init_logit_scale, mesh)
+    samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
 
 
@@ -165,7 +194,11 @@ def check_chunk_size(config: ConfigDict) -> None:
 
 
 def with_most_kept(
-    config: ConfigDict, devices: int, memory: int | None, implementation: str | None = None
+    config: ConfigDict,
+    devices: int,
+    memory: int | None,
+    implementation: str | None = None,
+    source: Source | None = None,
 ) -> ConfigDict:
     """Resolve `grad_cache.keep = -1` to the largest setting that fits into memory.
 
@@ -176,6 +209,7 @@ def with_most_kept(
       devices: number of devices that share the batch.
       memory: bytes per device that JAX may use.
       implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
+      source: training data; None is enough for losses without sample state.
 
     Raises:
       ValueError: there are no chunks, or the memory is unknown.
@@ -186,37 +220,39 @@ def with_most_kept(
         raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
     config = config.copy_and_resolve_references()
     config.grad_cache.keep = 0
-    most = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
+    most = keep_most(workload(config, devices, implementation, source), int(_PLANNED_SHARE * memory))
     with config.unlocked():  # older runs have no keep_residual setting
         config.grad_cache.update(keep=most.keep, keep_residual=most.keep_residual)
     return config
 
 
-def workload(config: ConfigDict, devices: int, implementation: str | None = None) -> Workload:
+def workload(
+    config: ConfigDict, devices: int, implementation: str | None = None, source: Source | None = None
+) -> Workload:
     """Return the memory-relevant settings of a run, for `infcl_jax.planner`.
 
     Args:
       config: settings of the run.
       devices: number of devices that share the batch.
       implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
+      source: training data; None is enough for losses without sample state.
 
     Raises:
       ValueError: a setting is wrong.
     """
     check_chunk_size(config)
-    model, is_global = read_model_config(config), config.loss in VARIANTS
-    samples = None
-    if is_global:
-        arguments = config.loss, len(_training_source(config)), model.init_logit_scale
-        samples = jax.eval_shape(lambda: initial_samples(*arguments))
-    chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
+    model, loss_fn = read_model_config(config), loss(config, None, source)
+    sizes = _num_samples(config, source), model.init_logit_scale
+    samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
+    best = implementation or best_implementation()
+    chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
     return Workload(
         model=model,
         optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
         batch_size=config.batch_size,
         devices=devices,
         implementation=chosen,
-        loss="clip" if is_global else config.loss,
+        loss=config.loss,
         sample_bytes=tree_bytes(samples) // devices,
         **_state_options(config),
         **(config.get("grad_cache") or {}),

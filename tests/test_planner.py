@@ -198,7 +198,9 @@ def test_the_formulas_of_the_loss_meet_the_benchmarks(implementation, batch, wid
     assert 0.65 < found / mib < 1.15
 
 
-@pytest.mark.parametrize(("loss", "implementation"), [("clip", "xla"), ("siglip", "xla"), ("clip", "dense")])
+@pytest.mark.parametrize(
+    ("loss", "implementation"), [("clip", "xla"), ("siglip", "xla"), ("clip", "dense"), ("fastclip_v3", "xla")]
+)
 def test_the_loss_can_be_compiled_instead(loss, implementation):
     mesh, run = oracle.mesh_of(4), workload(devices=4, loss=loss, implementation=implementation)
     plan = plan_memory(run, mesh=mesh)

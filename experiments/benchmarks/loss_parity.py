@@ -88,8 +88,9 @@ def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
 
 def losses(config: ConfigDict, mesh: Mesh) -> list[float]:
     """Train and return the loss of every step."""
-    step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
-    data, state, step_losses = run.training_data(config), run.initial_state(config, mesh), []
+    source, step_losses = run.training_source(config), []
+    step = make_train_step(run.loss(config, mesh, source), config.seed, GradCacheConfig(**config.grad_cache), mesh)
+    data, state = run.training_data(config, source), run.initial_state(config, mesh, source)
     for _ in range(config.total_steps):
         state, metrics = step(state, run.next_batch(config, data, mesh))
         step_losses.append(metrics["loss"])

@@ -22,9 +22,8 @@ from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.distributed import is_lead
 from infcl_jax.grad_cache import RESIDENCIES
-from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import model_names
-from infcl_jax.training import GradCacheConfig
+from infcl_jax.training import LOSSES, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 RECORDS_FILE = "benchmark_step.jsonl"
@@ -37,7 +36,7 @@ _KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are stored.", 
 _KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Store the residual streams of the other chunks.")
 _RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch is stored.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
-_LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "Training loss.")
+_LOSS = flags.DEFINE_enum("loss", "clip", tuple(LOSSES), "Training loss.")
 _TIME_PHASES = flags.DEFINE_bool("parts", True, "Also time the phases of the step and exposed data transfer.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
 

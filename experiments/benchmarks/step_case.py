@@ -19,23 +19,21 @@ from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.harness import Product, Program
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
+from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import (
-    GlobalContrastive,
-    GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
     create_state,
-    initial_samples,
     make_loss,
     make_optimizer,
     make_train_step,
     replayed,
 )
-from infcl_jax.training.step import NO_CACHE, LossFn, TrainStep, evaluate_loss, memory_of
+from infcl_jax.training.step import NO_CACHE, TrainStep, evaluate_loss, loss_inputs
 
 _SEED = 0
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
@@ -63,7 +61,7 @@ class Settings:
       cache: gradient-cache settings.
       implementation: implementation of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
-      loss: "clip" or a global contrastive loss.
+      loss: one of `infcl_jax.training.LOSSES`.
       phases: whether to time the phases of the step too.
       repeats: timed runs of each program; the median is reported. 0: time its first call.
     """
@@ -138,7 +136,7 @@ class Case:
     settings: Settings
     mesh: Mesh
     b: int
-    loss_fn: LossFn | GlobalContrastive
+    loss_fn: Loss
 
     @classmethod
     def create(cls, settings: Settings, mesh: Mesh, b: int) -> Self:
@@ -152,15 +150,8 @@ class Case:
         Raises:
           ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay".
         """
-        if settings.loss == "clip":
-            return cls(settings, mesh, b, make_loss(settings.loss, mesh, settings.implementation))
-        loss_fn = GlobalContrastive(
-            variant=settings.loss,
-            config=GlobalContrastiveConfig(),
-            steps_per_epoch=max(1, _SAMPLES // b),
-            mesh=mesh,
-            implementation=settings.implementation,
-        )
+        steps_per_epoch = max(1, _SAMPLES // b)
+        loss_fn = make_loss(settings.loss, mesh, settings.implementation, steps_per_epoch=steps_per_epoch)
         case = cls(settings, mesh, b, loss_fn)
         case._train_step(settings.cache)  # raises for residency "replay"
         return case
@@ -181,7 +172,7 @@ class Case:
             pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
         else:
             pairs = dict[str, Any](draw_pairs(config, rows))
-        if isinstance(self.loss_fn, GlobalContrastive):
+        if "index" in self.loss_fn.inputs:
             pairs["index"] = np.arange(rows, dtype=np.int32) + jax.process_index() * rows
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
         state, step = self._initial_state(), self._train_step(cache)
@@ -215,10 +206,7 @@ class Case:
         sizes = config.vision.image_size, config.text.context_length
         sharding = self.settings.parameter_sharding
         state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)
-        if not isinstance(self.loss_fn, GlobalContrastive):
-            return state
-        samples = initial_samples(self.loss_fn.variant, _SAMPLES, config.init_logit_scale, self.mesh)
-        return state.replace(samples=samples)
+        return state.replace(samples=self.loss_fn.init_samples(_SAMPLES, config.init_logit_scale))
 
     def _train_step(self, cache: GradCacheConfig) -> TrainStep:
         """Create the train step of `experiments.train`, with the given gradient caching."""
@@ -291,12 +279,14 @@ class Case:
     def _loss_program(self, train: _Training, features: dict[str, jax.Array]) -> Program:
         """Compile the loss with its gradients of features and scale."""
 
-        def loss(image: jax.Array, text: jax.Array, scale: jax.Array, extra: dict[str, Any]) -> jax.Array:
-            return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, None), extra)[0]
+        def loss(image: jax.Array, text: jax.Array, scale: jax.Array, inputs: dict[str, Any]) -> jax.Array:
+            return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, bias), inputs)[0]
 
         scale = replicate(self.mesh, np.float32(1 / 0.07))
-        extra = memory_of(self.loss_fn, train.state, train.batch)  # sample indices and state of global losses
-        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, extra)
+        init_bias = self.settings.model_config.init_logit_bias
+        bias = None if init_bias is None else jnp.float32(init_bias)
+        inputs = loss_inputs(self.loss_fn, train.state, train.batch)
+        return Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), features["image"], features["text"], scale, inputs)
 
     def _exposed_transfer(self, train: _Training, pairs: Any, seconds: float) -> float:
         """Measure the exposed host-to-device transfer of a step, in seconds.

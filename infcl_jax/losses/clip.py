@@ -1,11 +1,15 @@
 """Symmetric InfoNCE loss of CLIP."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
+from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, cross_entropy, global_mean, over_mesh
 from infcl_jax.ops.pairwise_lse import pairwise_lse
+
+if TYPE_CHECKING:
+    from infcl_jax.models import CLIPOutput
 
 
 def clip_loss(
@@ -77,3 +81,12 @@ def _loss(implementation: str | None, axis_name: AxisName | None, sharded: Any, 
     positive = scale * negatives.positive
     rows, columns = cross_entropy(negatives.row, positive), cross_entropy(negatives.col, positive)
     return global_mean((rows + columns) / 2, mask, axis_name)
+
+
+class ClipLoss(Loss):
+    """`clip_loss` as a training loss."""
+
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
+        """Compute the loss of the model output for the global batch."""
+        image, text, scale, _ = output
+        return LossOutput(clip_loss(image, text, scale, mesh=self.mesh, implementation=self.implementation))

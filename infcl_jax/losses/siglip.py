@@ -5,13 +5,14 @@ Forward and backward each rotate the text blocks around the ring once.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from infcl_jax.checks import check_implementation
+from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import (
@@ -26,6 +27,9 @@ from infcl_jax.ops.pairwise_lse.base import (
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
 from infcl_jax.ops.pairwise_lse.chunking import is_positive, padding_mask, scan_strips, valid_pairs
 from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
+
+if TYPE_CHECKING:
+    from infcl_jax.models import CLIPOutput
 
 
 def siglip_loss(
@@ -165,3 +169,19 @@ def _rows(plan: _Plan, x: Array, mask: Array | None, weight: Array | None = None
 def _where_valid(rows: _Strip, y_mask: Array | None, values: Array) -> Array:
     valid = valid_pairs(rows.mask, y_mask)
     return values if valid is None else jnp.where(valid, values, jnp.zeros_like(values))
+
+
+class SiglipLoss(Loss):
+    """`siglip_loss` as a training loss."""
+
+    implementations: ClassVar[tuple[str, ...]] = tuple(XLA_RINGS)
+
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
+        """Compute the loss of the model output for the global batch.
+
+        Raises:
+          ValueError: the model has no logit bias.
+        """
+        if output.logit_bias is None:
+            raise ValueError("the siglip loss needs a model with a logit bias; set model_overrides init_logit_bias=-10")
+        return LossOutput(siglip_loss(*output, mesh=self.mesh, implementation=self.implementation))

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
-from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, XLA_RINGS
+from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import Tower, towers
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
 from infcl_jax.planner.state import state_bytes
+from infcl_jax.training import loss_class
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
-from infcl_jax.training.step import LOSSES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Workload:
       residency: memory that holds the batch. With "device", device memory holds the current and the next batch. With
         "host" or "replay", it holds two chunks and the next one.
       implementation: implementation of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
-      loss: "clip" (also for the global contrastive losses) or "siglip".
+      loss: training loss, one of `infcl_jax.training.LOSSES`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: frozen towers, "image" or "text".
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
@@ -62,12 +62,11 @@ class Workload:
     def __post_init__(self) -> None:
         check_choice("residency", self.residency, (*RESIDENCIES, "replay"))
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
-        check_choice("loss", self.loss, LOSSES)
+        supported = loss_class(self.loss).implementations
         check_choice("parameter_sharding", self.parameter_sharding, PARAMETER_SHARDINGS)
         for name in self.frozen:
             check_choice("frozen", name, tuple(TOWERS))
-        if self.loss == "siglip":
-            check_choice("implementation of the siglip loss", self.implementation, tuple(XLA_RINGS))
+        check_choice(f"implementation of the {self.loss} loss", self.implementation, supported)
         if self.devices < 1 or self.keep < 0:
             raise ValueError(f"expected devices >= 1 and keep >= 0, got {self.devices} and {self.keep}")
         for name in ("batch_size", "chunk_size"):

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIPOutput
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
-from infcl_jax.training import make_loss
+from infcl_jax.training import loss_class, make_loss
 
 
 def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
@@ -54,18 +54,18 @@ def compiled_workspace(
       width: feature dimension D.
       dtype: dtype of the features.
       mesh: current devices; the batch is sharded over the mesh's first axis.
-      loss: "clip" or "siglip".
+      loss: training loss, one of `infcl_jax.training.LOSSES`.
 
     Raises:
       ValueError: the implementation, the batch size or the loss does not run on the devices.
     """
-    loss_fn = make_loss(loss, mesh, implementation)
+    loss_fn = make_loss(loss_class(loss).workspace or loss, mesh, implementation)
 
     def shape(dims: tuple[int, ...], dtype: Any, *axes: str) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     features = shape((batch_size, width), dtype, mesh.axis_names[0])
     scalar = shape((), jnp.float32)
-    step = jax.jit(jax.value_and_grad(loss_fn))
+    step = jax.jit(jax.value_and_grad(lambda output: loss_fn(output).value))
     output = CLIPOutput(features, features, scalar, scalar)
     return step.lower(output).compile().memory_analysis().temp_size_in_bytes

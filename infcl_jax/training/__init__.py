@@ -1,15 +1,17 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
-from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig, initial_samples
+from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
+from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.state import TrainState, create_state, parameter_count
-from infcl_jax.training.step import GradCacheConfig, check_finite, make_loss, make_train_step
+from infcl_jax.training.step import GradCacheConfig, check_finite, make_train_step
 
 __all__ = [
+    "LOSSES",
     "METRICS_FILE",
     "Checkpointer",
     "GlobalContrastive",
@@ -22,9 +24,9 @@ __all__ = [
     "TrainState",
     "check_finite",
     "create_state",
-    "initial_samples",
     "learning_rate_schedule",
     "load_config",
+    "loss_class",
     "make_loss",
     "make_optimizer",
     "make_train_step",

@@ -2,17 +2,17 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from infcl_jax.checks import check_choice, check_implementation
-from infcl_jax.losses import SampleState, create_samples, global_contrastive_loss, write_samples
-from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.checks import check_choice
+from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, global_contrastive_loss
+from infcl_jax.losses.base import SAMPLE_INPUTS
+from infcl_jax.losses.variants import VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.training.optimizers import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")
@@ -75,118 +75,99 @@ class GlobalContrastiveConfig:
             raise ValueError(f"expected global_contrastive.temperature_eps > 0 or None, got {self.temperature_eps}")
 
 
-def initial_samples(variant: str, samples: int, init_logit_scale: float, mesh: Mesh | None = None) -> SampleState:
-    """Create the sample state (u, tau) of a global contrastive loss.
-
-    Per-sample temperatures all start at `exp(-init_logit_scale)`.
-
-    Args:
-      variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
-      samples: number of samples in the dataset.
-      init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
-      mesh: devices over which the state and the batch are sharded; None: one device.
-
-    Returns:
-      The state, fp32 `[n, 2]` with n at least `samples`, see `infcl_jax.create_samples`.
-
-    Raises:
-      ValueError: the variant is unknown, or `infcl_jax.create_samples` rejects its arguments.
-    """
-    check_choice("loss", variant, tuple(VARIANTS))
-    per_sample = VARIANTS[variant].temperature == "samples"
-    return create_samples(samples, temperature=math.exp(-init_logit_scale) if per_sample else None, mesh=mesh)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlobalContrastive:
+class GlobalContrastive(Loss):
     """Global contrastive loss of a training run.
 
     Attributes:
-      variant: one of `infcl_jax.losses.global_contrastive.VARIANTS`.
+      name: one of `infcl_jax.losses.variants.VARIANTS`.
       config: settings of the loss.
       steps_per_epoch: training steps per epoch.
-      mesh: devices over which the batch and the sample state are sharded.
-      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
       optimizer: settings of the run's optimizer. Mode "reference" takes Adam's betas and eps for per-sample
         temperatures from them.
 
     Raises:
-      ValueError: the variant or implementation is unknown, `steps_per_epoch` < 1, or `optimizer` is None for per-sample
+      ValueError: the name or implementation is unknown, `steps_per_epoch` < 1, or `optimizer` is None for per-sample
         temperatures in mode "reference".
     """
 
-    variant: str
-    config: GlobalContrastiveConfig
+    config: GlobalContrastiveConfig = GlobalContrastiveConfig()
     steps_per_epoch: int
-    mesh: Mesh
-    implementation: str | None = None
     optimizer: OptimizerConfig | None = None
 
+    inputs: ClassVar[tuple[str, ...]] = SAMPLE_INPUTS
+    workspace: ClassVar[str | None] = "clip"
+
     def __post_init__(self) -> None:
-        check_choice("loss", self.variant, tuple(VARIANTS))
-        check_implementation(self.implementation, IMPLEMENTATIONS)
+        super().__post_init__()
+        check_choice("loss", self.name, tuple(VARIANTS))
         if self.steps_per_epoch < 1:
             raise ValueError(f"expected steps_per_epoch >= 1, got {self.steps_per_epoch}")
-        per_sample = VARIANTS[self.variant].temperature == "samples"
-        if per_sample and self.config.mode == "reference" and self.optimizer is None:
+        if self.variant.per_sample and self.config.mode == "reference" and self.optimizer is None:
             raise ValueError(
-                f"expected the run's optimizer for {self.variant} in mode 'reference', got None; pass its settings"
+                f"expected the run's optimizer for {self.name} in mode 'reference', got None; pass its settings"
             )
 
-    def __call__(
-        self, output: CLIPOutput, index: jax.Array, samples: SampleState, step: jax.Array
-    ) -> tuple[jax.Array, SampleState]:
-        """Compute the loss and the new sample state of the batch.
+    @classmethod
+    def create(cls, name: str, mesh: Mesh | None, implementation: str | None, **settings: Any) -> Self:
+        """Create the loss from the settings of a run, see `Loss.create`."""
+        return cls(name=name, mesh=mesh, implementation=implementation, **settings)
+
+    @property
+    def variant(self) -> Variant:
+        """Objective of the loss."""
+        return VARIANTS[self.name]
+
+    def init_samples(self, num_samples: int, init_logit_scale: float) -> SampleState:
+        """Create the sample state (u, tau).
+
+        Per-sample temperatures all start at `exp(-init_logit_scale)`.
 
         Args:
-          output: model output for the global batch.
-          index: int `[b]`, sample index of each row.
-          samples: sample state; not modified.
-          step: int32 scalar, number of completed steps.
+          num_samples: number of samples in the dataset.
+          init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
 
         Returns:
-          The loss, and the new rows of the sample state for the batch.
+          The state, fp32 `[n, 2]` with n at least `num_samples`, see `infcl_jax.create_samples`.
+
+        Raises:
+          ValueError: `infcl_jax.create_samples` rejects the number or the temperature.
         """
-        config, variant = self.config, VARIANTS[self.variant]
-        epoch = step // self.steps_per_epoch
-        per_sample = variant.temperature == "samples"
-        return global_contrastive_loss(
+        temperature = math.exp(-init_logit_scale) if self.variant.per_sample else None
+        return create_samples(num_samples, temperature=temperature, mesh=self.mesh)
+
+    def __call__(self, output: CLIPOutput, **inputs: Any) -> LossOutput:
+        """Compute the loss and the new sample state of the batch, see `Loss`."""
+        epoch = inputs["step"] // self.steps_per_epoch
+        value, rows = global_contrastive_loss(
             output.image,
             output.text,
-            index,
-            samples,
-            variant=self.variant,
+            inputs["index"],
+            inputs["samples"],
+            variant=self.name,
             gamma=self.gamma(epoch),
-            rho=config.rho if variant.regularized else 0.0,
-            eps=config.eps,
-            mode=config.mode,
+            rho=self.config.rho if self.variant.regularized else 0.0,
+            eps=self.config.eps,
+            mode=self.config.mode,
             mesh=self.mesh,
             implementation=self.implementation,
             rows_only=True,
-            logit_scale=None if per_sample else output.logit_scale,
-            epoch=epoch if per_sample else None,
-            temperature_learning_rate=config.temperature_learning_rate if per_sample else None,
-            **(self._temperature_adam() if per_sample else {}),
+            **(self._temperature_settings(epoch) if self.variant.per_sample else {"logit_scale": output.logit_scale}),
         )
+        return LossOutput(value, rows, 1 / rows.temperature.mean() if self.variant.per_sample else None)
 
-    def _temperature_adam(self) -> dict[str, Any]:
-        """Collect the Adam settings of per-sample temperatures that are not defaults."""
-        settings = {name: getattr(self.config, f"temperature_{name}") for name in ("beta1", "beta2", "eps")}
+    def _temperature_settings(self, epoch: jax.Array) -> dict[str, Any]:
+        """Collect the epoch, and the settings of per-sample temperatures that are not defaults."""
+        adam = {name: getattr(self.config, f"temperature_{name}") for name in ("beta1", "beta2", "eps")}
         if self.config.mode == "reference":
-            settings = {name: getattr(self.optimizer, name) if v is None else v for name, v in settings.items()}
-        return {f"temperature_{name}": value for name, value in settings.items() if value is not None}
-
-    def write(self, samples: SampleState, index: jax.Array, rows: SampleState) -> SampleState:
-        """Write the rows of a batch into the sample state.
-
-        The update is in place if `samples` is donated.
-        """
-        return write_samples(samples, index, rows, mesh=self.mesh)
+            adam = {name: getattr(self.optimizer, name) if v is None else v for name, v in adam.items()}
+        settings = {"learning_rate": self.config.temperature_learning_rate} | adam
+        return {"epoch": epoch} | {f"temperature_{name}": v for name, v in settings.items() if v is not None}
 
     def gamma(self, epoch: jax.Array) -> jax.Array:
         """Compute the inner learning rate gamma, fp32, of a zero-based epoch."""
         gamma_min, epochs = self.config.gamma_min, self.config.gamma_epochs
-        if (self.config.gamma_schedule or VARIANTS[self.variant].gamma_schedule) == "constant":
+        if (self.config.gamma_schedule or self.variant.gamma_schedule) == "constant":
             return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(gamma_min))
         phase = jnp.minimum(epoch, epochs).astype(jnp.float32) * (jnp.pi / epochs)
         return gamma_min + (1 - gamma_min) * (1 + jnp.cos(phase)) / 2

@@ -12,27 +12,22 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.checks import check_choice, check_implementation
+from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
-from infcl_jax.losses import SampleState, clip_loss, siglip_loss
+from infcl_jax.losses import Loss, SampleState
 from infcl_jax.models import RESIDUAL, TOWERS, CLIPOutput
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
-from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState, trained
 
 Metrics = dict[str, Any]
-LossFn = Callable[[CLIPOutput], jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
-
-LOSSES = ("clip", "siglip")
 
 
 class Result(NamedTuple):
     """Auxiliary outputs of the loss: metrics and new state.
 
     Attributes:
-      logit_scale: logit scale of the model.
+      logit_scale: scalar for the metrics, see `infcl_jax.losses.LossOutput`.
       finite: whether the features of each tower are finite. Flags instead of features, so no features stay in memory.
       samples: sample index and new sample state of each row; None for losses without sample state.
       batch_stats: new running statistics of batch normalization; None for models without it.
@@ -91,33 +86,8 @@ class GradCacheConfig:
 NO_CACHE = GradCacheConfig()
 
 
-def make_loss(name: str, mesh: Mesh, implementation: str | None = None) -> LossFn:
-    """Create a loss function of the model output for the global batch.
-
-    Args:
-      name: "clip" or "siglip"; "siglip" needs a model with a logit bias. `GlobalContrastive` implements the others.
-      mesh: devices over which the batch is sharded.
-      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
-
-    Raises:
-      ValueError: the name or implementation is unknown. The "siglip" loss raises it for a model without a logit bias.
-    """
-    check_choice("loss", name, LOSSES)
-    check_implementation(implementation, IMPLEMENTATIONS)
-
-    def loss(output: CLIPOutput) -> jax.Array:
-        image, text, scale, bias = output
-        if name == "clip":
-            return clip_loss(image, text, scale, mesh=mesh, implementation=implementation)
-        if bias is None:
-            raise ValueError("the siglip loss needs a model with a logit bias; set model_overrides init_logit_bias=-10")
-        return siglip_loss(image, text, scale, bias, mesh=mesh, implementation=implementation)
-
-    return loss
-
-
 def make_train_step(
-    loss_fn: LossFn | GlobalContrastive,
+    loss_fn: Loss,
     seed: int,
     cache: GradCacheConfig = NO_CACHE,
     mesh: Mesh | None = None,
@@ -125,7 +95,7 @@ def make_train_step(
 ) -> TrainStep:
     """Create the compiled step `(state, {"image", "text"}) -> (state, metrics)`.
 
-    The step donates its input state. Global contrastive losses also need `"index"`, the sample index of each pair, in
+    The step donates its input state. Losses with sample state also need `"index"`, the sample index of each pair, in
     the batch, and `samples` in the state.
 
     Batch normalization normalizes over the global batch. With gradient caching it normalizes over one device's rows of
@@ -140,7 +110,7 @@ def make_train_step(
     their mean over the batch.
 
     Args:
-      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
+      loss_fn: loss from `make_loss`.
       seed: seed of the dropout keys.
       cache: gradient caching. With residency "device", the step takes arrays on the devices. With "host", it takes this
         process's rows as NumPy arrays, which must not change before the metrics are read. With "replay", it takes the
@@ -150,15 +120,14 @@ def make_train_step(
         each device updates its shard of the parameters from its shard of the gradient.
 
     Raises:
-      ValueError: `parameter_sharding` is unknown, or "fsdp" without a mesh, or the loss is global contrastive and the
-        residency "replay".
+      ValueError: `parameter_sharding` is unknown, or "fsdp" without a mesh, or the loss has sample state and the
+        residency is "replay".
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
-    global_loss = loss_fn if isinstance(loss_fn, GlobalContrastive) else None
-    if global_loss and cache.residency == "replay":
-        raise ValueError(f"expected residency 'device' or 'host' with {global_loss.variant}, got 'replay'")
+    if "index" in loss_fn.inputs and cache.residency == "replay":
+        raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.name}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def dropout_key(step: jax.Array | int) -> jax.Array:
@@ -166,8 +135,8 @@ def make_train_step(
 
     def finish(state: TrainState, loss: jax.Array, result: Result, grads: Any) -> tuple[TrainState, Metrics]:
         changes = {} if result.batch_stats is None else {"batch_stats": result.batch_stats}
-        if global_loss and result.samples:
-            changes["samples"] = global_loss.write(state.samples, *result.samples)
+        if result.samples is not None:
+            changes["samples"] = loss_fn.write(state.samples, *result.samples)
         grads = constrain(grads, mesh, parameter_sharding)
         updated = state.apply_gradients(grads=grads, **changes)
         params, opt_state = constrain((updated.params, updated.opt_state), mesh, parameter_sharding)
@@ -189,54 +158,49 @@ def make_train_step(
     return from_host
 
 
-def evaluate_loss(
-    loss_fn: LossFn | GlobalContrastive, output: CLIPOutput, memory: Mapping[str, Any]
-) -> tuple[jax.Array, Result]:
+def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) -> tuple[jax.Array, Result]:
     """Evaluate the loss and its auxiliary outputs.
 
     Args:
-      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
+      loss_fn: loss from `make_loss`.
       output: model output for the global batch, features `[b, D]`.
-      memory: mapping with the entries of `memory_of`; other entries are ignored.
+      inputs: mapping with the entries of `loss_inputs`; other entries are ignored.
 
     Returns:
-      The scalar loss and a `Result`. For a `GlobalContrastive`, the result has the sample indices and new sample state
-      of the batch.
+      The scalar loss and a `Result`.
     """
-    result = Result(output.logit_scale, {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS})
-    if not isinstance(loss_fn, GlobalContrastive):
-        return loss_fn(output), result
-    index = memory["index"]
-    loss, rows = loss_fn(output, index, memory["samples"], memory["step"])
-    return loss, result._replace(samples=(index, rows))
+    finite = {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS}
+    value, rows, logit_scale = loss_fn(output, **{name: inputs[name] for name in loss_fn.inputs})
+    samples = None if rows is None else (inputs["index"], rows)
+    return value, Result(output.logit_scale if logit_scale is None else logit_scale, finite, samples)
 
 
-def memory_of(loss_fn: LossFn | GlobalContrastive, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect sample indices, sample state and step for global losses.
+def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect what the loss reads besides the model output.
 
     Args:
-      loss_fn: loss from `make_loss`, or a `GlobalContrastive`.
-      state: train state, with `samples` for a `GlobalContrastive`.
-      batch: batch of the step, with `"index"` for a `GlobalContrastive`: int `[b]`, the sample index of each pair.
+      loss_fn: loss from `make_loss`.
+      state: train state, with `samples` for losses with sample state.
+      batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair.
 
     Returns:
-      `{"index", "samples", "step"}` for a `GlobalContrastive`, an empty dict for other losses.
+      Inputs by name: sample indices, sample state and step, or nothing.
 
     Raises:
-      ValueError: a `GlobalContrastive` has no `samples` in the state or no `"index"` in the batch.
+      ValueError: an input is not in the state or the batch.
     """
-    if not isinstance(loss_fn, GlobalContrastive):
-        return {}
-    if state.samples is None or "index" not in batch:
-        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.variant}, got none")
-    return {"index": batch["index"], "samples": state.samples, "step": state.step}
+    available = {"index": batch.get("index"), "samples": state.samples, "step": state.step}
+    inputs = {name: available[name] for name in loss_fn.inputs}
+    if any(value is None for value in inputs.values()):
+        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.name}, got none")
+    return inputs
 
 
-def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients:
+def _direct(loss_fn: Loss, mesh: Mesh | None) -> Gradients:
     """Compute gradients with the activations of the whole batch in memory."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        memory = memory_of(loss_fn, state, batch)
+        inputs = loss_inputs(loss_fn, state, batch)
 
         def model(params: Any) -> tuple[CLIPOutput, Any]:
             variables = state.variables | {"params": {**state.params, **params}}
@@ -247,7 +211,7 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
         # infcl_jax.ops.embedding.embed_tokens reads the abstract mesh. The loss has its own mesh argument.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             output, model_vjp, new_variables = jax.vjp(model, state.trained, has_aux=True)
-        evaluate = functools.partial(evaluate_loss, loss_fn, memory=memory)
+        evaluate = functools.partial(evaluate_loss, loss_fn, inputs=inputs)
         (loss, result), cotangents = jax.value_and_grad(evaluate, has_aux=True)(output)
         statistics = None if "image" in state.frozen else new_variables.get("batch_stats")
         return (loss, result._replace(batch_stats=statistics)), model_vjp(cotangents)[0]
@@ -255,7 +219,7 @@ def _direct(loss_fn: LossFn | GlobalContrastive, mesh: Mesh | None) -> Gradients
     return gradients
 
 
-def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
+def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
     """Compute gradients chunk by chunk with gradient caching."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
@@ -286,7 +250,7 @@ def _cached(loss_fn: LossFn | GlobalContrastive, cache: GradCacheConfig, mesh: M
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         pairs = {name: batch[name] for name in ("image", "text")}
         cached = value_and_grad(state.apply_fn, state.frozen)
-        (loss, result), grads = cached(state.params, pairs | memory_of(loss_fn, state, batch), key)
+        (loss, result), grads = cached(state.params, pairs | loss_inputs(loss_fn, state, batch), key)
         if state.batch_stats is not None and "image" not in state.frozen:
             first = _first_chunk(batch["image"], cache, sharding)
             result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))
@@ -311,7 +275,6 @@ def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | N
 
 
 def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
-    temperature = result.samples and result.samples[1].temperature
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
     values = {"the loss": loss, **{f"the gradient of {name}": norm for name, norm in norms.items()}}
     # An OrderedDict keeps the order of computation; jit sorts the keys of a plain dict.
@@ -319,7 +282,7 @@ def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
     finite.update((stage, jnp.isfinite(value)) for stage, value in values.items())
     return {
         "loss": loss,
-        "logit_scale": result.logit_scale if temperature is None else 1 / temperature.mean(),
+        "logit_scale": result.logit_scale,
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }

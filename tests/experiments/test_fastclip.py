@@ -10,7 +10,7 @@ import runs
 from configs import fastclip
 from experiments.benchmarks import compare_losses
 from infcl_jax import run
-from infcl_jax.losses.global_contrastive import VARIANTS
+from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.training import GlobalContrastive, GlobalContrastiveConfig, OptimizerConfig
 
 CONST, COSINE = "constant", None
@@ -78,9 +78,7 @@ def test_every_configuration_can_be_built(argument):
     assert optimizer.warmup_steps < config.total_steps
     gcl = GlobalContrastiveConfig(**config.global_contrastive)
     if config.loss != "clip":
-        GlobalContrastive(
-            variant=config.loss, config=gcl, steps_per_epoch=1, mesh=oracle.mesh_of(1), optimizer=optimizer
-        )
+        GlobalContrastive(name=config.loss, config=gcl, steps_per_epoch=1, mesh=oracle.mesh_of(1), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip_v3"])
@@ -135,10 +133,9 @@ def test_models_and_steps_by_size(size, model, batch, steps):
     assert (config.model, config.batch_size, config.total_steps) == (model, batch, steps)
 
 
-def test_a_run_gives_its_loss_the_settings_of_its_optimizer(monkeypatch):
-    monkeypatch.setattr(run, "_training_source", lambda config: range(128))
+def test_a_run_gives_its_loss_the_settings_of_its_optimizer():
     config = fastclip.get_config("quickstart,loss=isogclr")
-    assert run.loss(config, oracle.mesh_of(1)).optimizer == OptimizerConfig(**config.optimizer)
+    assert run.loss(config, oracle.mesh_of(1), range(128)).optimizer == OptimizerConfig(**config.optimizer)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from infcl_jax.training import (
     GradCacheConfig,
     OptimizerConfig,
     create_state,
-    initial_samples,
     make_train_step,
 )
 
@@ -62,13 +61,13 @@ class Data:
 
 def loss(variant="fastclip_v3", devices=1, optimizer=None, **settings):
     config, mesh = GlobalContrastiveConfig(**settings), oracle.mesh_of(devices)
-    return GlobalContrastive(variant=variant, config=config, steps_per_epoch=2, mesh=mesh, optimizer=optimizer)
+    return GlobalContrastive(name=variant, config=config, steps_per_epoch=2, mesh=mesh, optimizer=optimizer)
 
 
 def initial(variant, devices=1):
     mesh = oracle.mesh_of(devices)
     state = create_state(Linear(), optax.sgd(1e-2), runs.SIDE, runs.CONTEXT, 0, mesh)
-    return state.replace(samples=initial_samples(variant, SAMPLES, np.log(1 / 0.07), mesh))
+    return state.replace(samples=loss(variant, devices).init_samples(SAMPLES, np.log(1 / 0.07)))
 
 
 def batch(number):
@@ -146,14 +145,14 @@ def test_adam_of_temperatures_is_the_modes_or_as_set(settings, expected):
     image, text = (l2_normalize(jnp.asarray(rng.normal(size=(BATCH, 8)), jnp.float32), "float32") for _ in range(2))
     output, index = CLIPOutput(image, text, jnp.float32(20.0), None), jnp.arange(BATCH)
     step = loss("isogclr", optimizer=OptimizerConfig(beta1=0.8, beta2=0.98, eps=1e-6), gamma_min=0.5, **settings)
-    state = other = initial_samples("isogclr", SAMPLES, np.log(1 / 0.07))
+    state = other = step.init_samples(SAMPLES, np.log(1 / 0.07))
     names = ("temperature_beta1", "temperature_beta2", "temperature_eps")
     options = {"rho": 6.5, "temperature_learning_rate": 1e-2, "mode": settings["mode"], "mesh": oracle.mesh_of(1)}
     options |= {"variant": "isogclr"} | dict(zip(names, expected, strict=True))
     explicit = jax.jit(functools.partial(global_contrastive_loss, **options))
     implicit, write = jax.jit(step), jax.jit(step.write)
     for number in range(4):  # two epochs
-        _, rows = implicit(output, index, state, np.int32(number))
+        rows = implicit(output, index=index, samples=state, step=np.int32(number)).rows
         state = write(state, index, rows)
         _, other = explicit(image, text, index, other, gamma=1.0 if number < 2 else 0.5, epoch=number // 2)
     np.testing.assert_allclose(state.temperature, other.temperature, rtol=1e-6)
@@ -180,8 +179,8 @@ def test_gamma_by_epoch(variant, schedule, values):
 
 
 def test_temperatures_of_samples_start_at_the_models():
-    assert initial_samples("fastclip_v3", SAMPLES, 2.0).temperature is None
-    np.testing.assert_allclose(initial_samples("fastclip_v2", SAMPLES, 2.0).temperature, np.exp(-2), rtol=1e-6)
+    assert loss("fastclip_v3").init_samples(SAMPLES, 2.0).temperature is None
+    np.testing.assert_allclose(loss("fastclip_v2").init_samples(SAMPLES, 2.0).temperature, np.exp(-2), rtol=1e-6)
 
 
 def test_the_state_knows_who_has_been_seen(reference):

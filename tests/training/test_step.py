@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.distributed import shard_batch
 from infcl_jax.grad_cache import Replay
+from infcl_jax.losses import Loss, LossOutput
 from infcl_jax.models import CLIPOutput
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
-from infcl_jax.training import GradCacheConfig, check_finite, create_state, make_loss, make_train_step
+from infcl_jax.training import LOSSES, GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 
 BATCH = 32
 RATE = 1e-2
@@ -201,9 +202,13 @@ def test_the_first_stage_that_is_not_finite_is_named(clip, clip_step, parameter,
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_part(linear):
-    def loss(output):  # finite, but its slope is not
-        return jnp.sqrt(jnp.square(output.text).sum() * jnp.float32(0.0))
+    class SquareRoot(Loss):
+        """A finite value whose gradient is not."""
 
+        def __call__(self, output, **inputs):
+            return LossOutput(jnp.sqrt(jnp.square(output.text).sum() * jnp.float32(0.0)))
+
+    loss = SquareRoot(name="square root")
     _, metrics = jax.device_get(make_train_step(loss, seed=0)(jax.device_put(linear), runs.batch(BATCH)))
     assert np.isfinite(metrics["loss"])
     with pytest.raises(FloatingPointError, match="the gradient of text became NaN"):
@@ -231,7 +236,7 @@ def test_an_update_leaves_the_logit_scale_in_its_range(linear, rate):
 @pytest.mark.parametrize(
     ("name", "implementation", "message"),
     [
-        ("contrastive", None, "expected loss to be one of ('clip', 'siglip'), got 'contrastive'"),
+        ("contrastive", None, f"expected loss to be one of {tuple(LOSSES)}, got 'contrastive'"),
         ("clip", "fast", f"expected implementation to be one of {IMPLEMENTATIONS} or None, got 'fast'"),
     ],
 )

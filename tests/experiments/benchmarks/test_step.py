@@ -23,6 +23,7 @@ from experiments.benchmarks.flops import forward_flops, step_flops
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
 from experiments.benchmarks.step_case import RandomReader, Settings
+from infcl_jax import siglip_loss
 from infcl_jax.models import build_model, model_config
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import NO_CACHE
@@ -192,6 +193,18 @@ def test_random_rows_are_the_same_whenever_read(spans):
     for name, shape in shapes.items():
         assert once[name].shape == (sum(span.stop - span.start for span in spans), *shape)
         np.testing.assert_array_equal(once[name], twice[name])
+
+
+@pytest.mark.parametrize("bias", [-10.0, None])
+def test_siglip_is_timed_with_the_bias_of_the_model(bias):
+    siglip = settings(B, loss="siglip")
+    siglip = dataclasses.replace(siglip, model_overrides=f"{siglip.model_overrides},init_logit_bias={bias}")
+    case = step_case.Case.create(siglip, oracle.mesh_of(1), B)
+    training = types.SimpleNamespace(state=types.SimpleNamespace(samples=None, step=0), batch={})
+    features = dict(zip(("image", "text"), oracle.features("random", B, B, 16), strict=True))
+    with contextlib.nullcontext() if bias else pytest.raises(ValueError, match="needs a model with a logit bias"):
+        value, _ = case._loss_program(training, features)()
+        assert value == pytest.approx(float(siglip_loss(*features.values(), 1 / 0.07, bias)), rel=1e-5)
 
 
 def test_a_first_call_can_be_all_that_is_timed():

@@ -1,0 +1,103 @@
+"""Protocol of the training losses.
+
+A training loss is a subclass of `Loss` and a row of `infcl_jax.training.LOSSES`.
+"""
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from jax.sharding import Mesh
+
+from infcl_jax.checks import check_implementation
+from infcl_jax.losses.batch import Array
+from infcl_jax.losses.samples import SampleState, write_samples
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+
+if TYPE_CHECKING:
+    from infcl_jax.models import CLIPOutput
+
+# Inputs of a loss with sample state, besides the model output.
+SAMPLE_INPUTS = ("index", "samples", "step")
+
+
+class LossOutput(NamedTuple):
+    """Loss of one batch.
+
+    Attributes:
+      value: scalar loss.
+      rows: new rows of the sample state; None for losses without sample state.
+      logit_scale: scalar inverse temperature for the metrics; None: the logit scale of the model.
+    """
+
+    value: Array
+    rows: SampleState | None = None
+    logit_scale: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss(abc.ABC):
+    """Training loss of a global batch.
+
+    Attributes:
+      name: key of the loss in `infcl_jax.training.LOSSES`.
+      mesh: devices over which the batch and the sample state are sharded; None: one device.
+      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
+      inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
+      implementations: implementations that the loss supports.
+      workspace: loss whose workspace the memory planner takes; None: this one.
+
+    Raises:
+      ValueError: the implementation is unknown.
+    """
+
+    name: str
+    mesh: Mesh | None = None
+    implementation: str | None = None
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+    workspace: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        check_implementation(self.implementation, IMPLEMENTATIONS)
+
+    @classmethod
+    def create(cls, name: str, mesh: Mesh | None, implementation: str | None, **settings: Any) -> Self:
+        """Create the loss from the settings of a run.
+
+        Args:
+          name: key of the loss in `infcl_jax.training.LOSSES`.
+          mesh: devices over which the batch is sharded.
+          implementation: backend of `infcl_jax.pairwise_lse`.
+          **settings: further keyword arguments of `infcl_jax.training.make_loss`.
+        """
+        del settings
+        return cls(name=name, mesh=mesh, implementation=implementation)
+
+    @abc.abstractmethod
+    def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
+        """Compute the loss.
+
+        Args:
+          output: model output for the global batch, features `[b, D]`.
+          **inputs: the arrays named in `inputs`. `index`: int `[b]`, sample index of each row; `samples`: sample
+            state, which is not modified; `step`: int32 scalar, number of completed steps.
+        """
+
+    def init_samples(self, num_samples: int, init_logit_scale: float) -> SampleState | None:
+        """Create the sample state; None for losses without it.
+
+        Args:
+          num_samples: number of samples in the dataset.
+          init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
+        """
+        del num_samples, init_logit_scale
+        return None
+
+    def write(self, samples: SampleState, index: Array, rows: SampleState) -> SampleState:
+        """Write the rows of a batch into the sample state.
+
+        The update is in place if `samples` is donated.
+        """
+        return write_samples(samples, index, rows, mesh=self.mesh)

@@ -1,0 +1,103 @@
+"""Estimator of a global contrastive loss and its gradients from one batch."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from infcl_jax.losses.batch import Array, AxisName, global_sum
+from infcl_jax.losses.samples import SampleState, read_samples
+from infcl_jax.losses.temperatures import Terms, adam_update, per_sample_gradient, scale_gradient
+from infcl_jax.losses.variants import Settings
+from infcl_jax.ops.pairwise_lse import pairwise_lse
+from infcl_jax.ops.pairwise_lse.base import varying_over
+from infcl_jax.ops.pairwise_lse.checks import check_axis
+
+
+def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
+    """Compute the global loss and the new state rows of the local batch.
+
+    `infcl_jax.global_contrastive_loss` has the formulas.
+    """
+    image, text, index, state, mask = sharded
+    gamma, scale, epoch = scalars
+    check_axis(axis_name, image, text)
+    primals = varying_over((image, text, scale), axis_name)
+    image, text, scale = lax.stop_gradient(primals)
+    valid = jnp.ones((len(index), 1), bool) if mask is None else mask[:, None]
+    count = global_sum(varying_over(valid.sum().astype(gamma.dtype), axis_name), axis_name)
+    rows = read_samples(state, jnp.where(valid[:, 0], index, jnp.zeros_like(index)), axis_name)
+    old = jax.tree.map(lambda a: a.astype(gamma.dtype), rows)
+    tau = old.temperature if settings.variant.per_sample else jnp.broadcast_to(1 / scale, old.log_u.shape)
+
+    def log_means(image: Array, text: Array, scale: Array) -> Array:
+        """Compute log g of images and texts, `[b/n, 2]`."""
+        x_scale, y_scale = (scale, scale) if scale.ndim == 0 else (scale[:, 0], scale[:, 1])
+        negatives = pairwise_lse(
+            image,
+            text,
+            x_scale,
+            y_scale if scale.ndim else None,
+            axis_name=axis_name,
+            positives="exclude",
+            x_mask=mask,
+            y_mask=mask,
+            implementation=settings.implementation,
+        )
+        log_sums = negatives.row - x_scale * negatives.positive, negatives.col - y_scale * negatives.positive
+        return jnp.stack(log_sums, axis=1) - jnp.log(jnp.maximum(count - 1, 1))
+
+    if settings.variant.temperature == "constant":
+        log_g, pull = jax.vjp(lambda image, text: log_means(image, text, scale), image, text)
+    else:
+        log_g, pull = jax.vjp(log_means, image, text, 1 / tau if settings.variant.per_sample else scale)
+
+    # u <- (1 - gamma) u + gamma g
+    log_u = _moving_average(old.log_u, log_g, gamma)
+    # k mean_i(c log(eps + u) + rho tau)
+    log_u_eps = jnp.logaddexp(log_u, jnp.full_like(log_u, math.log(settings.eps)))
+    mean = settings.factor / count
+    weight = mean * tau if settings.scaled else jnp.full_like(tau, 1) * mean
+    terms = Terms(tau, log_u, log_u_eps, weight, mean, valid)
+    value = terms.sum(weight * log_u_eps + mean * settings.rho * tau)
+    # d log(eps + u) = dg / (eps + u)
+    d_log_g = jnp.where(valid, weight * jnp.exp(log_g - log_u_eps), jnp.zeros_like(tau))
+    d_image, d_text, *d_temperature = pull(d_log_g)
+
+    new_rows, d_scale = SampleState(log_u), None
+    if settings.variant.per_sample:
+        new_rows = adam_update(settings, old, log_u, per_sample_gradient(settings, terms, *d_temperature), epoch)
+    elif settings.variant.temperature == "learned":
+        d_scale = scale_gradient(settings, terms, *d_temperature)
+    else:
+        d_scale = jnp.zeros_like(scale)
+    loss = _with_gradients(value, primals, (d_image, d_text, d_scale))
+    return global_sum(loss, axis_name), new_rows
+
+
+def _moving_average(log_u: Array, log_g: Array, gamma: Array) -> Array:
+    """Compute `log((1 - gamma) u + gamma g)`.
+
+    An unseen sample (u = 0) takes log g.
+    """
+    average = jnp.logaddexp(jnp.log1p(-gamma) + log_u, jnp.log(gamma) + log_g)
+    return jnp.where(jnp.isneginf(log_u), log_g, average)
+
+
+@jax.custom_vjp
+def _with_gradients(value: Array, primals: Any, gradients: Any) -> Array:
+    """Return `value` with custom `gradients` with respect to `primals`."""
+    return value
+
+
+def _forward(value: Array, primals: Any, gradients: Any) -> tuple[Array, Any]:
+    return value, gradients
+
+
+def _backward(gradients: Any, cotangent: Array) -> tuple[None, Any, None]:
+    return None, jax.tree.map(lambda g: (cotangent * g.astype(cotangent.dtype)).astype(g.dtype), gradients), None
+
+
+_with_gradients.defvjp(_forward, _backward)

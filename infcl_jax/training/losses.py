@@ -1,0 +1,43 @@
+"""Losses of the trainer by name."""
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from infcl_jax.checks import check_choice
+from infcl_jax.losses import ClipLoss, Loss, SiglipLoss
+from infcl_jax.losses.variants import VARIANTS
+from infcl_jax.training.global_contrastive import GlobalContrastive
+
+LOSSES: dict[str, type[Loss]] = {
+    "clip": ClipLoss,
+    "siglip": SiglipLoss,
+    **dict.fromkeys(VARIANTS, GlobalContrastive),
+}
+
+
+def loss_class(name: str) -> type[Loss]:
+    """Return the class of a loss.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    check_choice("loss", name, tuple(LOSSES))
+    return LOSSES[name]
+
+
+def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, **settings: Any) -> Loss:
+    """Create a training loss.
+
+    Args:
+      name: key of `LOSSES`.
+      mesh: devices over which the batch is sharded; None: one device.
+      implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
+      **settings: settings of the run, `config`, `steps_per_epoch` and `optimizer`, see `GlobalContrastive`. Losses over
+        one batch ignore them.
+
+    Raises:
+      ValueError: the name or implementation is unknown, or a setting is wrong. The "siglip" loss raises it for a model
+        without a logit bias.
+    """
+    return loss_class(name).create(name, mesh, implementation, **settings)

@@ -1,7 +1,7 @@
 """Memory plan of one training step."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Workload:
         if isinstance(self.model, CLIPConfig):
             object.__setattr__(self, "model", build_model(self.model))
 
-    def with_cache(self, **changes: Any) -> "Workload":
+    def with_cache(self, **changes: Any) -> Self:
         """Return a copy with changed settings of gradient caching."""
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, **changes))
 
@@ -86,11 +86,8 @@ class Workload:
     @property
     def stored_rows(self) -> int:
         """Rows on one device that are not recomputed; the block without caching."""
-        return (
-            self.block_rows
-            if self.cache.chunk_size is None
-            else min(self.block_rows, self.cache.keep * self.shard_rows)
-        )
+        stored_chunks = 1 if self.cache.chunk_size is None else self.cache.keep
+        return min(self.block_rows, stored_chunks * self.shard_rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +139,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into `memory_limit`.
+        """Compare the peak with `memory_limit`.
 
         Raises:
           ValueError: `memory_limit` is None.

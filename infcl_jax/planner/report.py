@@ -58,7 +58,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def describe_plan(plan: MemoryPlan) -> str:
-    """Format a plan with a verdict and the recommended gradient caching, as flags to paste.
+    """Format a plan, with the recommended gradient caching as flags.
 
     Without a memory limit it is the table alone.
     """
@@ -135,7 +135,7 @@ def _advice(plan: MemoryPlan) -> str:
 
 
 def _suggestion(plan: MemoryPlan) -> str:
-    """Suggest gradient caching that takes less memory and should fit, if the limit is known."""
+    """Suggest gradient caching with a smaller peak that should fit."""
     w = plan.workload
     try:
         cache = recommended_cache(w, plan.memory_limit) if plan.memory_limit else w.cache

@@ -172,13 +172,15 @@ def workload(
         arguments = config.loss, len(_training_source(config)), model.init_logit_scale
         samples = jax.eval_shape(lambda: initial_samples(*arguments))
     chosen = config.implementation or ("xla" if config.loss == "siglip" else implementation or best_implementation())
-    stores_most = config.grad_cache.keep == _STORE_MOST
+    cache = dict(config.grad_cache)
+    if stores_most := cache["keep"] == _STORE_MOST:
+        cache["keep"] = 0
     unresolved = Workload(
         model=model,
         optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
         batch_size=config.batch_size,
         devices=devices,
-        cache=GradCacheConfig(**{**config.grad_cache, **({"keep": 0} if stores_most else {})}),
+        cache=GradCacheConfig(**cache),
         implementation=chosen,
         loss="clip" if is_global else config.loss,
         sample_bytes=tree_bytes(samples) // devices,

@@ -32,7 +32,7 @@ PICTURE_FILE = "benchmark_step.png"
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
-_CACHE = (
+_CACHE: tuple[flags.FlagHolder, ...] = (
     flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; None: no caching.", lower_bound=1),
     flags.DEFINE_integer("keep", 0, "Chunks whose activations are stored.", lower_bound=0),
     flags.DEFINE_bool("keep_residual", False, "Store the residual streams of the other chunks."),

@@ -182,18 +182,17 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
       memory_limit: bytes that JAX may use on a device, such as `device_memory_limit()` or
         `device_named("H100").memory_limit`.
     """
+    model, cache = cast(CLIP, workload.model), workload.cache
     block, shard, stored_rows = workload.block_rows, workload.shard_rows, workload.stored_rows
-    state = state_bytes(
-        workload.model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen
-    )
+    state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen)
     with planned_device():
-        encoders = dict(zip(TOWERS, encoder_memory(cast(CLIP, workload.model)), strict=True))
+        encoders = dict(zip(TOWERS, encoder_memory(model), strict=True))
     trained = [encoder for name, encoder in encoders.items() if name not in workload.frozen]
     row_bytes = sum(encoder.row_bytes for encoder in encoders.values())
-    on_device = workload.cache.residency == "device"
+    on_device = cache.residency == "device"
     recomputes = stored_rows < block
-    residual_rows = block - stored_rows if workload.cache.keep_residual else 0
-    width, dtype = workload.model.visual.embed_dim, jnp.dtype(workload.model.feature_dtype)
+    residual_rows = block - stored_rows if cache.keep_residual else 0
+    width, dtype = model.visual.embed_dim, jnp.dtype(model.feature_dtype)  # type: ignore[attr-defined]
     return MemoryPlan(
         workload=workload,
         parameters=state.parameter_shard,
@@ -206,7 +205,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         features=2 * len(encoders) * block * width * dtype.itemsize,
         stored=sum(encoder.stored(stored_rows) + encoder.residual(residual_rows) for encoder in trained),
         transient=max(
-            *(_transient(encoder, shard, recomputes, workload.cache.keep_residual) for encoder in trained),
+            *(_transient(encoder, shard, recomputes, cache.keep_residual) for encoder in trained),
             *(encoders[name].forward(shard) for name in workload.frozen),
         ),
         loss=loss_workspace(workload.implementation, workload.batch_size, width, dtype, workload.devices),

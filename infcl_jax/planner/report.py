@@ -43,10 +43,10 @@ def format_plan(plan: MemoryPlan) -> str:
     limit = plan.memory_limit
     components = [(label, getattr(plan, name), source) for label, name, source in _COMPONENTS]
     sizes = [component for component in components if component[1]] + [("peak", plan.peak, "estimate")]
-    rows = [("component", "MiB", "% of limit", "source")]
+    rows: list[tuple[str, ...]] = [("component", "MiB", "% of limit", "source")]
     rows += [(label, _mib(size), f"{100 * size / (limit or 1):.1f}", source) for label, size, source in sizes]
     if limit is None:
-        rows = [(label, size, source) for label, size, _, source in rows]
+        rows = [(*row[:2], row[3]) for row in rows]
     else:
         rows.append(("limit", _mib(limit), "100.0", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

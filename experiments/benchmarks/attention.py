@@ -121,7 +121,7 @@ _FIGURES = (
 def _measure(
     settings: Settings, implementation: AttentionImplementation, b: int, t: int, gemm: Gemm
 ) -> Iterator[dict[str, float]]:
-    """Yield figures one at a time, so an out-of-memory error loses none."""
+    """Yield figures one at a time, to record those before an out-of-memory error."""
     shape = (b, t, settings.heads, settings.channels)
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)

@@ -196,7 +196,7 @@ _FIGURES = (
 def _measure(
     case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None
 ) -> Iterator[dict[str, float]]:
-    """Yield figures one at a time, so an out-of-memory error loses none."""
+    """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
     loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)

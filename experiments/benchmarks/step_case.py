@@ -167,7 +167,7 @@ class Case:
         return case
 
     def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:
-        """Yield figures one at a time, so an out-of-memory error loses none.
+        """Yield figures one at a time, to record those before an out-of-memory error.
 
         Args:
           gemm: reference GEMM of the same process.

@@ -24,7 +24,7 @@ from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.distributed import is_lead
 from infcl_jax.losses.global_contrastive import VARIANTS
 from infcl_jax.models import model_names
-from infcl_jax.training import BATCH_RESIDENCIES, GradCacheConfig
+from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 RECORDS_FILE = "benchmark_step.jsonl"
@@ -32,16 +32,23 @@ PICTURE_FILE = "benchmark_step.png"
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
-_CACHE: tuple[flags.FlagHolder, ...] = (
-    flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; None: no caching.", lower_bound=1),
-    flags.DEFINE_integer("keep", 0, "Chunks whose activations are stored.", lower_bound=0),
-    flags.DEFINE_bool("keep_residual", False, "Store the residual streams of the other chunks."),
-    flags.DEFINE_enum("residency", "device", BATCH_RESIDENCIES, "Where the batch is stored."),
-)
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", ("clip", *VARIANTS), "Training loss.")
 _TIME_PHASES = flags.DEFINE_bool("parts", True, "Also time the phases of the step and exposed data transfer.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
+
+
+def _define_cache_flag(field: dataclasses.Field) -> flags.FlagHolder:
+    """Define the flag of a field of `GradCacheConfig`."""
+    meaning = f"grad_cache.{field.name} of configs/base.py."
+    if isinstance(field.default, bool):
+        return flags.DEFINE_bool(field.name, field.default, meaning)
+    if isinstance(field.default, str):
+        return flags.DEFINE_string(field.name, field.default, meaning)
+    return flags.DEFINE_integer(field.name, field.default, meaning)
+
+
+_CACHE = {field.name: _define_cache_flag(field) for field in dataclasses.fields(GradCacheConfig)}
 
 
 def benchmark_from_flags() -> None:
@@ -54,7 +61,7 @@ def benchmark_from_flags() -> None:
         model=_MODEL.value,
         batch=harness.batch_sizes(),
         model_overrides=_OVERRIDES.value,
-        cache=GradCacheConfig(**{flag.name: flag.value for flag in _CACHE}),
+        cache=GradCacheConfig(**{name: flag.value for name, flag in _CACHE.items()}),
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,

@@ -133,6 +133,17 @@ class CachedEncoder:
     keep_names: tuple[str, ...]
     frozen: bool
 
+    def checkpoint(self, encode: Callable[..., Any], *names: str, **options: Any) -> Callable[..., Any]:
+        """Rematerialize `encode` in its backward pass, except `keep_names` and further checkpointed values.
+
+        Args:
+          encode: function of one chunk.
+          *names: names of further checkpointed values to store.
+          **options: options of `jax.checkpoint`.
+        """
+        policy = jax.checkpoint_policies.save_only_these_names(*names, *self.keep_names)
+        return jax.checkpoint(encode, policy=policy, **options)
+
     def features(self, params: Any, chunk: Any, rng: Array | None, number: Array | int) -> Any:
         """Encode one device's shard of a chunk.
 

@@ -64,8 +64,7 @@ def _encode_block(
         if not stored:
             # DERIVED values (such as casts) do not depend on the chunk, so saving them hoists them out of the loops. A
             # loop already keeps XLA from merging both passes by CSE; a single chunk needs `prevent_cse`.
-            policy = jax.checkpoint_policies.save_only_these_names(DERIVED, *encoder.keep_names)
-            encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1, policy=policy)
+            encode_one = encoder.checkpoint(encode_one, DERIVED, prevent_cse=len(numbers) == 1)
         if len(numbers) == 1 or stored:  # a loop would copy stored activations into arrays stacked over chunks
             features.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:

@@ -112,8 +112,7 @@ class _Stages:
             return features, _remove_arrays(pullback, copies)
 
         def encode_storing_names(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
-            policy = jax.checkpoint_policies.save_only_these_names(*encoder.keep_names)
-            checkpointed = jax.checkpoint(encode, policy=policy)
+            checkpointed = encoder.checkpoint(encode)
             features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, position), copies)
             return features, _remove_arrays(pullback, (copies, chunk))
 

@@ -277,12 +277,15 @@ MISTAKES = {
     "too many devices": (("--output={tmp}", "--devices=9"), "--devices from 1 to 8.* got 9"),
     "chunks kept of none": (("--output={tmp}", "--keep=1"), "expected grad_cache.chunk_size with keep=1"),
     "no chunks from the host": (("--output={tmp}", "--residency=host"), "expected grad_cache.chunk_size with .*'host'"),
-    "unknown residency": (("--output={tmp}", "--residency=disk"), "residency.*<device|host|replay>"),
+    "unknown residency": (
+        ("--output={tmp}", "--residency=disk"),
+        r"grad_cache.residency to be one of \('device', 'host', 'replay'\), got 'disk'",
+    ),
     "read twice with a memory": (
         ("--output={tmp}", "--residency=replay", "--chunk_size=8", "--loss=fastclip_v3"),
         "expected residency 'device' or 'host' with fastclip_v3, got 'replay'",
     ),
-    "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "chunk_size"),
+    "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "expected grad_cache.chunk_size >= 1 or None, got 0"),
 }
 
 

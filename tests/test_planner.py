@@ -1,7 +1,6 @@
-"""The memory planner: exact where it says so, close to what XLA plans elsewhere, and its searches find the edge."""
+"""The memory planner: exact where it says so, close to what XLA plans elsewhere, and its table and advice."""
 
 import dataclasses
-import math
 import re
 import types
 
@@ -22,7 +21,6 @@ from infcl_jax.ops.attention.api import best_attention
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
-    Workload,
     activations,
     compiled_bytes,
     compiled_workspace,
@@ -31,29 +29,16 @@ from infcl_jax.planner import (
     devices,
     explain_out_of_memory,
     format_plan,
-    largest_batch,
-    largest_chunk_size,
-    largest_keep,
     loss_workspace,
     plan_memory,
     recommended_cache,
-    store_activations,
 )
 from infcl_jax.planner.activations import encoder_memory, row_shapes
 from infcl_jax.planner.devices import planned_device
-from infcl_jax.training import NO_CACHE, GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
+from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
 
-ADAM = optax.adamw(1e-3)
+ADAM = runs.ADAM
 MIB = 1 << 20
-
-
-CACHE = {field.name for field in dataclasses.fields(GradCacheConfig)}
-
-
-def workload(**changes):
-    """The smallest run's, with changed settings of its own and of its gradient caching."""
-    cache = GradCacheConfig(**{name: changes.pop(name) for name in CACHE & changes.keys()})
-    return Workload(**({"model": runs.model(), "optimizer": ADAM, "batch_size": 64, "cache": cache} | changes))
 
 
 def parsed(*arguments):
@@ -76,7 +61,7 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
     model = runs.model(**changes)
     with jax.numpy_dtype_promotion("standard"):  # flax multiplies fp32 activations with bf16 parameters
         state = create_state(model, optimizer, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1))
-        plan = plan_memory(workload(model=model, optimizer=optimizer))
+        plan = plan_memory(runs.workload(model=model, optimizer=optimizer))
     assert (plan.parameters, plan.optimizer) == (nbytes(state.params), nbytes(state.opt_state))
     assert plan.gradients == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
 
@@ -84,7 +69,7 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
 def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_parameters(monkeypatch):
     monkeypatch.setattr(sharding, "MIN_SIZE", 16)
     state = create_state(runs.model(), ADAM, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(4), "fsdp")
-    whole, plan = (plan_memory(workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
+    whole, plan = (plan_memory(runs.workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
     parts = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, (state.params, state.opt_state))
     assert (plan.parameters, plan.optimizer, plan.updates) == (nbytes(parts[0]), nbytes(parts[1]), nbytes(parts[0]))
     assert plan.gradients == whole.gradients + whole.parameters
@@ -92,7 +77,7 @@ def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_paramet
 
 @pytest.mark.parametrize("chunk_size", [None, 16])
 def test_batch_and_features_are_linear_in_the_batch(chunk_size):
-    small, large = (plan_memory(workload(batch_size=b, devices=4, chunk_size=chunk_size)) for b in (64, 256))
+    small, large = (plan_memory(runs.workload(batch_size=b, devices=4, chunk_size=chunk_size)) for b in (64, 256))
     assert small.batch == small.next_batch == nbytes(runs.batch(16))
     assert small.features == 2 * 2 * 16 * runs.MODEL["embed_dim"] * 4
     assert (large.batch, large.features) == (4 * small.batch, 4 * small.features)
@@ -100,24 +85,24 @@ def test_batch_and_features_are_linear_in_the_batch(chunk_size):
 
 @pytest.mark.parametrize("residency", ["host", "replay"])
 def test_off_the_devices_three_chunks_are_there(residency):
-    plan = plan_memory(workload(batch_size=1024, chunk_size=32, residency=residency))
+    plan = plan_memory(runs.workload(batch_size=1024, chunk_size=32, residency=residency))
     assert plan.batch + plan.next_batch == nbytes(runs.batch(96))
-    assert plan.gradients > plan_memory(workload(batch_size=1024, chunk_size=32)).gradients
+    assert plan.gradients > plan_memory(runs.workload(batch_size=1024, chunk_size=32)).gradients
 
 
 def test_activations_grow_with_the_chunk_and_not_with_the_batch():
-    at = {c: plan_memory(workload(batch_size=4096, chunk_size=c)).transient for c in (64, 128, 256)}
+    at = {c: plan_memory(runs.workload(batch_size=4096, chunk_size=c)).transient for c in (64, 128, 256)}
     assert at[256] - at[128] == 2 * (at[128] - at[64]) > 0
-    assert plan_memory(workload(batch_size=8192, chunk_size=64)).transient == at[64]
-    whole = [plan_memory(workload(batch_size=b)).stored for b in (4096, 8192)]
+    assert plan_memory(runs.workload(batch_size=8192, chunk_size=64)).transient == at[64]
+    whole = [plan_memory(runs.workload(batch_size=b)).stored for b in (4096, 8192)]
     assert whole[1] == pytest.approx(2 * whole[0], rel=1e-3) and whole[0] > 10 * at[64]
 
 
 def test_kept_chunks_count_until_all_are_kept():
-    plans = [plan_memory(workload(batch_size=256, chunk_size=64, keep=keep)) for keep in range(6)]
+    plans = [plan_memory(runs.workload(batch_size=256, chunk_size=64, keep=keep)) for keep in range(6)]
     kept = [plan.stored for plan in plans]
     assert kept[0] == 0 and kept[2] == pytest.approx(2 * kept[1], rel=1e-2) and kept[4] == kept[5]
-    assert kept[4] == plan_memory(workload(batch_size=256)).stored
+    assert kept[4] == plan_memory(runs.workload(batch_size=256)).stored
     assert plans[4].transient < plans[3].transient == plans[0].transient
 
 
@@ -132,7 +117,7 @@ def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 69_684), ("ViT-L/14", 384, 85_666)])
 def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
     """MiB that training steps in bf16 took on an H200, without the next batch (JAX 0.11.2)."""
-    run = workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
+    run = runs.workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
     with jax.sharding.use_abstract_mesh(device_named("H200").mesh):
         plan = plan_memory(run)
     assert (plan.peak - plan.next_batch) / 2**20 == pytest.approx(measured, rel=0.03)
@@ -188,7 +173,7 @@ def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, set
         for tree, spec in ((state, PartitionSpec()), (shapes, PartitionSpec("data")))
     )
     step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**settings), mesh)
-    plan = plan_memory(workload(model=model, batch_size=256, devices=devices, **settings))
+    plan = plan_memory(runs.workload(model=model, batch_size=256, devices=devices, **settings))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
         compiled = step.lower(state, batch).compile()
     planned = plan.peak - plan.next_batch
@@ -216,102 +201,6 @@ def test_the_loss_can_be_compiled_instead(loss, implementation):
     assert compiled_workspace(implementation, 64, 16, "float32", oracle.mesh_of(4), loss) > 0
 
 
-SEARCHES = [{}, {"devices": 4}, {"devices": 2, "chunk_size": 48}, {"chunk_size": 64, "residency": "host"}]
-
-
-@pytest.mark.parametrize("settings", SEARCHES)
-@pytest.mark.parametrize("memory", [24 * MIB, 150 * MIB])
-def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
-    run = workload(**(settings | {"batch_size": settings.get("chunk_size", settings.get("devices", 1))}))
-    found, step = largest_batch(run, memory), run.cache.chunk_size or run.devices
-    assert found % step == 0 and found > step
-    assert plan_memory(dataclasses.replace(run, batch_size=found), memory).fits
-    assert not plan_memory(dataclasses.replace(run, batch_size=found + step), memory).fits
-
-
-@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_the_largest_chunk_size_fits_and_twice_that_does_not(settings, share):
-    """In a share of the memory that one chunk of all rows would need."""
-    run = workload(**(settings | {"batch_size": 4096}))
-    memory = int(share * plan_memory(run.with_cache(chunk_size=4096)).peak)
-    found = largest_chunk_size(run, memory)
-    assert (found // run.devices).bit_count() == 1 and found < run.batch_size
-    assert plan_memory(run.with_cache(chunk_size=found), memory).fits
-    assert not plan_memory(run.with_cache(chunk_size=2 * found), memory).fits
-
-
-@pytest.mark.parametrize(("batch", "devices", "expected"), [(1, 1, 1), (96, 1, 96), (96, 4, 96), (64, 4, 64)])
-def test_a_chunk_never_exceeds_the_batch(batch, devices, expected):
-    assert largest_chunk_size(workload(batch_size=batch, devices=devices), 1 << 40) == expected
-
-
-@pytest.mark.parametrize("settings", [{"chunk_size": 24}, {"chunk_size": 48, "devices": 2, "residency": "host"}])
-@pytest.mark.parametrize(("share", "expected"), [(0.5, "none"), (1.2, "some"), (1e6, "all")])
-def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expected):
-    run = workload(**(settings | {"batch_size": 4096}))
-    memory, chunks = int(share * plan_memory(run).peak), math.ceil(4096 / run.cache.chunk_size)
-    found = largest_keep(run, memory)
-    assert {"none": found == 0, "some": 0 < found < chunks, "all": found == chunks}[expected]
-    if expected != "none":
-        assert plan_memory(run.with_cache(keep=found), memory).fits
-    if expected == "some":
-        assert not plan_memory(run.with_cache(keep=found + 1), memory).fits
-
-
-@pytest.mark.parametrize(("beside", "expected"), [(0, "none"), (0.5, "chunks"), (1.5, "streams"), (1e6, "all")])
-def test_residual_streams_are_kept_before_chunks_unless_all_fits(beside, expected):
-    """With memory beside that of a plan for so many times the residual streams."""
-    model = create_model("tiny", **{"vision.layers": 4, "text.layers": 4})
-    run = workload(model=model, batch_size=4096, chunk_size=64)
-    least, streams = (plan_memory(run.with_cache(keep_residual=kept)).peak for kept in (False, True))
-    memory = int(least + beside * (streams - least))
-    kept = store_activations(run, memory)
-    assert plan_memory(kept, memory).fits and kept.cache.keep_residual == (expected == "streams")
-    assert {"none": kept.cache.keep == 0, "all": kept.cache.keep == 64}.get(expected, 0 < kept.cache.keep < 64)
-    assert kept.cache.keep == largest_keep(kept, memory)
-
-
-@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"chunk_size": 64, "residency": "replay"}])
-@pytest.mark.parametrize("share", [0.1, 0.5, 2])
-def test_the_recommended_settings_fit_and_recompute_no_more_than_larger_chunks(settings, share):
-    """In a share of the memory of the step without caching."""
-    run = workload(model=create_model("tiny"), **(settings | {"batch_size": 4096}))
-    memory = int(share * plan_memory(dataclasses.replace(run, cache=NO_CACHE)).peak)
-    cache = recommended_cache(run, memory)
-    found = dataclasses.replace(run, cache=cache)
-    assert plan_memory(found, int(0.95 * memory)).fits
-    assert (cache == NO_CACHE) == (share == 2)
-    if share < 2:
-        assert cache.residency == run.cache.residency
-        largest = largest_chunk_size(run.with_cache(chunk_size=64, keep=0), int(0.95 * memory))
-        stored = store_activations(run.with_cache(chunk_size=largest), int(0.95 * memory))
-        assert found.stored_rows >= stored.stored_rows or cache.keep_residual
-
-
-def test_the_batch_leaves_the_device_only_if_nothing_fits_otherwise():
-    run = workload(batch_size=1 << 16)
-    chunks, host = (plan_memory(run.with_cache(chunk_size=1, residency=kind)).peak for kind in ("device", "host"))
-    assert recommended_cache(run, int(1.5 * chunks)).residency == "device"
-    assert recommended_cache(run, (chunks + host) // 2).residency == "host"
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(0.5, "does not fit"), (2, "fits")])
-def test_recommended_settings_are_flags(share, verdict):
-    run = workload(batch_size=4096)
-    memory = int(share * plan_memory(run).peak)
-    table, _, line = describe_plan(plan_memory(run, memory)).rpartition("\n")
-    assert table == format_plan(plan_memory(run, memory)) and line.startswith(f"{verdict}; recommended: ")
-    config = parsed(*re.findall("--config[^ ]+", line))
-    assert GradCacheConfig(**config.grad_cache) == recommended_cache(run, memory)
-    assert ("no change" in line) == (verdict == "fits")
-
-
-def test_chunks_are_kept_of_chunks():
-    with pytest.raises(ValueError, match=r"expected a chunk_size, .* got None"):
-        largest_keep(workload(), 1 << 40)
-
-
 def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
     """Several GPUs without a mesh: nobody knows which of them has which rows."""
     gpu = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", core_count=132, compute_capability="9.0")
@@ -321,12 +210,6 @@ def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
     assert best_attention((64, 50, 12, 64), "bfloat16") == "cudnn"
     with planned_device():
         assert best_attention((64, 50, 12, 64), "bfloat16") == "mosaic_gpu"
-
-
-@pytest.mark.parametrize("search", [largest_batch, largest_chunk_size])
-def test_what_never_fits_is_refused(search):
-    with pytest.raises(ValueError, match=r"expected memory for a (batch|chunk) of 1 .*got less"):
-        search(workload(), 1000)
 
 
 COMPONENTS = {
@@ -347,7 +230,7 @@ COMPONENTS = {
 @pytest.mark.parametrize("memory", [None, 1 << 30])
 @pytest.mark.parametrize(("changes", "zero"), [({}, {"samples", "stored"}), ({"sample_bytes": 1, "keep": 1}, set())])
 def test_the_table_has_every_part_aligned(memory, changes, zero):
-    plan = plan_memory(workload(chunk_size=32, **changes), memory)
+    plan = plan_memory(runs.workload(chunk_size=32, **changes), memory)
     heading, *lines = format_plan(plan).splitlines()
     cache = "chunk_size 32, keep 1" if "keep" in changes else "chunk_size 32"
     assert heading == f"memory per device: 1 device(s), batch_size 64, {cache}, implementation xla"
@@ -360,6 +243,17 @@ def test_the_table_has_every_part_aligned(memory, changes, zero):
     ends = {line.index(row[1]) + len(row[1]) for line, row in zip(lines[1:], rows, strict=True)}
     assert ends == {lines[0].index("MiB") + 3}
     assert COMPONENTS.keys() == {f.name for f in dataclasses.fields(plan)} - {"workload", "memory_limit"}
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, "does not fit"), (2, "fits")])
+def test_recommended_settings_are_flags(share, verdict):
+    run = runs.workload(batch_size=4096)
+    memory = int(share * plan_memory(run).peak)
+    table, _, line = describe_plan(plan_memory(run, memory)).rpartition("\n")
+    assert table == format_plan(plan_memory(run, memory)) and line.startswith(f"{verdict}; recommended: ")
+    config = parsed(*re.findall("--config[^ ]+", line))
+    assert GradCacheConfig(**config.grad_cache) == recommended_cache(run, memory)
+    assert ("no change" in line) == (verdict == "fits")
 
 
 @pytest.mark.parametrize(("name", "known"), [("H200", "H200-141"), ("rtx 4090", "RTX4090"), ("a100-80", "A100-80")])
@@ -377,7 +271,7 @@ def test_an_unknown_device_is_answered_with_the_known_ones(name):
 
 def test_without_memory_nothing_can_be_said_to_fit():
     with pytest.raises(ValueError, match="expected the memory limit of a device"):
-        _ = plan_memory(workload()).fits
+        _ = plan_memory(runs.workload()).fits
 
 
 MISTAKES = {
@@ -400,7 +294,7 @@ MISTAKES = {
 def test_settings_that_cannot_be_are_refused(mistake):
     changes, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=message):
-        workload(**changes)
+        runs.workload(**changes)
 
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
@@ -436,7 +330,7 @@ ADVICE = {
 @pytest.mark.parametrize("case", list(ADVICE))
 def test_running_out_of_memory_names_a_setting_and_ends_with_the_table(case):
     changes, advice = ADVICE[case]
-    plan = plan_memory(workload(**changes), 90 * MIB)
+    plan = plan_memory(runs.workload(**changes), 90 * MIB)
     explained = explain_out_of_memory(EXHAUSTED, plan)
     assert isinstance(explained, OutOfMemory) and explained.__cause__ is EXHAUSTED
     assert re.match(f"the device ran out of memory; {advice}", str(explained))
@@ -445,7 +339,7 @@ def test_running_out_of_memory_names_a_setting_and_ends_with_the_table(case):
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a defect"), ValueError("RESOURCE_EXHAUSTED")])
 def test_other_errors_stay_what_they_are(error):
-    assert explain_out_of_memory(error, plan_memory(workload())) is error
+    assert explain_out_of_memory(error, plan_memory(runs.workload())) is error
 
 
 def test_a_configuration_is_planned_as_it_would_run():

@@ -40,12 +40,9 @@ _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of
 
 def _define_cache_flag(field: dataclasses.Field) -> flags.FlagHolder:
     """Define the flag of a field of `GradCacheConfig`."""
-    meaning = f"grad_cache.{field.name} of configs/base.py."
-    if isinstance(field.default, bool):
-        return flags.DEFINE_bool(field.name, field.default, meaning)
-    if isinstance(field.default, str):
-        return flags.DEFINE_string(field.name, field.default, meaning)
-    return flags.DEFINE_integer(field.name, field.default, meaning)
+    default: Any = field.default
+    define: Any = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}.get(type(default), flags.DEFINE_integer)
+    return define(field.name, default, f"grad_cache.{field.name} of configs/base.py.")
 
 
 _CACHE = {field.name: _define_cache_flag(field) for field in dataclasses.fields(GradCacheConfig)}

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
 from configs import base, saved
-from experiments import compilation_cache
+from experiments import command_line, compilation_cache
+from experiments.console import say
 from experiments.overrides import SettingParser
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
@@ -25,13 +26,9 @@ for _kind in (str, int, float, ConfigDict):
     config_flags.register_flag_parser_for_type(_kind, SettingParser(_kind))
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
-
-# Errors that a user can correct. All others are defects and keep their traceback.
-_USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
 
 
 def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
@@ -62,18 +59,12 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
       saved_config: use the run's saved configuration as the default of `--config`.
     """
 
-    def main(argv: list[str]) -> None:
-        logging.set_verbosity(logging.WARNING)
-        try:
-            if len(argv) > 1:
-                raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
-            command()
-        except _USER_ERRORS as error:
-            if _TRACEBACK.value:
-                raise
-            sys.exit(_one_line(error))
-
-    app.run(main, flags_parser=functools.partial(_parse_flags, saved_config))
+    command_line.run(
+        command,
+        parser=functools.partial(_parse_flags, saved_config),
+        user_errors=(*command_line.USER_ERRORS, OutOfMemory),
+        message=_message,
+    )
 
 
 def chosen_config() -> ConfigDict:
@@ -108,7 +99,7 @@ def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
-        sys.exit(_one_line(_misplaced(argv) or error))
+        sys.exit(_message(_misplaced(argv) or error))
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
@@ -138,21 +129,22 @@ def _misplaced(argv: list[str]) -> ValueError | None:
     return None
 
 
-def _one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """Format an error as one line, with advice if it has none."""
-    text, hint = str(error), ""
+    text = str(error)
     if isinstance(error, OutOfMemory):
         return f"error: {text}"  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
-        text, hint = f"no such setting: {_unquoted(text)}", "; the keys are in configs/base.py"
+        error = ValueError(f"no such setting: {_unquoted(text)}; the keys are in configs/base.py")
     elif "command line flag 'config." in text:  # absl defines config.* flags only after --config
-        hint = "; give --config too, such as --config=configs/quickstart.py"
+        error = ValueError(f"{text}; give --config too, such as --config=configs/quickstart.py")
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):
-        text = f"cannot load the --config file: {str(error.__cause__).splitlines()[-1]}"
-        hint = "; give a Python file with get_config(), such as those in configs/"
+        reason = str(error.__cause__).splitlines()[-1]
+        advice = "give a Python file with get_config(), such as those in configs/"
+        error = ValueError(f"cannot load the --config file: {reason}; {advice}")
     elif "Error whilst parsing config file" in text:
-        text = f"cannot load the --config file: {text.splitlines()[-1]}"
-    return f"error: {' '.join(text.split())}{hint}"
+        error = ValueError(f"cannot load the --config file: {text.splitlines()[-1]}")
+    return command_line.one_line(error)
 
 
 def _unquoted(text: str) -> str:
@@ -192,9 +184,3 @@ def _simulate_devices(count: int) -> None:
         raise ValueError(
             f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
         ) from error
-
-
-def say(line: str) -> None:
-    """Print a line, on the leading process only."""
-    if distributed.is_lead():
-        print(line, flush=True)

@@ -1,6 +1,6 @@
 """Plan the memory of a run without running it.
 
-Prints the memory of each component, and the largest batch and chunk that fit.
+Prints the memory of each component, the recommended gradient caching and the largest batch that fits.
 
     python -m experiments.plan --config=configs/quickstart.py --device=H200 --devices=8 [--config.batch_size=32768]
 
@@ -20,12 +20,10 @@ from infcl_jax.distributed import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
     Workload,
-    best_chunk_size,
+    describe_plan,
+    device_memory_limit,
     device_named,
-    format_plan,
     largest_batch,
-    memory_at_hand,
-    most_kept,
     plan_memory,
 )
 
@@ -53,7 +51,7 @@ def plan_from_flags() -> None:
 
 
 def planned(config: ConfigDict) -> tuple[Workload, int | None]:
-    """Return the workload and the memory of one device.
+    """Return the workload and the memory limit of one device.
 
     Args:
       config: settings of the run.
@@ -64,42 +62,34 @@ def planned(config: ConfigDict) -> tuple[Workload, int | None]:
     Raises:
       ValueError: a setting or flag is wrong.
     """
-    memory, implementation = None if _MEMORY.value is None else int(_MEMORY.value * 2**30), None
+    limit, implementation = None if _MEMORY.value is None else int(_MEMORY.value * 2**30), None
     if _DEVICE.value is not None:
         device, count = device_named(_DEVICE.value), _COUNT.value or 1
-        memory, implementation = memory or device.usable, device.implementation
+        limit, implementation = limit or device.memory_limit, device.implementation
     else:
         count = _COUNT.value or command.start_devices(config).size
-        memory = memory or memory_at_hand()
-    source = run.sample_source(config)
-    config = run.with_most_kept(config, count, memory, implementation, source)
-    return run.workload(config, count, implementation, source), memory
+        limit = limit or device_memory_limit()
+    return run.workload(config, count, limit, implementation, run.sample_source(config)), limit
 
 
-def report(workload: Workload, memory: int | None) -> None:
-    """Print the memory table and the largest settings that fit.
+def report(workload: Workload, memory_limit: int | None) -> None:
+    """Print the memory table, the recommended gradient caching and the largest batch.
 
-    Without known memory it prints only the table.
+    Without a memory limit it prints only the table.
 
     Args:
       workload: memory-relevant settings of the run.
-      memory: bytes that JAX may use per device, or None if unknown.
+      memory_limit: bytes that JAX may use per device, or None if unknown.
     """
-    plan = plan_memory(workload, memory)
-    command.say(format_plan(plan))
-    if memory is None:
+    command.say(describe_plan(plan_memory(workload, memory_limit)))
+    if memory_limit is None:
         device = jax.devices()[0].device_kind
-        command.say(f"largest batch and chunk: give --device or --memory_gib, since {device} does not tell its memory")
+        command.say(f"for recommended settings give --device or --memory_gib: {device} does not report its memory")
         return
-    command.say("fits" if plan.fits else "does not fit")
-    searches = {"largest batch_size": largest_batch, "best grad_cache.chunk_size": best_chunk_size}
-    if workload.chunk_size is not None:
-        searches["most grad_cache.keep"] = most_kept
-    for name, search in searches.items():
-        try:
-            command.say(f"{name}: {search(workload, memory)}")
-        except ValueError as error:
-            command.say(f"{name}: none, {error}")
+    try:
+        command.say(f"largest batch: --config.batch_size={largest_batch(workload, memory_limit)}")
+    except ValueError as error:
+        command.say(f"largest batch: none; {error}")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,10 @@ from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite
-from infcl_jax.planner import MemoryPlan, explain_out_of_memory, format_plan, memory_at_hand, plan_memory
+from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import changed_settings, check_kept, format_changes, naming
 from infcl_jax.training import (
     Checkpointer,
-    GradCacheConfig,
     MetricWriter,
     OptimizerConfig,
     Preemption,
@@ -63,17 +62,16 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
     """
     check_counts(config)
-    run.check_chunk_size(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    memory = memory_at_hand()
+    memory_limit = device_memory_limit()
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
         check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
         source = run.training_source(config)
-        resolved = run.with_most_kept(config, mesh.size, memory, source=source)
-        cache = GradCacheConfig(**resolved.grad_cache)
-        step_fn = make_train_step(run.loss(config, mesh, source), config.seed, cache, mesh, config.parameter_sharding)
+        loss_fn = run.loss(config, mesh, source)
+        workload = run.workload(config, mesh.size, memory_limit, source=source)
+        step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
         data = run.training_data(config, source)
         suite = run.evaluation_suite(config, mesh)
         state = run.initial_state(config, mesh, source)
@@ -85,7 +83,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        plan = plan_memory(run.workload(resolved, mesh.size, source=source), memory)
+        plan = plan_memory(workload, memory_limit)
         announce(config, mesh, state, workdir, plan)
         for line in format_changes(changed):
             command.say(line)
@@ -127,7 +125,7 @@ def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, p
         f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
-    command.say(format_plan(plan))
+    command.say(describe_plan(plan))
     if int(state.step):
         command.say(f"resumed from step {int(state.step)} in {workdir}")
 

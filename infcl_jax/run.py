@@ -13,10 +13,11 @@ from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
-from infcl_jax.planner import Workload, keep_most, tree_bytes
+from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.settings import check_model_overrides, parse_overrides
 from infcl_jax.training import (
     GlobalContrastiveConfig,
+    GradCacheConfig,
     OptimizerConfig,
     TrainState,
     create_state,
@@ -26,8 +27,7 @@ from infcl_jax.training import (
     replayed,
 )
 
-_KEEP_MOST = -1  # value of grad_cache.keep: store as many chunks as fit
-_PLANNED_SHARE = 0.95  # of the memory; plans are within 5 % of what runs use (docs/benchmarks.md)
+_STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
@@ -179,81 +179,48 @@ def _state_options(config: ConfigDict) -> dict[str, Any]:
     }
 
 
-def check_chunk_size(config: ConfigDict) -> None:
-    """Check that the gradient-cache chunk is no larger than the batch.
-
-    Raises:
-      ValueError: the chunk is larger than the batch.
-    """
-    chunk_size = (config.get("grad_cache") or {}).get("chunk_size")
-    if chunk_size is not None and chunk_size > config.batch_size:
-        raise ValueError(
-            f"expected grad_cache.chunk_size <= batch_size={config.batch_size}, got {chunk_size}; choose a smaller "
-            "chunk, or None for no gradient caching"
-        )
-
-
-def with_most_kept(
+def workload(
     config: ConfigDict,
     devices: int,
-    memory: int | None,
+    memory_limit: int | None = None,
     implementation: str | None = None,
     source: Source | None = None,
-) -> ConfigDict:
-    """Resolve `grad_cache.keep = -1` to the largest setting that fits into memory.
-
-    A configuration with another value is returned as it is.
-
-    Args:
-      config: settings of the run.
-      devices: number of devices that share the batch.
-      memory: bytes per device that JAX may use.
-      implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
-      source: training data; None is enough for losses without sample state.
-
-    Raises:
-      ValueError: there are no chunks, or the memory is unknown.
-    """
-    if (config.get("grad_cache") or {}).get("keep") != _KEEP_MOST:
-        return config
-    if memory is None:
-        raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
-    config = config.copy_and_resolve_references()
-    config.grad_cache.keep = 0
-    most = keep_most(workload(config, devices, implementation, source), int(_PLANNED_SHARE * memory))
-    with config.unlocked():  # older runs have no keep_residual setting
-        config.grad_cache.update(keep=most.keep, keep_residual=most.keep_residual)
-    return config
-
-
-def workload(
-    config: ConfigDict, devices: int, implementation: str | None = None, source: Source | None = None
 ) -> Workload:
     """Return the memory-relevant settings of a run, for `infcl_jax.planner`.
 
+    `grad_cache.keep = -1` is resolved to the largest number of stored activations that fits.
+
     Args:
       config: settings of the run.
       devices: number of devices that share the batch.
+      memory_limit: bytes per device that JAX may use; None if unknown.
       implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
       source: training data; None is enough for losses without sample state.
 
     Raises:
-      ValueError: a setting is wrong.
+      ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    check_chunk_size(config)
     model, loss_fn = read_model_config(config), loss(config, None, source)
     sizes = _num_samples(config, source), model.init_logit_scale
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     best = implementation or best_implementation()
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
-    return Workload(
+    cache = dict(config.grad_cache)
+    if stores_most := cache["keep"] == _STORE_MOST:
+        cache["keep"] = 0
+    unresolved = Workload(
         model=model,
         optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
         batch_size=config.batch_size,
         devices=devices,
+        cache=GradCacheConfig(**cache),
         implementation=chosen,
         loss=config.loss,
         sample_bytes=tree_bytes(samples) // devices,
         **_state_options(config),
-        **(config.get("grad_cache") or {}),
     )
+    if not stores_most:
+        return unresolved
+    if memory_limit is None:
+        raise ValueError("expected grad_cache.keep >= 0 on devices that do not report their memory, got -1")
+    return store_activations(unresolved, int(SAFE_SHARE * memory_limit))

@@ -1,6 +1,7 @@
 """The smallest run: its model, batches and configuration, and commands as processes."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import socket
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 
 from configs import base
 from infcl_jax.models import build_model, model_config
+from infcl_jax.planner import Workload
+from infcl_jax.training import GradCacheConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATION_CACHE")
@@ -32,6 +36,16 @@ OVERRIDES = ",".join(f"{name}={value}" for name, value in MODEL.items())
 
 def model(**changes):
     return build_model(model_config("tiny", **(MODEL | changes)))
+
+
+ADAM = optax.adamw(1e-3)
+CACHE_SETTINGS = {field.name for field in dataclasses.fields(GradCacheConfig)}
+
+
+def workload(**changes) -> Workload:
+    """The smallest run for the planner, with changed settings of its own and of its gradient caching."""
+    cache = GradCacheConfig(**{name: changes.pop(name) for name in CACHE_SETTINGS & changes.keys()})
+    return Workload(**({"model": model(), "optimizer": ADAM, "batch_size": 64, "cache": cache} | changes))
 
 
 def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
-"""The memory planner: exact parts, agreement with XLA elsewhere, and its searches."""
+"""The memory planner: exact parts, agreement with XLA elsewhere, its table and its advice."""
 
 import dataclasses
-import math
 import re
 import types
 
@@ -11,39 +10,43 @@ import optax
 import oracle
 import pytest
 import runs
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import config_flags
 
+from configs import base
 from infcl_jax import run
 from infcl_jax.models import create_model
 from infcl_jax.ops.attention.api import best_attention
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
-    Workload,
     activations,
-    best_chunk_size,
-    compare_with_compiled,
+    compiled_bytes,
     compiled_workspace,
+    describe_plan,
     device_named,
     devices,
     explain_out_of_memory,
     format_plan,
-    keep_most,
-    largest_batch,
     loss_workspace,
-    most_kept,
     plan_memory,
+    recommended_cache,
 )
-from infcl_jax.planner.activations import row_shapes, towers
+from infcl_jax.planner.activations import encoder_memory, row_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
 
-ADAM = optax.adamw(1e-3)
+ADAM = runs.ADAM
 MIB = 1 << 20
 
 
-def workload(**changes):
-    return Workload(**({"model": runs.model(), "optimizer": ADAM, "batch_size": 64} | changes))
+def parsed(*arguments):
+    """`configs/base.py` with changes from the command line."""
+    values, argv = flags.FlagValues(), ["program", *arguments]
+    config = config_flags.DEFINE_config_dict("config", base.get_config(), flag_values=values, sys_argv=argv)
+    values(argv)
+    return config.value
 
 
 def nbytes(tree):
@@ -58,7 +61,7 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
     model = runs.model(**changes)
     with jax.numpy_dtype_promotion("standard"):  # flax multiplies fp32 activations with bf16 parameters
         state = create_state(model, optimizer, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1))
-        plan = plan_memory(workload(model=model, optimizer=optimizer))
+        plan = plan_memory(runs.workload(model=model, optimizer=optimizer))
     assert (plan.parameters, plan.optimizer) == (nbytes(state.params), nbytes(state.opt_state))
     assert plan.gradients == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
 
@@ -66,7 +69,7 @@ def test_parameters_and_optimizer_state_are_those_of_a_real_state(optimizer, cha
 def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_parameters(monkeypatch):
     monkeypatch.setattr(sharding, "MIN_SIZE", 16)
     state = create_state(runs.model(), ADAM, runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(4), "fsdp")
-    whole, plan = (plan_memory(workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
+    whole, plan = (plan_memory(runs.workload(devices=4, parameter_sharding=kind)) for kind in ("replicated", "fsdp"))
     parts = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, (state.params, state.opt_state))
     assert (plan.parameters, plan.optimizer, plan.updates) == (nbytes(parts[0]), nbytes(parts[1]), nbytes(parts[0]))
     assert plan.gradients == whole.gradients + whole.parameters
@@ -74,7 +77,7 @@ def test_of_a_sharded_state_a_device_holds_its_part_and_for_the_step_all_paramet
 
 @pytest.mark.parametrize("chunk_size", [None, 16])
 def test_batch_and_features_are_linear_in_the_batch(chunk_size):
-    small, large = (plan_memory(workload(batch_size=b, devices=4, chunk_size=chunk_size)) for b in (64, 256))
+    small, large = (plan_memory(runs.workload(batch_size=b, devices=4, chunk_size=chunk_size)) for b in (64, 256))
     assert small.batch == small.next_batch == nbytes(runs.batch(16))
     assert small.features == 2 * 2 * 16 * runs.MODEL["embed_dim"] * 4
     assert (large.batch, large.features) == (4 * small.batch, 4 * small.features)
@@ -82,43 +85,43 @@ def test_batch_and_features_are_linear_in_the_batch(chunk_size):
 
 @pytest.mark.parametrize("residency", ["host", "replay"])
 def test_off_the_devices_three_chunks_are_there(residency):
-    plan = plan_memory(workload(batch_size=1024, chunk_size=32, residency=residency))
+    plan = plan_memory(runs.workload(batch_size=1024, chunk_size=32, residency=residency))
     assert plan.batch + plan.next_batch == nbytes(runs.batch(96))
-    assert plan.gradients > plan_memory(workload(batch_size=1024, chunk_size=32)).gradients
+    assert plan.gradients > plan_memory(runs.workload(batch_size=1024, chunk_size=32)).gradients
 
 
 def test_activations_grow_with_the_chunk_and_not_with_the_batch():
-    at = {c: plan_memory(workload(batch_size=4096, chunk_size=c)).activations for c in (64, 128, 256)}
+    at = {c: plan_memory(runs.workload(batch_size=4096, chunk_size=c)).transient for c in (64, 128, 256)}
     assert at[256] - at[128] == 2 * (at[128] - at[64]) > 0
-    assert plan_memory(workload(batch_size=8192, chunk_size=64)).activations == at[64]
-    whole = [plan_memory(workload(batch_size=b)).kept for b in (4096, 8192)]
+    assert plan_memory(runs.workload(batch_size=8192, chunk_size=64)).transient == at[64]
+    whole = [plan_memory(runs.workload(batch_size=b)).stored for b in (4096, 8192)]
     assert whole[1] == pytest.approx(2 * whole[0], rel=1e-3) and whole[0] > 10 * at[64]
 
 
 def test_kept_chunks_count_until_all_are_kept():
-    plans = [plan_memory(workload(batch_size=256, chunk_size=64, keep=keep)) for keep in range(6)]
-    kept = [plan.kept for plan in plans]
+    plans = [plan_memory(runs.workload(batch_size=256, chunk_size=64, keep=keep)) for keep in range(6)]
+    kept = [plan.stored for plan in plans]
     assert kept[0] == 0 and kept[2] == pytest.approx(2 * kept[1], rel=1e-2) and kept[4] == kept[5]
-    assert kept[4] == plan_memory(workload(batch_size=256)).kept
-    assert plans[4].activations < plans[3].activations == plans[0].activations
+    assert kept[4] == plan_memory(runs.workload(batch_size=256)).stored
+    assert plans[4].transient < plans[3].transient == plans[0].transient
 
 
 def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
     """Expected MiB: XLA's plan for gradients of ViT-B/32's towers, bf16, H200 (JAX 0.11.2)."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
     model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
-    for tower, planned in zip(towers(model), (14_304, 14_487), strict=True):
+    for tower, planned in zip(encoder_memory(model), (14_304, 14_487), strict=True):
         assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 69_684), ("ViT-L/14", 384, 85_666)])
 def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
     """Expected MiB: measured bf16 steps on an H200 without the next batch (JAX 0.11.2)."""
-    run = workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
+    run = runs.workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
     with jax.sharding.use_abstract_mesh(device_named("H200").mesh):
         plan = plan_memory(run)
-    assert (plan.total - plan.next_batch) / 2**20 == pytest.approx(measured, rel=0.03)
-    assert plan_memory(run).total > 1.1 * plan.total  # here XLA's attention, which stores weights
+    assert (plan.peak - plan.next_batch) / 2**20 == pytest.approx(measured, rel=0.03)
+    assert plan_memory(run).peak > 1.1 * plan.peak  # here XLA's attention, which stores weights
 
 
 def test_every_call_of_a_function_has_arrays_of_its_own():
@@ -147,7 +150,7 @@ def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
 
     cotangent = jax.ShapeDtypeStruct((32, 64), model.feature_dtype)
     compiled = jax.jit(both).lower(params, rows, cotangent).compile().memory_analysis().temp_size_in_bytes
-    assert 0.75 < towers(model)[0].peak(32) / compiled < 1.3
+    assert 0.75 < encoder_memory(model)[0].peak(32) / compiled < 1.3
 
 
 @pytest.mark.parametrize(
@@ -170,16 +173,11 @@ def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, set
         for tree, spec in ((state, PartitionSpec()), (shapes, PartitionSpec("data")))
     )
     step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**settings), mesh)
-    plan = plan_memory(workload(model=model, batch_size=256, devices=devices, **settings))
+    plan = plan_memory(runs.workload(model=model, batch_size=256, devices=devices, **settings))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
         compiled = step.lower(state, batch).compile()
-    assert 0.75 < compare_with_compiled(plan, compiled) < 1.1  # the CPU stores more than GPUs
-
-
-def test_a_step_of_several_programs_cannot_be_compared():
-    plan = plan_memory(workload(chunk_size=32, residency="host"))
-    with pytest.raises(ValueError, match="expected a plan with residency 'device', got 'host'"):
-        compare_with_compiled(plan, None)
+    planned = plan.peak - plan.next_batch
+    assert 0.75 < planned / compiled_bytes(compiled) < 1.1  # the CPU stores more than GPUs
 
 
 # Of docs/benchmarks.md: implementation, b, D, devices, MiB.
@@ -202,73 +200,7 @@ def test_the_formulas_of_the_loss_meet_the_benchmarks(implementation, batch, wid
     ("loss", "implementation"), [("clip", "xla"), ("siglip", "xla"), ("clip", "dense"), ("fastclip_v3", "xla")]
 )
 def test_the_loss_can_be_compiled_instead(loss, implementation):
-    mesh, run = oracle.mesh_of(4), workload(devices=4, loss=loss, implementation=implementation)
-    plan = plan_memory(run, mesh=mesh)
-    assert plan.loss == compiled_workspace(implementation, 64, 16, "float32", mesh, loss) > 0
-    assert plan.loss_method == "compiled"
-    with pytest.raises(ValueError, match="expected a mesh of 4 devices, got 2"):
-        plan_memory(run, mesh=oracle.mesh_of(2))
-
-
-SEARCHES = [{}, {"devices": 4}, {"devices": 2, "chunk_size": 48}, {"chunk_size": 64, "residency": "host"}]
-
-
-@pytest.mark.parametrize("settings", SEARCHES)
-@pytest.mark.parametrize("memory", [24 * MIB, 150 * MIB])
-def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
-    run = workload(**(settings | {"batch_size": settings.get("devices", 1)}))
-    found, step = largest_batch(run, memory), run.chunk_size or run.devices
-    assert found % step == 0 and found > step
-    assert plan_memory(dataclasses.replace(run, batch_size=found), memory).fits
-    assert not plan_memory(dataclasses.replace(run, batch_size=found + step), memory).fits
-
-
-@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_the_best_chunk_size_fits_and_twice_that_does_not(settings, share):
-    """In a share of the memory that one chunk of all rows would need."""
-    run = workload(**(settings | {"batch_size": 4096}))
-    memory = int(share * plan_memory(dataclasses.replace(run, chunk_size=4096)).total)
-    found = best_chunk_size(run, memory)
-    assert (found // run.devices).bit_count() == 1 and found < run.batch_size
-    assert plan_memory(dataclasses.replace(run, chunk_size=found), memory).fits
-    assert not plan_memory(dataclasses.replace(run, chunk_size=2 * found), memory).fits
-
-
-@pytest.mark.parametrize(("batch", "devices", "expected"), [(1, 1, 1), (96, 1, 128), (96, 4, 128), (64, 4, 64)])
-def test_a_chunk_never_exceeds_what_holds_the_batch(batch, devices, expected):
-    assert best_chunk_size(workload(batch_size=batch, devices=devices), 1 << 40) == expected
-
-
-@pytest.mark.parametrize("settings", [{"chunk_size": 24}, {"chunk_size": 48, "devices": 2, "residency": "host"}])
-@pytest.mark.parametrize(("share", "expected"), [(0.5, "none"), (1.2, "some"), (1e6, "all")])
-def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expected):
-    run = workload(**(settings | {"batch_size": 4096}))
-    memory, chunks = int(share * plan_memory(run).total), math.ceil(4096 / run.chunk_size)
-    found = most_kept(run, memory)
-    assert {"none": found == 0, "some": 0 < found < chunks, "all": found == chunks}[expected]
-    if expected != "none":
-        assert plan_memory(dataclasses.replace(run, keep=found), memory).fits
-    if expected == "some":
-        assert not plan_memory(dataclasses.replace(run, keep=found + 1), memory).fits
-
-
-@pytest.mark.parametrize(("beside", "expected"), [(0, "none"), (0.5, "chunks"), (1.5, "streams"), (1e6, "all")])
-def test_residual_streams_are_kept_before_chunks_unless_all_fits(beside, expected):
-    """Memory: that of the plan plus a multiple of the residual streams."""
-    model = create_model("tiny", **{"vision.layers": 4, "text.layers": 4})
-    run = workload(model=model, batch_size=4096, chunk_size=64)
-    least, streams = (plan_memory(dataclasses.replace(run, keep_residual=kept)).total for kept in (False, True))
-    memory = int(least + beside * (streams - least))
-    kept = keep_most(run, memory)
-    assert plan_memory(kept, memory).fits and kept.keep_residual == (expected == "streams")
-    assert {"none": kept.keep == 0, "all": kept.keep == 64}.get(expected, 0 < kept.keep < 64)
-    assert kept.keep == most_kept(kept, memory)
-
-
-def test_chunks_are_kept_of_chunks():
-    with pytest.raises(ValueError, match=r"expected a chunk_size, .* got None"):
-        most_kept(workload(), 1 << 40)
+    assert compiled_workspace(implementation, 64, 16, "float32", oracle.mesh_of(4), loss) > 0
 
 
 def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
@@ -282,34 +214,55 @@ def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
         assert best_attention((64, 50, 12, 64), "bfloat16") == "mosaic_gpu"
 
 
-@pytest.mark.parametrize("search", [largest_batch, best_chunk_size])
-def test_what_never_fits_is_refused(search):
-    with pytest.raises(ValueError, match=r"expected memory for a (batch|chunk) of 1 .*got less"):
-        search(workload(), 1000)
+COMPONENTS = {
+    "parameters": "parameters",
+    "optimizer": "optimizer state",
+    "samples": "sample state",
+    "gradients": "gradients",
+    "updates": "updates",
+    "batch": "batch",
+    "next_batch": "next batch (prefetched)",
+    "features": "features and gradients",
+    "stored": "stored activations",
+    "transient": "transient activations",
+    "loss": "loss workspace",
+}
 
 
 @pytest.mark.parametrize("memory", [None, 1 << 30])
-def test_the_table_has_every_part_aligned(memory):
-    plan = plan_memory(workload(chunk_size=32), memory)
+@pytest.mark.parametrize(("changes", "zero"), [({}, {"samples", "stored"}), ({"sample_bytes": 1, "keep": 1}, set())])
+def test_the_table_has_every_part_aligned(memory, changes, zero):
+    plan = plan_memory(runs.workload(chunk_size=32, **changes), memory)
     heading, *lines = format_plan(plan).splitlines()
-    assert "1 device(s), batch_size 64, chunk_size 32, keep 0, residency device, loss xla" in heading
-    assert [line[: max(map(len, (s.counts for s in plan.sources.values())))].strip() for line in lines] == [
-        *(source.counts for source in plan.sources.values()),
-        "most at one time",
-        *(["memory for JAX"] if memory else []),
-    ]
-    assert len({re.search(r" [KMG]?i?B( |$)", line).start() for line in lines}) <= 2
-    assert all(("%" in line) == (memory is not None) for line in lines[:-1])
-    assert set(plan.sources) == {
-        field.name for field in dataclasses.fields(plan) if field.name not in ("workload", "loss_method", "memory")
-    }
+    cache = "chunk_size 32, keep 1" if "keep" in changes else "chunk_size 32"
+    assert heading == f"memory per device: 1 device(s), batch_size 64, {cache}, implementation xla"
+    columns = ["component", "MiB", *(["% of limit"] if memory else []), "source"]
+    assert re.split("  +", lines[0]) == columns
+    labels = [label for name, label in COMPONENTS.items() if name not in zero]
+    rows = [re.split("  +", line) for line in lines[1:]]
+    assert [row[0] for row in rows] == [*labels, "peak", *(["limit"] if memory else [])]
+    assert all(len(row) == len(columns) for row in rows[: len(labels) + 1])
+    ends = {line.index(row[1]) + len(row[1]) for line, row in zip(lines[1:], rows, strict=True)}
+    assert ends == {lines[0].index("MiB") + 3}
+    assert COMPONENTS.keys() == {f.name for f in dataclasses.fields(plan)} - {"workload", "memory_limit"}
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, "does not fit"), (2, "fits")])
+def test_recommended_settings_are_flags(share, verdict):
+    run = runs.workload(batch_size=4096)
+    memory = int(share * plan_memory(run).peak)
+    table, _, line = describe_plan(plan_memory(run, memory)).rpartition("\n")
+    assert table == format_plan(plan_memory(run, memory)) and line.startswith(f"{verdict}; recommended: ")
+    config = parsed(*re.findall("--config[^ ]+", line))
+    assert GradCacheConfig(**config.grad_cache) == recommended_cache(run, memory)
+    assert ("no change" in line) == (verdict == "fits")
 
 
 @pytest.mark.parametrize(("name", "known"), [("H200", "H200-141"), ("rtx 4090", "RTX4090"), ("a100-80", "A100-80")])
 def test_devices_are_found_by_name(name, known, monkeypatch):
     assert device_named(name) == DEVICES[known]
     monkeypatch.setattr(devices, "memory_share", lambda: 0.5)
-    assert device_named(name).usable == DEVICES[known].memory // 2
+    assert device_named(name).memory_limit == DEVICES[known].memory // 2
 
 
 @pytest.mark.parametrize("name", ["H999", "A100", ""])
@@ -319,16 +272,19 @@ def test_an_unknown_device_is_answered_with_the_known_ones(name):
 
 
 def test_without_memory_nothing_can_be_said_to_fit():
-    with pytest.raises(ValueError, match="expected the memory of a device"):
-        _ = plan_memory(workload()).fits
+    with pytest.raises(ValueError, match="expected the memory limit of a device"):
+        _ = plan_memory(runs.workload()).fits
 
 
 MISTAKES = {
     "uneven batch": ({"batch_size": 65, "devices": 2}, "batch_size to be a multiple of the 2 devices, got 65"),
-    "uneven chunk": ({"chunk_size": 3, "devices": 2}, "chunk_size to be a multiple of the 2 devices, got 3"),
+    "uneven chunk": ({"chunk_size": 3, "devices": 2}, "grad_cache.chunk_size to be a multiple of the 2 devices, got 3"),
     "no devices": ({"devices": 0}, "devices >= 1"),
-    "keep without chunks": ({"keep": 1}, "expected a chunk_size with keep=1"),
-    "residual streams without chunks": ({"keep_residual": True}, "expected a chunk_size with .* keep_residual=True"),
+    "keep without chunks": ({"keep": 1}, "expected grad_cache.chunk_size with keep=1"),
+    "residual streams without chunks": (
+        {"keep_residual": True},
+        "expected grad_cache.chunk_size with keep_residual=True",
+    ),
     "residency": ({"residency": "disk"}, "residency to be one of .*replay.*'disk'"),
     "implementation": ({"implementation": "fast"}, "implementation to be one of .*'fast'"),
     "loss": ({"loss": "mse"}, "loss to be one of .*'mse'"),
@@ -340,15 +296,18 @@ MISTAKES = {
 def test_settings_that_cannot_be_are_refused(mistake):
     changes, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=message):
-        workload(**changes)
+        runs.workload(**changes)
 
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 ADVICE = {
-    "whole batch": ({"batch_size": 4096}, r"set grad_cache.chunk_size \(\d+ should fit\): "),
+    "whole batch": (
+        {"batch_size": 4096},
+        r"set grad_cache.chunk_size: .*; --config.grad_cache.chunk_size=\d+.* should fit",
+    ),
     "large chunks": (
         {"batch_size": 8192, "chunk_size": 4096},
-        r"set grad_cache.chunk_size below 4096 \(\d+ should fit\)",
+        r"set grad_cache.chunk_size below 4096; --config.grad_cache.chunk_size=\d+.* should fit",
     ),
     "kept chunks": ({"batch_size": 4096, "chunk_size": 64, "keep": 30}, "set grad_cache.keep below 30"),
     "kept residual streams": (
@@ -373,7 +332,7 @@ ADVICE = {
 @pytest.mark.parametrize("case", list(ADVICE))
 def test_running_out_of_memory_names_a_setting_and_ends_with_the_table(case):
     changes, advice = ADVICE[case]
-    plan = plan_memory(workload(**changes), 90 * MIB)
+    plan = plan_memory(runs.workload(**changes), 90 * MIB)
     explained = explain_out_of_memory(EXHAUSTED, plan)
     assert isinstance(explained, OutOfMemory) and explained.__cause__ is EXHAUSTED
     assert re.match(f"the device ran out of memory; {advice}", str(explained))
@@ -382,15 +341,17 @@ def test_running_out_of_memory_names_a_setting_and_ends_with_the_table(case):
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a defect"), ValueError("RESOURCE_EXHAUSTED")])
 def test_other_errors_stay_what_they_are(error):
-    assert explain_out_of_memory(error, plan_memory(workload())) is error
+    assert explain_out_of_memory(error, plan_memory(runs.workload())) is error
 
 
 def test_a_configuration_is_planned_as_it_would_run():
     config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "host"})
     planned = run.workload(config, 8)
-    settings = planned.batch_size, planned.devices, planned.chunk_size, planned.keep, planned.residency
-    assert settings == (32, 8, 16, 1, "host")
-    assert planned.implementation == "xla" and run.workload(config, 8, "triton").implementation == "triton"
+    assert (planned.batch_size, planned.devices) == (32, 8)
+    assert planned.cache == GradCacheConfig(chunk_size=16, keep=1, residency="host")
+    assert (
+        planned.implementation == "xla" and run.workload(config, 8, implementation="triton").implementation == "triton"
+    )
     assert planned.model == runs.model() and jnp.dtype(planned.model.feature_dtype) == jnp.float32
 
 
@@ -403,14 +364,19 @@ QUICKSTART = "--config=configs/quickstart.py"
     [
         (
             ("--device=H200", "--devices=8", "--config.batch_size=4096"),
-            r"8 device.*batch_size 4096, loss mosaic_gpu\n(.*\n)*fits\nlargest batch_size: \d+\n.*chunk_size: 4096",
+            r"8 device.*batch_size 4096, no gradient caching, implementation mosaic_gpu\n(.*\n)*"
+            r"fits; recommended: no change\nlargest batch: --config.batch_size=\d+\n",
         ),
-        ((), r"each of 4 device.*loss xla\n(.*\n)*largest batch and chunk: give --device or --memory_gib.*cpu"),
+        (
+            (),
+            r"4 device.*implementation xla\n(.*\n)*for recommended settings give --device or --memory_gib: cpu",
+        ),
         (
             ("--device=L4", "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
-            r"chunk_size 64, keep 4, .*\n(.*\n)*fits\n(.*\n)*most grad_cache.keep: 4\n",
+            r"chunk_size 64, keep 4, implementation triton\n(.*\n)*"
+            r"fits; recommended: --config.grad_cache.chunk_size=None --config.grad_cache.keep=0\n",
         ),
-        (("--memory_gib=0.001",), r"does not fit\nlargest batch_size: none, .*\nbest grad_cache.chunk_size: none, "),
+        (("--memory_gib=0.001",), r"does not fit; expected memory for a chunk of 4 .*\nlargest batch: none; expected "),
     ],
 )
 def test_the_command_prints_the_table_and_what_fits(arguments, expected):
@@ -418,7 +384,7 @@ def test_the_command_prints_the_table_and_what_fits(arguments, expected):
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
     assert re.search(expected, stdout), stdout
-    assert re.search(r"activations kept +[\d.]+ MiB .*traced", stdout)
+    assert re.search(r"stored activations +[\d.]+ .*traced", stdout)
 
 
 WRONG = {
@@ -429,7 +395,7 @@ WRONG = {
     "no memory": ((QUICKSTART, "--memory_gib=-1"), "--memory_gib > 0, got -1"),
     "kept in unknown memory": (
         (QUICKSTART, "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
-        "grad_cache.keep >= 0 on devices that do not tell their memory, got -1",
+        "grad_cache.keep >= 0 on devices that do not report their memory, got -1",
     ),
     "misspelt key": ((QUICKSTART, "--config.batchsize=3"), "no such setting: 'batchsize'.*configs/base.py"),
 }

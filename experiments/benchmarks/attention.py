@@ -20,8 +20,9 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.benchmarks import harness
-from experiments.benchmarks.harness import Product, Program
+from experiments import command_line
+from experiments.benchmarks import harness, timing
+from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding_for, takes_packed
 
 RECORDS_FILE = "benchmark_attention.jsonl"
@@ -101,13 +102,13 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       None for its missing figures.
     """
     about = f"{settings.dtype}, {settings.heads} heads of {settings.channels}{', causal' if settings.causal else ''}"
-    product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
+    gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for t, b, implementation in itertools.product(settings.positions, settings.batch, settings.implementations):
         case = {"implementation": implementation, "batch": b, "positions": t}
         case |= {name: getattr(settings, name) for name in ("heads", "channels", "causal", "dtype", "repeats")}
-        figures = harness.collect(_FIGURES, _measure(settings, implementation, b, t, product))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, case, figures))
+        figures = harness.collect(_FIGURES, _measure(settings, implementation, b, t, gemm))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case, figures))
     return records
 
 
@@ -118,9 +119,9 @@ _FIGURES = (
 
 
 def _measure(
-    settings: Settings, implementation: AttentionImplementation, b: int, t: int, product: Product
+    settings: Settings, implementation: AttentionImplementation, b: int, t: int, gemm: Gemm
 ) -> Iterator[dict[str, float]]:
-    """Yield figures one at a time, so an out-of-memory error loses none."""
+    """Yield figures one at a time, to record those before an out-of-memory error."""
     shape = (b, t, settings.heads, settings.channels)
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
@@ -148,11 +149,11 @@ def _measure(
     ):
         seconds = program.seconds(settings.repeats)
         figures[f"{prefix or 'total_'}ms"] = 1e3 * seconds
-        figures[f"{prefix}tflops"] = harness.tflops(2 * gemms * b * shape[2] * t * t * shape[3], seconds)
+        figures[f"{prefix}tflops"] = timing.tflops(2 * gemms * b * shape[2] * t * t * shape[3], seconds)
         figures[f"{prefix}tbytes"] = tensors * operands[0].nbytes / seconds / 1e12
     yield figures | {
         "backward_ms": figures["total_ms"] - figures["forward_ms"],
-        "of_product": figures["tflops"] / product.tflops,
+        "gemm_fraction": figures["tflops"] / gemm.tflops,
     }
 
 
@@ -216,4 +217,4 @@ _COLUMNS = (
 
 
 if __name__ == "__main__":
-    harness.run(benchmark_from_flags)
+    command_line.run(benchmark_from_flags)

@@ -1,27 +1,21 @@
-"""Common code of the benchmarks.
+"""Flags, devices, tables, records and plots of the benchmarks.
 
-Flags, devices, timing, reference GEMM, tables, records and plots. Needs only JAX and the losses, neither the data
-pipeline nor `ml_collections`.
+Needs only JAX and the losses, neither the data pipeline nor `ml_collections`.
 """
 
 import datetime
 import json
-import math
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from absl import app, flags, logging
-from jax.experimental import multihost_utils
+from absl import flags
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
 
+from experiments.benchmarks.timing import Gemm, measure_gemm
+from experiments.console import say
 from infcl_jax import distributed
 
 BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")
@@ -33,9 +27,6 @@ OUTPUT = flags.DEFINE_string("output", None, "Folder of the JSON lines and the p
 
 OUT_OF_MEMORY = "out of memory"
 
-# Least duration of a timed run, in seconds. Launch overhead (0.1 to 0.3 ms) is below 1 % of it.
-_TIMED_SECONDS = 0.05
-
 # Columns of a table: heading, key of the record, format.
 Columns = Sequence[tuple[str, str, str]]
 
@@ -46,37 +37,8 @@ PASSES: Columns = (
     ("total ms", "total_ms", ".3f"),
     ("forward TFLOP/s", "forward_tflops", ".3g"),
     ("TFLOP/s", "tflops", ".3g"),
-    ("of product", "of_product", ".1%"),
+    ("% of GEMM", "gemm_fraction", ".1%"),
 )
-
-
-def run(command: Callable[[], Any]) -> None:
-    """Parse the flags and call `command()`.
-
-    User errors exit with status 1 and one line on stderr.
-    """
-
-    def main(argv: list[str]) -> None:
-        logging.set_verbosity(logging.WARNING)
-        try:
-            if len(argv) > 1:
-                raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
-            command()
-        except (ValueError, OSError) as error:
-            sys.exit(_one_line(error))
-
-    app.run(main, flags_parser=_parse_flags)
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(_one_line(error))
-
-
-def _one_line(error: Exception) -> str:
-    return f"error: {' '.join(str(error).split())}"
 
 
 def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
@@ -159,110 +121,7 @@ def start_devices(count: int | None) -> Mesh:
     return distributed.data_mesh(devices[:count])
 
 
-def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS) -> float:
-    """Measure the median time of a call over several runs.
-
-    The calls of a run are queued without synchronization, which hides launch overhead. On the CPU each call is waited
-    for: launch overhead is negligible there, and queued collectives of simulated devices can deadlock over threads.
-
-    Args:
-      call: function that returns the arrays to wait for.
-      repeats: number of runs; 0: time the first call, initialization included.
-      least: least duration of a run, in seconds.
-
-    Returns:
-      Seconds per call.
-    """
-    if not repeats:
-        return _elapsed(call, 1)
-    jax.block_until_ready(call())  # warm-up: loads the program, connects the devices
-    first = _elapsed(call, 1)
-    # Every process makes the same number of calls, else their collectives deadlock.
-    calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))
-    return statistics.median(_elapsed(call, calls) for _ in range(repeats)) / calls
-
-
-def _elapsed(call: Callable[[], Any], calls: int) -> float:
-    wait = jax.default_backend() == "cpu"
-    start = time.perf_counter()
-    for _ in range(calls):
-        results = call()
-        if wait:
-            jax.block_until_ready(results)
-    jax.block_until_ready(results)
-    return time.perf_counter() - start
-
-
-class Program:
-    """A function compiled for its arguments, with its time and memory.
-
-    Example:
-      >>> program = Program(jax.value_and_grad(loss), parameters)
-      >>> program.memory_bytes, program.seconds(repeats=5)
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any):
-        self._function, self._args = function, args
-        self._compiled = jax.jit(function).lower(*args).compile()
-
-    def __call__(self) -> Any:
-        """Run the program and wait for its results."""
-        return jax.block_until_ready(self._compiled(*self._args))
-
-    @property
-    def memory_bytes(self) -> int:
-        """Workspace of one device in bytes, as planned by XLA.
-
-        Arguments and results are excluded.
-        """
-        return self._compiled.memory_analysis().temp_size_in_bytes
-
-    def seconds(self, repeats: int) -> float:
-        """Measure the median time of a call, see `harness.seconds`."""
-        return seconds(lambda: self._compiled(*self._args), repeats)
-
-
-class Product(NamedTuple):
-    """Reference GEMM: a square bf16 matrix product, the ceiling of all rates.
-
-    Attributes:
-      size: rows and columns of both factors.
-      tflops: measured throughput on one device, in TFLOP/s.
-    """
-
-    size: int
-    tflops: float
-
-    def __str__(self) -> str:
-        return f"{self.size}^3 bf16 product: {self.tflops:.3g} TFLOP/s"
-
-
-def measure_product(repeats: int) -> Product:
-    """Measure the reference GEMM on one device of this process.
-
-    The factors are random: 8192^3, or 1024^3 on the CPU.
-
-    Args:
-      repeats: timed runs.
-    """
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    keys = jax.random.split(jax.random.key(0))
-    factors = [jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys]
-    return Product(size, tflops(2 * size**3, Program(jnp.matmul, *factors).seconds(repeats)))
-
-
-def tflops(operations: float, seconds: float, devices: int = 1) -> float:
-    """Compute the throughput in TFLOP/s per device.
-
-    Args:
-      operations: FLOPs of all devices.
-      seconds: time in seconds.
-      devices: number of devices.
-    """
-    return operations / seconds / devices / 1e12
-
-
-def circumstances(mesh: Mesh) -> dict[str, Any]:
+def environment(mesh: Mesh) -> dict[str, Any]:
     """Return date, software and hardware of a measurement, for its record."""
     device = mesh.devices.flat[0]
     return {
@@ -312,7 +171,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def report(
-    path: Path, columns: Columns, mesh: Mesh, product: Product, case: dict[str, Any], figures: dict[str, Any]
+    path: Path, columns: Columns, mesh: Mesh, gemm: Gemm, case: dict[str, Any], figures: dict[str, Any]
 ) -> dict[str, Any]:
     """Record a case and print its row of the table.
 
@@ -322,27 +181,21 @@ def report(
       path: file of JSON lines.
       columns: columns of the table.
       mesh: devices.
-      product: reference GEMM of the same process.
+      gemm: reference GEMM of the same process.
       case: settings of the measurement.
       figures: results, from `collect`.
 
     Returns:
-      The record: circumstances, case, reference GEMM and figures.
+      The record: environment, case, reference GEMM and figures.
     """
-    record = circumstances(mesh) | case | {f"product_{name}": value for name, value in product._asdict().items()}
+    record = environment(mesh) | case | {f"gemm_{name}": value for name, value in gemm._asdict().items()}
     record |= figures
     append_record(path, record)
     say(row(columns, record))
     return record
 
 
-def say(line: str) -> None:
-    """Print a line, on the leading process only."""
-    if distributed.is_lead():
-        print(line, flush=True)
-
-
-def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Product:
+def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Gemm:
     """Create the output folder, time the reference GEMM, print the header.
 
     Args:
@@ -357,13 +210,13 @@ def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: 
     """
     if distributed.is_lead():
         output.mkdir(parents=True, exist_ok=True)
-    product, context = measure_product(max(1, repeats)), circumstances(mesh)
+    gemm, context = measure_gemm(max(1, repeats)), environment(mesh)
     say(
         f"{context['device']}, {mesh.size} device(s), {context['processes']} process(es), JAX {context['jax']}; "
-        f"{about}; {product}"
+        f"{about}; {gemm}"
     )
     say(_table_line(columns, (heading for heading, *_ in columns)))
-    return product
+    return gemm
 
 
 def row(columns: Columns, record: dict[str, Any]) -> str:
@@ -376,7 +229,7 @@ def _table_line(columns: Columns, cells: Iterable[str]) -> str:
     return "  ".join(f"{cell:>{max(len(heading), 9)}}" for cell, (heading, *_) in zip(cells, columns, strict=True))
 
 
-def over_batches(axes: Axes, records: Sequence[dict[str, Any]], label: str) -> None:
+def label_axes(axes: Axes, records: Sequence[dict[str, Any]], label: str) -> None:
     """Label the axes of a plot over the batch size.
 
     Args:

@@ -22,9 +22,10 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 
-from experiments.benchmarks import harness
+from experiments import command_line
+from experiments.benchmarks import harness, timing
 from experiments.benchmarks.exact_loss import Gradients, exact_gradients, relative_errors
-from experiments.benchmarks.harness import Product, Program
+from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
@@ -98,7 +99,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       None for its missing figures.
     """
     about = f"{settings.dtype}, scale {settings.scale:g}"
-    product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
+    gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for dim, b in itertools.product(settings.features, settings.batch):
         case = Case.draw(b, dim, settings, mesh)
@@ -106,8 +107,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         for implementation in settings.implementations:
             about_case = {"implementation": implementation, "batch": b, "feature_dim": dim}
             about_case |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
-            figures = measure(case, implementation, settings.repeats, product, exact)
-            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, figures))
+            figures = measure(case, implementation, settings.repeats, gemm, exact)
+            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, about_case, figures))
     if is_lead():
         draw(records, output / PICTURE_FILE)
     return records
@@ -169,20 +170,20 @@ def _unit(rows: jax.Array) -> jax.Array:
     return rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def measure(case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None) -> dict[str, Any]:
+def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None) -> dict[str, Any]:
     """Measure time, throughput, memory and error of one implementation.
 
     Args:
       case: batch of features.
       implementation: name of the implementation.
       repeats: timed runs of each program.
-      product: reference GEMM of the same process.
+      gemm: reference GEMM of the same process.
       exact: float64 reference of the case; None: no comparison.
 
     Returns:
       Figures by name, see docs/benchmarks.md.
     """
-    return harness.collect(_FIGURES, _measure(case, implementation, repeats, product, exact))
+    return harness.collect(_FIGURES, _measure(case, implementation, repeats, gemm, exact))
 
 
 _FIGURES = (
@@ -193,9 +194,9 @@ _FIGURES = (
 
 
 def _measure(
-    case: Case, implementation: str, repeats: int, product: Product, exact: Gradients | None
+    case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None
 ) -> Iterator[dict[str, float]]:
-    """Yield figures one at a time, so an out-of-memory error loses none."""
+    """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
     loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)
@@ -204,15 +205,15 @@ def _measure(
     with_gradients = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *case.operands)
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
-    rate = harness.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
+    rate = timing.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
     yield {"forward_ms": 1e3 * forward_seconds, "forward_tflops": rate}
     if exact is not None:
         errors = relative_errors(case.mesh, with_gradients(), exact, case.rows)
         yield {f"{name}_error": error for name, error in errors.items()}
     seconds = with_gradients.seconds(repeats)
-    rate = harness.tflops(total_flops(b, dim), seconds, case.mesh.size)
+    rate = timing.tflops(total_flops(b, dim), seconds, case.mesh.size)
     yield {"total_ms": 1e3 * seconds, "backward_ms": 1e3 * (seconds - forward_seconds)}
-    yield {"tflops": rate, "of_product": rate / product.tflops}
+    yield {"tflops": rate, "gemm_fraction": rate / gemm.tflops}
 
 
 _COLUMNS = (
@@ -252,10 +253,10 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
                 label=f"{name}, D = {dim}",
             )
         axes.set_yscale("log" if any(r[key] for r in records) else "linear")
-        harness.over_batches(axes, records, label)
+        harness.label_axes(axes, records, label)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 
 
 if __name__ == "__main__":
-    harness.run(benchmark_from_flags)
+    command_line.run(benchmark_from_flags)

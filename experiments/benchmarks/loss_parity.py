@@ -8,6 +8,7 @@ Trains the same small run once for each; the losses must be equal. Writes `parit
 al., "Breaking the Memory Barrier" (Inf-CL).
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +23,9 @@ from experiments import command
 from infcl_jax import run
 from infcl_jax.distributed import is_lead
 from infcl_jax.ops.pairwise_lse import available_implementations
-from infcl_jax.training import GradCacheConfig, make_train_step
+from infcl_jax.training import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig, make_train_step
 
 CHUNKS = 4  # chunks of a batch with gradient caching
-RESIDENCIES = ("device", "host", "replay")
 RESULTS_FILE, PICTURE_FILE = "parity.json", "parity.png"
 
 
@@ -71,7 +71,7 @@ def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
 
     def changed(**changes: object) -> ConfigDict:
         copy = config.copy_and_resolve_references()
-        no_cache = {"grad_cache.chunk_size": None, "grad_cache.keep": 0, "grad_cache.residency": "device"}
+        no_cache = {f"grad_cache.{name}": value for name, value in dataclasses.asdict(NO_CACHE).items()}
         copy.update_from_flattened_dict(no_cache | changes)
         return copy
 
@@ -81,7 +81,7 @@ def variants(config: ConfigDict, mesh: Mesh) -> dict[str, ConfigDict]:
         f"gradient caching, {residency}": changed(
             **{"implementation": None, "grad_cache.chunk_size": chunk, "grad_cache.residency": residency}
         )
-        for residency in RESIDENCIES
+        for residency in BATCH_RESIDENCIES
     }
     return implementations | cached
 

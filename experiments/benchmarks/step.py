@@ -17,11 +17,11 @@ from absl import flags
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
+from experiments import command_line
 from experiments.benchmarks import harness
 from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.distributed import is_lead
-from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import model_names
 from infcl_jax.training import LOSSES, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
@@ -31,14 +31,20 @@ PICTURE_FILE = "benchmark_step.png"
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
-_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Pairs encoded at a time; None: no caching.", lower_bound=1)
-_KEEP = flags.DEFINE_integer("keep", 0, "Chunks whose activations are stored.", lower_bound=0)
-_KEEP_RESIDUAL = flags.DEFINE_bool("keep_residual", False, "Store the residual streams of the other chunks.")
-_RESIDENCY = flags.DEFINE_enum("residency", "device", (*RESIDENCIES, "replay"), "Where the batch is stored.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", tuple(LOSSES), "Training loss.")
 _TIME_PHASES = flags.DEFINE_bool("parts", True, "Also time the phases of the step and exposed data transfer.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
+
+
+def _define_cache_flag(field: dataclasses.Field) -> flags.FlagHolder:
+    """Define the flag of a field of `GradCacheConfig`."""
+    default: Any = field.default
+    define: Any = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}.get(type(default), flags.DEFINE_integer)
+    return define(field.name, default, f"grad_cache.{field.name} of configs/base.py.")
+
+
+_CACHE = {field.name: _define_cache_flag(field) for field in dataclasses.fields(GradCacheConfig)}
 
 
 def benchmark_from_flags() -> None:
@@ -51,12 +57,7 @@ def benchmark_from_flags() -> None:
         model=_MODEL.value,
         batch=harness.batch_sizes(),
         model_overrides=_OVERRIDES.value,
-        cache=GradCacheConfig(
-            chunk_size=_CHUNK_SIZE.value,
-            keep=_KEEP.value,
-            keep_residual=_KEEP_RESIDUAL.value,
-            residency=_RESIDENCY.value,
-        ),
+        cache=GradCacheConfig(**{name: flag.value for name, flag in _CACHE.items()}),
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
@@ -66,7 +67,8 @@ def benchmark_from_flags() -> None:
     output = harness.output_folder()
     mesh = harness.start_devices(harness.DEVICES.value)
     harness.check_even("batch", settings.batch, mesh)
-    harness.check_even("chunk_size", [settings.cache.chunk_size or 0], mesh)
+    for b in settings.batch:
+        settings.cache.check_batch(b, mesh.size)
     measure_all(settings, mesh, output)
 
 
@@ -88,7 +90,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     flops = step_flops(settings.model_config)
     cases = [Case.create(settings, mesh, b) for b in settings.batch]  # validates all settings before anything is timed
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
-    product = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
+    gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for case in cases:
         about_case = {"batch": case.b, "flops_per_pair": flops}
@@ -96,33 +98,24 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
         about_case |= dataclasses.asdict(settings.cache)
-        figures = harness.collect(FIGURES, case.figures(product))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, product, about_case, figures))
+        figures = harness.collect(FIGURES, case.figures(gemm))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, about_case, figures))
     if is_lead():
         draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records
 
 
 def _title(settings: Settings) -> str:
-    cache = settings.cache
-    kept = f"{cache.keep} kept{', residual streams of the others' if cache.keep_residual else ''}"
-    caching = f"chunks of {cache.chunk_size}, {kept}, residency {cache.residency}"
-    fields = (
-        settings.model,
-        settings.model_overrides,
-        settings.loss,
-        caching if cache.chunk_size else "no gradient caching",
-    )
-    return ", ".join(filter(None, fields))
+    return ", ".join(filter(None, (settings.model, settings.model_overrides, settings.loss, str(settings.cache))))
 
 
 _COLUMNS = (
     ("b", "batch", ",d"),
     ("step ms", "step_ms", ",.2f"),
     ("images/s", "images_per_second", ",.1f"),
-    ("a device", "images_per_second_per_device", ",.1f"),
+    ("images/s/device", "images_per_second_per_device", ",.1f"),
     ("TFLOP/s", "tflops", ".3g"),
-    ("of product", "of_product", ".1%"),
+    ("% of GEMM", "gemm_fraction", ".1%"),
     ("encode ms", "encode_ms", ",.2f"),
     ("loss ms", "loss_ms", ",.2f"),
     ("backward ms", "backward_ms", ",.2f"),
@@ -152,11 +145,11 @@ def draw(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         for key, name in lines.items():
             line = sorted((r["batch"], r[key]) for r in records if r[key])
             axes.plot([b for b, _ in line], [value for _, value in line], marker="o", markersize=3, label=name)
-        harness.over_batches(axes, records, label)
+        harness.label_axes(axes, records, label)
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
 
 
 if __name__ == "__main__":
-    harness.run(benchmark_from_flags)
+    command_line.run(benchmark_from_flags)

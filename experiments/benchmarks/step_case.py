@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import base
-from experiments.benchmarks import harness
+from experiments.benchmarks import harness, timing
 from experiments.benchmarks.flops import step_flops
-from experiments.benchmarks.harness import Product, Program
+from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import Loss
@@ -24,6 +24,7 @@ from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import (
+    NO_CACHE,
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
@@ -33,7 +34,7 @@ from infcl_jax.training import (
     make_train_step,
     replayed,
 )
-from infcl_jax.training.step import NO_CACHE, TrainStep, evaluate_loss, loss_inputs
+from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
 
 _SEED = 0
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
@@ -45,7 +46,7 @@ _SAMPLES = 2_700_000
 
 # Keys of a record that `Case.figures` may yield.
 FIGURES = (
-    *("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "of_product"),
+    *("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "gemm_fraction"),
     *("encode_ms", "loss_ms", "backward_ms", "update_ms", "data_ms", "memory_mib", "peak_memory_mib"),
 )
 
@@ -156,11 +157,11 @@ class Case:
         case._train_step(settings.cache)  # raises for residency "replay"
         return case
 
-    def figures(self, product: Product) -> Iterator[dict[str, float]]:
-        """Yield figures one at a time, so an out-of-memory error loses none.
+    def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:
+        """Yield figures one at a time, to record those before an out-of-memory error.
 
         Args:
-          product: reference GEMM of the same process.
+          gemm: reference GEMM of the same process.
 
         Yields:
           Values by name, a subset of `FIGURES`. Each name occurs at most once.
@@ -181,9 +182,9 @@ class Case:
             yield {"memory_mib": compiled_bytes(step) / 2**20}
         peak_before = peak_bytes(self.mesh)
         train = _Training(step, state, batch)
-        seconds = harness.seconds(train, repeats, _STEP_SECONDS)
-        rate = harness.tflops(step_flops(config) * self.b, seconds, self.mesh.size)
-        yield {"step_ms": 1e3 * seconds, "tflops": rate, "of_product": rate / product.tflops}
+        seconds = timing.seconds(train, repeats, _STEP_SECONDS)
+        rate = timing.tflops(step_flops(config) * self.b, seconds, self.mesh.size)
+        yield {"step_ms": 1e3 * seconds, "tflops": rate, "gemm_fraction": rate / gemm.tflops}
         images = self.b / seconds
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
         if (peak := peak_bytes(self.mesh)) > peak_before:
@@ -227,17 +228,17 @@ class Case:
         key = jax.jit(lambda step: jax.random.fold_in(jax.random.key(_SEED), step))(train.state.step)
         args = train.state.params, train.batch, key
         encode = functools.partial(self._encoder_passes(backward=False), *args)
-        encode_seconds = harness.seconds(encode, repeats)
+        encode_seconds = timing.seconds(encode, repeats)
         yield {"encode_ms": 1e3 * encode_seconds}
         _, features = encode()
         yield {"loss_ms": 1e3 * self._loss_program(train, features).seconds(repeats)}
         del features
         encode_backward = functools.partial(self._encoder_passes(backward=True), *args)
-        yield {"backward_ms": 1e3 * (harness.seconds(encode_backward, repeats) - encode_seconds)}
+        yield {"backward_ms": 1e3 * (timing.seconds(encode_backward, repeats) - encode_seconds)}
         _, grads = encode_backward()
         update = jax.jit(lambda state, grads: (state.apply_gradients(grads=grads), None), donate_argnums=0)
         updating = _Training(update, train.state, grads)
-        yield {"update_ms": 1e3 * harness.seconds(updating, repeats)}
+        yield {"update_ms": 1e3 * timing.seconds(updating, repeats)}
         train.state = updating.state
 
     def _encoder_passes(self, *, backward: bool) -> Callable[..., Any]:
@@ -251,6 +252,8 @@ class Case:
           returns only `(sum of the features, features)`.
         """
         model, cache, names = build_model(self.settings.model_config), self.settings.cache, ("image", "text")
+        if cache.chunk_size is None:  # one chunk, encoded once
+            cache = GradCacheConfig(chunk_size=self.b, keep=1)
 
         def encoder(name: str) -> Callable[..., Any]:
             def encode(params: Any, chunk: Any, key: jax.Array) -> Any:
@@ -265,13 +268,10 @@ class Case:
         function = cached_value_and_grad(
             {name: encoder(name) for name in names},
             feature_sum,
-            chunk_size=cache.chunk_size or self.b,
-            keep=cache.keep if cache.chunk_size else 1,  # without caching: one chunk, encoded once
-            keep_names=cache.keep_names,
             frozen=() if backward else names,
             has_aux=True,
-            residency="device" if cache.residency == "device" else "host",
             sharding=NamedSharding(self.mesh, PartitionSpec(DATA_AXIS)) if self.mesh.size > 1 else None,
+            **cache.options,
         )
         run = function if backward else lambda *args: function(*args)[0]
         return jax.jit(run) if cache.residency == "device" else run
@@ -301,10 +301,10 @@ class Case:
         cache, repeats = self.settings.cache, self.settings.repeats
         if cache.residency == "device":
             fed = _FedTraining(train.step, train.state, pairs, self.mesh)
-            return harness.seconds(fed, repeats, _STEP_SECONDS) - seconds
+            return timing.seconds(fed, repeats, _STEP_SECONDS) - seconds
         on_devices = dataclasses.replace(cache, residency="device")
         resident = _Training(self._train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
-        return seconds - harness.seconds(resident, repeats, _STEP_SECONDS)
+        return seconds - timing.seconds(resident, repeats, _STEP_SECONDS)
 
 
 def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import device
-from infcl_jax.grad_cache.chunks import Array, Devices, Encoder, LossFn, Tower
+from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, EncodeFn, LossFn
 from infcl_jax.grad_cache.host import HostDriver, Replay
 
 RESIDENCIES = ("device", "host")
@@ -19,7 +19,7 @@ ValueAndGrad = Callable[..., tuple[Any, Any]]
 
 
 def cached_value_and_grad(
-    encoders: Mapping[str, Encoder],
+    encoders: Mapping[str, EncodeFn],
     loss_fn: Callable[[Any, dict[str, Any]], Any],
     *,
     chunk_size: int | Mapping[str, int],
@@ -99,30 +99,30 @@ def cached_value_and_grad(
         `chunk_size` are not divisible by the device count.
     """
     check_choice("residency", residency, RESIDENCIES)
-    towers = _make_towers(encoders, chunk_size, keep, keep_names, frozen)
+    cached = _cached_encoders(encoders, chunk_size, keep, keep_names, frozen)
     devices = Devices(sharding)
     loss = _with_aux(loss_fn, has_aux)
-    driver = HostDriver(towers, loss, devices) if residency == "host" else None
+    driver = HostDriver(cached, loss, devices) if residency == "host" else None
 
     def value_and_grad(params: Any, batch: Mapping[str, Any], rng: Array | None = None) -> tuple[Any, Any]:
-        _check_call(towers, params, batch, rng)
+        _check_call(cached, params, batch, rng)
         params = jax.tree.map(jnp.asarray, params)
         if driver is not None:
             (value, aux), grads = driver(params, batch, rng)
         else:
             _check_no_replay(batch, "with residency 'device'", batch)
             if sharding is None:
-                _warn_of_missing_sharding([batch[tower.name] for tower in towers])
-            (value, aux), grads = device.value_and_grad(towers, loss, devices, params, batch, rng)
+                _warn_of_missing_sharding([batch[encoder.name] for encoder in cached])
+            (value, aux), grads = device.value_and_grad(cached, loss, devices, params, batch, rng)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad
 
 
-def _make_towers(
-    encoders: Mapping[str, Encoder], chunk_size: Any, keep: Any, keep_names: Collection[str], frozen: Collection[str]
-) -> tuple[Tower, ...]:
+def _cached_encoders(
+    encoders: Mapping[str, EncodeFn], chunk_size: Any, keep: Any, keep_names: Collection[str], frozen: Collection[str]
+) -> tuple[CachedEncoder, ...]:
     if not encoders:
         raise ValueError("expected at least one encoder, got none")
     for option, names in (("frozen", frozen), ("keep_names", keep_names)):
@@ -134,12 +134,12 @@ def _make_towers(
     stored_chunks |= dict.fromkeys(frozen, 0)  # a frozen encoder has no second pass
     stored_names = {name: () if name in frozen else tuple(keep_names) for name in encoders}
     return tuple(
-        Tower(name, number, encode, sizes[name], stored_chunks[name], stored_names[name], name in frozen)
+        CachedEncoder(name, number, encode, sizes[name], stored_chunks[name], stored_names[name], name in frozen)
         for number, (name, encode) in enumerate(encoders.items())
     )
 
 
-def _per_encoder(option: str, value: Any, encoders: Mapping[str, Encoder], least: int) -> dict[str, int]:
+def _per_encoder(option: str, value: Any, encoders: Mapping[str, EncodeFn], least: int) -> dict[str, int]:
     """Expand a setting to one integer per encoder."""
     values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(encoders, value)
     _check_names(option, values, encoders)
@@ -151,15 +151,15 @@ def _per_encoder(option: str, value: Any, encoders: Mapping[str, Encoder], least
     return values
 
 
-def _check_names(option: str, names: Collection[str], encoders: Mapping[str, Encoder]) -> None:
+def _check_names(option: str, names: Collection[str], encoders: Mapping[str, EncodeFn]) -> None:
     if unknown := [name for name in names if name not in encoders]:
         raise ValueError(f"expected {option} to name encoders among {list(encoders)}, got {unknown}")
 
 
-def _check_call(towers: tuple[Tower, ...], params: Any, batch: Mapping[str, Any], rng: Array | None) -> None:
-    if missing := [tower.name for tower in towers if tower.name not in batch]:
+def _check_call(cached: tuple[CachedEncoder, ...], params: Any, batch: Mapping[str, Any], rng: Array | None) -> None:
+    if missing := [encoder.name for encoder in cached if encoder.name not in batch]:
         raise ValueError(f"expected a batch entry for every encoder, got {list(batch)} without {missing}")
-    names = [tower.name for tower in towers]
+    names = [encoder.name for encoder in cached]
     _check_no_replay([name for name in batch if name not in names], "without an encoder", batch)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):

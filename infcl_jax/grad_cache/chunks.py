@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 
 Array = jax.Array
-Encoder = Callable[[Any, Any, Array | None], Any]
+EncodeFn = Callable[[Any, Any, Array | None], Any]
 # (parameters, features of the whole batch) -> (loss, auxiliary output)
 LossFn = Callable[[Any, dict[str, Any]], tuple[Array, Any]]
 # (device number, its parameters, its rows, replicated arrays) -> its rows of the result
@@ -43,7 +43,7 @@ class Layout:
         """Number of chunks."""
         return math.ceil(self.rows / self.size)
 
-    def span(self, number: int) -> slice:
+    def chunk_slice(self, number: int) -> slice:
         """Rows of a chunk within the block."""
         return slice(number * self.size, min(self.rows, (number + 1) * self.size))
 
@@ -78,7 +78,7 @@ def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> np.
     layout = make_layout("the batch", rows, chunk_size, devices)
     if not 0 <= number < layout.count:
         raise ValueError(f"expected number to be a chunk number, 0 to {layout.count - 1}, got {number}")
-    return np.arange(rows).reshape(devices, -1)[:, layout.span(number)].reshape(-1)
+    return np.arange(rows).reshape(devices, -1)[:, layout.chunk_slice(number)].reshape(-1)
 
 
 def make_layout(name: str, rows: int, chunk_size: int, devices: int) -> Layout:
@@ -112,7 +112,7 @@ def widen(tree: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tower:
+class CachedEncoder:
     """An encoder and its caching settings, see `cached_value_and_grad`.
 
     Attributes:
@@ -122,16 +122,27 @@ class Tower:
       chunk_size: rows encoded at once, over all devices.
       keep: number of chunks whose activations are stored.
       keep_names: names of checkpointed values stored for the other chunks.
-      frozen: True for a frozen tower, which runs once and has no gradient.
+      frozen: whether the encoder is frozen; it then runs once and has no gradient.
     """
 
     name: str
     number: int
-    encode: Encoder
+    encode: EncodeFn
     chunk_size: int
     keep: int
     keep_names: tuple[str, ...]
     frozen: bool
+
+    def checkpoint(self, encode: Callable[..., Any], *names: str, **options: Any) -> Callable[..., Any]:
+        """Rematerialize `encode` in its backward pass, except `keep_names` and further checkpointed values.
+
+        Args:
+          encode: function of one chunk.
+          *names: names of further checkpointed values to store.
+          **options: options of `jax.checkpoint`.
+        """
+        policy = jax.checkpoint_policies.save_only_these_names(*names, *self.keep_names)
+        return jax.checkpoint(encode, policy=policy, **options)
 
     def features(self, params: Any, chunk: Any, rng: Array | None, number: Array | int) -> Any:
         """Encode one device's shard of a chunk.
@@ -227,21 +238,21 @@ class Devices:
             check_vma=False,  # encoders need no varying-axis annotations
         )(copies, rows, shared)
 
-    def put(self, tree: Any, span: slice = slice(None)) -> Any:
+    def put(self, tree: Any, block_slice: slice = slice(None)) -> Any:
         """Transfer this process's rows of host arrays to the devices.
 
         The transfer is asynchronous and makes no copy in host memory.
 
         Args:
           tree: pytree of host arrays with this process's rows.
-          span: rows of each device's block to transfer; all by default.
+          block_slice: rows of each device's block to transfer; all by default.
         """
         if self.sharding is None:
-            return jax.device_put(jax.tree.map(lambda a: a[span], tree))
-        return jax.tree.map(lambda a: self._put(np.asarray(a), span), tree)
+            return jax.device_put(jax.tree.map(lambda a: a[block_slice], tree))
+        return jax.tree.map(lambda a: self._put(np.asarray(a), block_slice), tree)
 
-    def _put(self, array: np.ndarray, span: slice) -> Array:
-        blocks = array.reshape(self.local_count, -1, *array.shape[1:])[:, span]
+    def _put(self, array: np.ndarray, block_slice: slice) -> Array:
+        blocks = array.reshape(self.local_count, -1, *array.shape[1:])[:, block_slice]
         shape = (self.count * blocks.shape[1], *array.shape[1:])
         indices = self.sharding.addressable_devices_indices_map(shape).values()
         starts = sorted({rows.start or 0 for rows, *_ in indices})

@@ -11,11 +11,11 @@ from jax import lax
 
 from infcl_jax.grad_cache.chunks import (
     Array,
+    CachedEncoder,
     Devices,
-    Encoder,
+    EncodeFn,
     Layout,
     LossFn,
-    Tower,
     leading_rows,
     make_layout,
     widen,
@@ -23,14 +23,14 @@ from infcl_jax.grad_cache.chunks import (
 from infcl_jax.ops.linear import DERIVED
 
 
-def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:
+def encode_batch(encoder: CachedEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:
     """Encode a whole batch entry chunk by chunk.
 
     The result is differentiable in the parameters. Memory holds the activations of the stored chunks, the checkpointed
     values of the other chunks, and the activations of one recomputed chunk.
 
     Args:
-      tower: encoder and its caching settings.
+      encoder: encoder with its caching settings.
       devices: devices over which the entry is sharded.
       copies: per-device parameters from `devices.copies`.
       entry: pytree of arrays `[b, ...]`.
@@ -39,12 +39,14 @@ def encode_batch(tower: Tower, devices: Devices, copies: Any, entry: Any, rng: A
     Returns:
       Pytree of `[b, ...]` features in the order of the entry's rows, with its sharding.
     """
-    layout = make_layout(tower.name, leading_rows(tower.name, entry), tower.chunk_size, devices.count)
-    copies = lax.stop_gradient(copies) if tower.frozen else copies
-    return devices.run(functools.partial(_encode_block, tower, layout), copies, entry, rng)
+    layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
+    copies = lax.stop_gradient(copies) if encoder.frozen else copies
+    return devices.run(functools.partial(_encode_block, encoder, layout), copies, entry, rng)
 
 
-def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any, block: Any, rng: Array | None) -> Any:
+def _encode_block(
+    encoder: CachedEncoder, layout: Layout, device: Array | int, params: Any, block: Any, rng: Array | None
+) -> Any:
     """Encode one device's block.
 
     Each chunk is sliced from the block where it is used, so the batch is never copied.
@@ -52,18 +54,17 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
 
     def encode(number: Array, size: int) -> Any:
         chunk = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, number * layout.size, size), block)
-        return tower.features(params, chunk, rng, device * layout.count + number)
+        return encoder.features(params, chunk, rng, device * layout.count + number)
 
     features: list[Any] = []
-    for numbers, size, stored in layout.runs(tower.keep):
+    for numbers, size, stored in layout.runs(encoder.keep):
         if not numbers:
             continue
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
         if not stored:
             # DERIVED values (such as casts) do not depend on the chunk, so saving them hoists them out of the loops. A
             # loop already keeps XLA from merging both passes by CSE; a single chunk needs `prevent_cse`.
-            policy = jax.checkpoint_policies.save_only_these_names(DERIVED, *tower.keep_names)
-            encode_one = jax.checkpoint(encode_one, prevent_cse=len(numbers) == 1, policy=policy)
+            encode_one = encoder.checkpoint(encode_one, DERIVED, prevent_cse=len(numbers) == 1)
         if len(numbers) == 1 or stored:  # a loop would copy stored activations into arrays stacked over chunks
             features.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:
@@ -73,7 +74,12 @@ def _encode_block(tower: Tower, layout: Layout, device: Array | int, params: Any
 
 
 def value_and_grad(
-    towers: Sequence[Tower], loss: LossFn, devices: Devices, params: Any, batch: Mapping[str, Any], rng: Array | None
+    encoders: Sequence[CachedEncoder],
+    loss: LossFn,
+    devices: Devices,
+    params: Any,
+    batch: Mapping[str, Any],
+    rng: Array | None,
 ) -> tuple[tuple[Array, Any], Any]:
     """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
@@ -87,13 +93,13 @@ def value_and_grad(
 
     def loss_of_batch(wide: Any) -> tuple[Array, Any]:
         copies, features = devices.copies(wide), dict(batch)
-        for tower in towers:
-            narrowing = dataclasses.replace(tower, encode=_compose(tower.encode, narrow))
-            features[tower.name] = encode_batch(narrowing, devices, copies, batch[tower.name], rng)
+        for encoder in encoders:
+            narrowing = dataclasses.replace(encoder, encode=_compose(encoder.encode, narrow))
+            features[encoder.name] = encode_batch(narrowing, devices, copies, batch[encoder.name], rng)
         return loss(narrow(wide), features)
 
     return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
 
 
-def _compose(encode: Encoder, narrow: Callable[[Any], Any]) -> Encoder:
+def _compose(encode: EncodeFn, narrow: Callable[[Any], Any]) -> EncodeFn:
     return lambda wide, chunk, key: encode(narrow(wide), chunk, key)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from infcl_jax.grad_cache.chunks import Array, Devices, LossFn, Tower, leading_rows, make_layout, widen
+from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, LossFn, leading_rows, make_layout, widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +38,18 @@ class HostDriver:
     Encoders are compiled for the shape of a chunk, independent of the batch size.
 
     Args:
-      towers: encoders and their caching settings.
+      encoders: encoders with their caching settings.
       loss: loss of the features of the whole batch.
       devices: devices of the computation.
     """
 
-    def __init__(self, towers: Sequence[Tower], loss: LossFn, devices: Devices) -> None:
-        self._towers, self._devices = towers, devices
+    def __init__(self, encoders: Sequence[CachedEncoder], loss: LossFn, devices: Devices) -> None:
+        self._encoders, self._devices = encoders, devices
         self._copies = jax.jit(devices.copies)
         self._zeros = jax.jit(
             lambda copies: jax.tree.map(jnp.zeros_like, widen(copies)), out_shardings=devices.sharding
         )
-        self._stages = {tower.name: _Stages(tower, devices) for tower in towers}
+        self._stages = {encoder.name: _Stages(encoder, devices) for encoder in encoders}
         self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss))
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
 
@@ -66,10 +66,10 @@ class HostDriver:
         copies = self._copies(params)
         inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._stages}
         passes = {
-            t.name: _Passes(self._stages[t.name], self._devices, copies, batch[t.name], rng) for t in self._towers
+            t.name: _Passes(self._stages[t.name], self._devices, copies, batch[t.name], rng) for t in self._encoders
         }
-        features = {name: tower_passes.encode() for name, tower_passes in passes.items()}
-        trained = {t.name: features.pop(t.name) for t in self._towers if not t.frozen}
+        features = {name: encoder_passes.encode() for name, encoder_passes in passes.items()}
+        trained = {t.name: features.pop(t.name) for t in self._encoders if not t.frozen}
         result, direct, cotangents = self._loss(params, trained, inputs | features)
         del features, trained  # free them: the second pass needs only their gradients
         sums = self._zeros(copies)
@@ -92,17 +92,17 @@ def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -
 
 
 class _Stages:
-    """Compiled functions of one tower.
+    """Compiled functions of one encoder.
 
     Their argument `position` is `(rng, chunk number, number of chunks)`.
     """
 
-    def __init__(self, tower: Tower, devices: Devices) -> None:
-        self.tower = tower
+    def __init__(self, encoder: CachedEncoder, devices: Devices) -> None:
+        self.encoder = encoder
 
         def encode_shard(device: Array | int, params: Any, chunk: Any, position: Any) -> Any:
             rng, number, count = position
-            return tower.features(params, chunk, rng, device * count + number)
+            return encoder.features(params, chunk, rng, device * count + number)
 
         def encode(copies: Any, chunk: Any, position: Any) -> Any:
             return devices.run(encode_shard, copies, chunk, position)
@@ -112,8 +112,7 @@ class _Stages:
             return features, _remove_arrays(pullback, copies)
 
         def encode_storing_names(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
-            policy = jax.checkpoint_policies.save_only_these_names(*tower.keep_names)
-            checkpointed = jax.checkpoint(encode, policy=policy)
+            checkpointed = encoder.checkpoint(encode)
             features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, position), copies)
             return features, _remove_arrays(pullback, (copies, chunk))
 
@@ -182,15 +181,15 @@ def _concatenate(chunks: list[Any]) -> Any:
 
 
 class _Passes:
-    """First and second pass of one tower over one batch."""
+    """First and second pass of one encoder over one batch."""
 
     def __init__(self, stages: _Stages, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> None:
-        tower = stages.tower
+        encoder = stages.encoder
         self._stages, self._devices, self._copies, self._rng, self._entry = stages, devices, copies, rng, entry
-        rows = entry.rows if isinstance(entry, Replay) else leading_rows(tower.name, entry)
+        rows = entry.rows if isinstance(entry, Replay) else leading_rows(encoder.name, entry)
         whole = rows * devices.count // devices.local_count
-        self._layout = make_layout(tower.name, whole, tower.chunk_size, devices.count)
-        self._keep = min(tower.keep, self._layout.count)
+        self._layout = make_layout(encoder.name, whole, encoder.chunk_size, devices.count)
+        self._keep = min(encoder.keep, self._layout.count)
         self._pullbacks: list[Any] = []
 
     def encode(self) -> Any:
@@ -207,7 +206,7 @@ class _Passes:
         return self._stages.join(chunks)
 
     def accumulate_gradients(self, sums: Any, cotangents: Any) -> Any:
-        """Add this tower's gradients to `sums`, which is donated."""
+        """Add this encoder's gradients to `sums`, which is donated."""
         for number in range(self._keep):
             sums = self._stages.accumulate_stored(
                 sums, self._pullbacks.pop(0), self._copies, self._slice_chunk(cotangents, number)
@@ -231,7 +230,7 @@ class _Passes:
         arguments = self._copies, chunk, self._position(number)
         if number < self._keep:
             return self._stages.encode_storing(*arguments)
-        if self._stages.tower.keep_names:
+        if self._stages.encoder.keep_names:
             return self._stages.encode_storing_names(*arguments)
         return self._stages.encode(*arguments), None
 
@@ -253,11 +252,11 @@ class _Passes:
             previous = done
 
     def _load(self, number: int) -> Any:
-        span = self._layout.span(number)
+        block_slice = self._layout.chunk_slice(number)
         if not isinstance(self._entry, Replay):
-            return self._devices.put(self._entry, span)
-        rows = self._devices.local_count * (span.stop - span.start)
-        name, chunk = self._stages.tower.name, self._entry.load(number)
+            return self._devices.put(self._entry, block_slice)
+        rows = self._devices.local_count * (block_slice.stop - block_slice.start)
+        name, chunk = self._stages.encoder.name, self._entry.load(number)
         if (got := leading_rows(name, chunk)) != rows:
             raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         return self._devices.put(chunk)
@@ -266,5 +265,5 @@ class _Passes:
         return self._rng, np.int32(number), np.int32(self._layout.count)
 
     def _slice_chunk(self, cotangents: Any, number: int) -> Any:
-        span = self._layout.span(number)
-        return self._stages.slice_chunk(cotangents, np.int32(span.start), span.stop - span.start)
+        block_slice = self._layout.chunk_slice(number)
+        return self._stages.slice_chunk(cotangents, np.int32(block_slice.start), block_slice.stop - block_slice.start)

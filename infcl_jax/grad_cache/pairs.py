@@ -81,7 +81,7 @@ def pairwise_scores_lse(
     return _pair_scores(score_fn, sizes, params, x, y, labels)
 
 
-class _Rows(NamedTuple):
+class _TileRows(NamedTuple):
     """Rows of one tile of x or y; all tiles of it when stacked.
 
     `row_index` is -1 for padding.
@@ -92,7 +92,7 @@ class _Rows(NamedTuple):
     label: Array | None = None
 
 
-class _Weights(NamedTuple):
+class _LseCotangents(NamedTuple):
     """Log-sum-exps of rows or columns and their cotangents, by tile."""
 
     log_sum: LogSum
@@ -112,8 +112,8 @@ def _forward(
     score = jax.eval_shape(lambda p, x, y: score_fn(p, _head(x, sizes[0]), _head(y, sizes[1])), params, x, y)
     dtype = accumulation_dtype(score.dtype)
 
-    def row_tile(column_sums: LogSum, row: _Rows) -> tuple[LogSum, tuple[LogSum, Array]]:
-        def pair_tile(carry: tuple[LogSum, Array], column: _Rows) -> tuple[tuple[LogSum, Array], LogSum]:
+    def row_tile(column_sums: LogSum, row: _TileRows) -> tuple[LogSum, tuple[LogSum, Array]]:
+        def pair_tile(carry: tuple[LogSum, Array], column: _TileRows) -> tuple[tuple[LogSum, Array], LogSum]:
             sums, positive = carry
             scores = _valid(row, column, score_fn(params, row.values, column.values).astype(dtype), -jnp.inf)
             positive = positive + jnp.where(_is_positive(row, column), scores, jnp.zeros_like(scores)).sum(1)
@@ -132,14 +132,14 @@ def _forward(
 def _backward(score_fn: ScoreFn, sizes: tuple[int, int], saved: Any, cotangents: PairScores) -> tuple:
     params, x, y, labels, row_sums, column_sums = saved
     rows, columns = _sides(sizes, x, y, labels)
-    row_weights = _Weights(row_sums, _tiles(cotangents.row, sizes[0]), _tiles(cotangents.positive, sizes[0]))
-    column_weights = _Weights(column_sums, _tiles(cotangents.col, sizes[1]))
+    row_weights = _LseCotangents(row_sums, _tiles(cotangents.row, sizes[0]), _tiles(cotangents.positive, sizes[0]))
+    column_weights = _LseCotangents(column_sums, _tiles(cotangents.col, sizes[1]))
 
-    def row_tile(carry: tuple, row_inputs: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
+    def row_tile(carry: tuple, row_inputs: tuple[_TileRows, _LseCotangents]) -> tuple[tuple, Any]:
         d_params, d_columns = carry
         row, row_weight = row_inputs
 
-        def pair_tile(carry: tuple, column_inputs: tuple[_Rows, _Weights]) -> tuple[tuple, Any]:
+        def pair_tile(carry: tuple, column_inputs: tuple[_TileRows, _LseCotangents]) -> tuple[tuple, Any]:
             column, column_weight = column_inputs
             scores, pull = jax.vjp(score_fn, params, row.values, column.values)
             wide = scores.astype(row_weight.weight.dtype)
@@ -163,17 +163,17 @@ def _backward(score_fn: ScoreFn, sizes: tuple[int, int], saved: Any, cotangents:
 _pair_scores.defvjp(_forward, _backward)
 
 
-def _sides(sizes: tuple[int, int], x: Any, y: Any, labels: Array) -> tuple[_Rows, _Rows]:
+def _sides(sizes: tuple[int, int], x: Any, y: Any, labels: Array) -> tuple[_TileRows, _TileRows]:
     """Split x and y into tiles.
 
     The last tile is padded with copies of the last row, which are valid inputs of any score function.
     """
 
-    def side(values: Any, size: int, label: Array | None) -> _Rows:
+    def side(values: Any, size: int, label: Array | None) -> _TileRows:
         count = leading_rows("x or y", values)
         index = _tiles(jnp.arange(count, dtype=jnp.int32), size, constant_values=-1)
         padded = jax.tree.map(lambda a: _tiles(a, size, mode="edge"), values)
-        return _Rows(index, padded, None if label is None else _tiles(label, size))
+        return _TileRows(index, padded, None if label is None else _tiles(label, size))
 
     return side(x, sizes[0], labels), side(y, sizes[1], None)
 
@@ -193,12 +193,12 @@ def _head(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda a: a[:count], tree)
 
 
-def _valid(row: _Rows, column: _Rows, values: Array, fill_value: float) -> Array:
+def _valid(row: _TileRows, column: _TileRows, values: Array, fill_value: float) -> Array:
     valid = (row.row_index >= 0)[:, None] & (column.row_index >= 0)[None, :]
     return jnp.where(valid, values, jnp.full_like(values, fill_value))
 
 
-def _is_positive(row: _Rows, column: _Rows) -> Array:
+def _is_positive(row: _TileRows, column: _TileRows) -> Array:
     return row.label[:, None] == column.row_index[None, :]
 
 

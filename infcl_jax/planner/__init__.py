@@ -1,33 +1,42 @@
 """Memory planning for training steps, from shapes alone.
 
-Plans list memory by category. Searches find the largest batch and the best chunk size.
+Plans list memory by component. Searches find the largest batch and the gradient caching with the least recomputation.
 """
 
 from infcl_jax.planner.activations import tree_bytes
-from infcl_jax.planner.api import MemoryPlan, Workload, compare_with_compiled, compiled_bytes, plan_memory
-from infcl_jax.planner.devices import DEVICES, Device, device_named, memory_at_hand
+from infcl_jax.planner.api import MemoryPlan, Workload, compiled_bytes, plan_memory
+from infcl_jax.planner.devices import DEVICES, Device, device_memory_limit, device_named
 from infcl_jax.planner.loss import compiled_workspace, loss_workspace
-from infcl_jax.planner.report import OutOfMemory, explain_out_of_memory, format_plan
-from infcl_jax.planner.search import best_chunk_size, keep_most, largest_batch, most_kept
+from infcl_jax.planner.report import OutOfMemory, describe_plan, explain_out_of_memory, format_plan
+from infcl_jax.planner.search import (
+    SAFE_SHARE,
+    largest_batch,
+    largest_chunk_size,
+    largest_keep,
+    recommended_cache,
+    store_activations,
+)
 
 __all__ = [
     "DEVICES",
+    "SAFE_SHARE",
     "Device",
     "MemoryPlan",
     "OutOfMemory",
     "Workload",
-    "best_chunk_size",
-    "compare_with_compiled",
     "compiled_bytes",
     "compiled_workspace",
+    "describe_plan",
+    "device_memory_limit",
     "device_named",
     "explain_out_of_memory",
     "format_plan",
-    "keep_most",
     "largest_batch",
+    "largest_chunk_size",
+    "largest_keep",
     "loss_workspace",
-    "memory_at_hand",
-    "most_kept",
     "plan_memory",
+    "recommended_cache",
+    "store_activations",
     "tree_bytes",
 ]

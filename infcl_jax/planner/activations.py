@@ -33,7 +33,7 @@ class Linear(NamedTuple):
         return self.fixed + self.per_row * rows if rows else 0
 
 
-class Tower(NamedTuple):
+class EncoderMemory(NamedTuple):
     """Memory of one encoder, forward and backward.
 
     Attributes:
@@ -70,15 +70,15 @@ def parameter_shapes(model: CLIP) -> Any:
     return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())["params"]
 
 
-def towers(model: CLIP) -> tuple[Tower, ...]:
+def encoder_memory(model: CLIP) -> tuple[EncoderMemory, ...]:
     """Memory of both encoders, image first, on the device that is traced for."""
-    return _towers(model, compute_capability())
+    return _encoder_memory(model, compute_capability())
 
 
 @functools.lru_cache(maxsize=32)
-def _towers(model: CLIP, capability: str | None) -> tuple[Tower, ...]:
+def _encoder_memory(model: CLIP, capability: str | None) -> tuple[EncoderMemory, ...]:
     """Cache per compute capability, which selects the traced kernels."""
-    return tuple(_tower(model, name) for name in TOWERS)
+    return tuple(_trace_encoder(model, name) for name in TOWERS)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -86,7 +86,8 @@ def tree_bytes(tree: Any) -> int:
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _tower(model: CLIP, name: str) -> Tower:
+def _trace_encoder(model: CLIP, name: str) -> EncoderMemory:
+    """Trace one encoder at two batch sizes and fit its memory to the rows."""
     params, key = parameter_shapes(model), _key()
     params = {TOWERS[name]: params[TOWERS[name]]}
 
@@ -110,7 +111,7 @@ def _tower(model: CLIP, name: str) -> Tower:
         return stored, peak, _peak(forward.jaxpr), _named_bytes(forward.jaxpr, RESIDUAL)
 
     stored, peak, forward, residual = (_linear_fit(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
-    return Tower(stored, peak, forward, residual, tree_bytes(row_shapes(model, 1)[name]))
+    return EncoderMemory(stored, peak, forward, residual, tree_bytes(row_shapes(model, 1)[name]))
 
 
 def _linear_fit(few: int, many: int) -> Linear:

@@ -30,7 +30,7 @@ class Device(NamedTuple):
     cores: int
 
     @property
-    def usable(self) -> int:
+    def memory_limit(self) -> int:
         """Bytes that JAX preallocates, see `infcl_jax.distributed.memory_share`."""
         return int(self.memory * memory_share())
 
@@ -74,15 +74,15 @@ def device_named(name: str) -> Device:
     return DEVICES[matches[0]]
 
 
-def memory_at_hand() -> int | None:
-    """Bytes that JAX may use on a device.
+def device_memory_limit() -> int | None:
+    """Bytes that JAX may use on a current device.
 
     The minimum over the first device of each process; None if the platform reports no limit (CPU).
     """
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if memory is None or jax.process_count() == 1:
-        return memory
-    return int(multihost_utils.process_allgather(np.int32(memory // _MIB)).min()) * _MIB
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None or jax.process_count() == 1:
+        return limit
+    return int(multihost_utils.process_allgather(np.int32(limit // _MIB)).min()) * _MIB
 
 
 @contextlib.contextmanager

@@ -1,12 +1,30 @@
-"""Plan tables, and advice after out-of-memory errors."""
+"""Plan tables, recommended settings, and advice after out-of-memory errors."""
+
+import dataclasses
 
 import jax
 
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
-from infcl_jax.planner.api import MemoryPlan
-from infcl_jax.planner.search import best_chunk_size
+from infcl_jax.planner.api import MemoryPlan, plan_memory
+from infcl_jax.planner.search import recommended_cache
+from infcl_jax.training import GradCacheConfig
 
-_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+_MIB = 1 << 20
+
+# Label in the table, field of the plan, source of the figure.
+_COMPONENTS = (
+    ("parameters", "parameters", "exact"),
+    ("optimizer state", "optimizer", "exact"),
+    ("sample state", "samples", "exact"),
+    ("gradients", "gradients", "exact"),
+    ("updates", "updates", "exact"),
+    ("batch", "batch", "exact"),
+    ("next batch (prefetched)", "next_batch", "exact"),
+    ("features and gradients", "features", "exact"),
+    ("stored activations", "stored", "traced"),
+    ("transient activations", "transient", "traced"),
+    ("loss workspace", "loss", "formula"),
+)
 
 
 class OutOfMemory(RuntimeError):
@@ -17,31 +35,48 @@ class OutOfMemory(RuntimeError):
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """Format a plan as an aligned table.
+    """Format a plan as an aligned table of the components that take memory.
 
-    Columns: label, size on one device, percentage of the device's memory (if known), method.
+    Columns: component, MiB on one device, percentage of the memory limit (if known), source. "traced" figures come from
+    the shapes in the encoders' jaxprs, see `plan_memory`. The peak is at most the sum: not all components are live at
+    the same time.
     """
+    limit = plan.memory_limit
+    components = [(label, getattr(plan, name), source) for label, name, source in _COMPONENTS]
+    sizes = [component for component in components if component[1]] + [("peak", plan.peak, "estimate")]
+    rows: list[tuple[str, ...]] = [("component", "MiB", "% of limit", "source")]
+    rows += [(label, _mib(size), f"{100 * size / (limit or 1):.1f}", source) for label, size, source in sizes]
+    if limit is None:
+        rows = [(*row[:2], row[3]) for row in rows]
+    else:
+        rows.append(("limit", _mib(limit), "100.0", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        (source.counts, format_bytes(getattr(plan, name)), _percent(getattr(plan, name), plan.memory), source.method)
-        for name, source in plan.sources.items()
+        "  ".join(f"{cell:{'>' if 0 < i < len(row) - 1 else '<'}{widths[i]}}" for i, cell in enumerate(row))
+        for row in rows
     ]
-    lines.append(("most at one time", format_bytes(plan.total), _percent(plan.total, plan.memory), "estimate"))
-    if plan.memory is not None:
-        lines.append(("memory for JAX", format_bytes(plan.memory), "", ""))
-    label, size, percent = (max(len(line[i]) for line in lines) for i in range(3))
-    rows = [f"{line[0]:{label}}  {line[1]:>{size}}  {line[2]:>{percent}}  {line[3]}".rstrip() for line in lines]
-    return "\n".join([_heading(plan), *rows])
+    return "\n".join([_heading(plan), *map(str.rstrip, lines)])
 
 
-def format_bytes(count: int) -> str:
-    """Format bytes in KiB, MiB or GiB with one decimal.
+def describe_plan(plan: MemoryPlan) -> str:
+    """Format a plan, with the recommended gradient caching as flags.
 
-    Values below 10 KiB are in B.
+    Without a memory limit it is the table alone.
     """
-    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
-        if count >= (size if unit != "KiB" else 10 * size):
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    table = format_plan(plan)
+    if plan.memory_limit is None:
+        return table
+    verdict = "fits" if plan.fits else "does not fit"
+    try:
+        cache = recommended_cache(plan.workload, plan.memory_limit)
+    except ValueError as error:
+        return f"{table}\n{verdict}; {error}"
+    flags = _flags(cache, plan.workload.cache)
+    return f"{table}\n{verdict}; recommended: {flags or 'no change'}"
+
+
+def _flags(cache: GradCacheConfig, current: GradCacheConfig) -> str:
+    return " ".join(f"--config.grad_cache.{name}={value}" for name, value in cache.changes(current).items())
 
 
 def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
@@ -59,40 +94,41 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
     """
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
         return error
-    explained = OutOfMemory(f"the device ran out of memory; {_advice(plan)}.\n{format_plan(plan)}")
+    explained = OutOfMemory(f"the device ran out of memory; {_advice(plan)}{_suggestion(plan)}.\n{format_plan(plan)}")
     explained.__cause__ = error
     return explained
 
 
 def _heading(plan: MemoryPlan) -> str:
     w = plan.workload
-    keep = f"keep {w.keep}{' and the residual streams' if w.keep_residual else ''}"
-    chunks = "" if w.chunk_size is None else f", chunk_size {w.chunk_size}, {keep}, residency {w.residency}"
-    return f"memory of each of {w.devices} device(s), batch_size {w.batch_size}{chunks}, loss {w.implementation}"
+    return (
+        f"memory per device: {w.devices} device(s), batch_size {w.batch_size}, {w.cache}, "
+        f"implementation {w.implementation}"
+    )
 
 
-def _percent(count: int, memory: int | None) -> str:
-    return "" if memory is None else f"{100 * count / memory:.1f} %"
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f}"
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """Name the setting that reduces the largest figure that settings affect."""
-    w = plan.workload
+    """Name the setting that reduces the largest component that settings affect."""
+    w, cache = plan.workload, plan.workload.cache
     sizes = {
-        "activations": plan.activations,
-        "kept": plan.kept,
+        "transient": plan.transient,
+        "stored": plan.stored,
         "batch": plan.batch + plan.next_batch,
         "loss": plan.loss,
         "features": plan.features,
     }
     largest = max(sizes, key=lambda name: sizes[name])
-    if largest in ("activations", "kept") and w.chunk_size is None:
-        return f"set grad_cache.chunk_size{_suggestion(plan)}: the activations are of the whole batch"
-    if largest == "kept":
-        return f"set grad_cache.keep below {w.keep}" if w.keep else "set grad_cache.keep_residual to False"
-    if largest == "activations" and w.chunk_size > w.devices:
-        return f"set grad_cache.chunk_size below {w.chunk_size}{_suggestion(plan)}"
-    if largest == "batch" and w.residency == "device" and w.chunk_size is not None:
+    if largest in ("transient", "stored") and cache.chunk_size is None:
+        return "set grad_cache.chunk_size: the activations are of the whole batch"
+    if largest == "stored":
+        return f"set grad_cache.keep below {cache.keep}" if cache.keep else "set grad_cache.keep_residual to False"
+    if largest == "transient" and cache.chunk_size > w.devices:
+        return f"set grad_cache.chunk_size below {cache.chunk_size}"
+    if largest == "batch" and cache.residency == "device" and cache.chunk_size is not None:
         return "set grad_cache.residency to host: only three chunks of the batch are then in device memory"
     if largest == "loss" and TABLE[w.implementation].quadratic:
         return f"set implementation to xla or None: memory of {w.implementation} grows with the square of the batch"
@@ -100,11 +136,11 @@ def _advice(plan: MemoryPlan) -> str:
 
 
 def _suggestion(plan: MemoryPlan) -> str:
-    """Suggest a chunk size that should fit, if the memory is known."""
-    if plan.memory is None:
-        return ""
+    """Suggest gradient caching with a smaller peak that should fit."""
+    w = plan.workload
     try:
-        best = best_chunk_size(plan.workload, plan.memory)
+        cache = recommended_cache(w, plan.memory_limit) if plan.memory_limit else w.cache
     except ValueError:
         return ""
-    return f" ({best} should fit)" if plan.workload.chunk_size is None or best < plan.workload.chunk_size else ""
+    smaller = plan_memory(dataclasses.replace(w, cache=cache)).peak < plan.peak
+    return f"; {_flags(cache, w.cache)} should fit" if smaller else ""

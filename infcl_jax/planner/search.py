@@ -5,15 +5,20 @@ import math
 from collections.abc import Callable
 
 from infcl_jax.planner.api import Workload, plan_memory
+from infcl_jax.training import NO_CACHE, GradCacheConfig
+
+# Share of the memory limit for settings that a run depends on: plans are within 5 % of measured memory
+# (docs/benchmarks.md).
+SAFE_SHARE = 0.95
 
 
-def largest_batch(workload: Workload, memory: int) -> int:
+def largest_batch(workload: Workload, memory_limit: int) -> int:
     """Find the largest batch size that fits, without compilation.
 
     Args:
       workload: all settings but the batch size. With a fixed chunk size, memory grows only with the features (and with
         the batch, if that is in device memory).
-      memory: bytes that JAX may use on a device.
+      memory_limit: bytes that JAX may use on a device.
 
     Returns:
       A multiple of the chunk size, or of the device count without one.
@@ -21,62 +26,65 @@ def largest_batch(workload: Workload, memory: int) -> int:
     Raises:
       ValueError: the smallest batch does not fit.
     """
-    step = workload.chunk_size or workload.devices
+    step = workload.cache.chunk_size or workload.devices
 
     def fits(count: int) -> bool:
-        return plan_memory(dataclasses.replace(workload, batch_size=step * count), memory).fits
+        return plan_memory(dataclasses.replace(workload, batch_size=step * count), memory_limit).fits
 
     return step * _at_least_one(_largest(fits), f"a batch of {step}")
 
 
-def best_chunk_size(workload: Workload, memory: int) -> int:
+def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     """Find the largest chunk size that fits, without compilation.
 
     Args:
       workload: all settings but the chunk size.
-      memory: bytes that JAX may use on a device.
+      memory_limit: bytes that JAX may use on a device.
 
     Returns:
-      The device count times a power of two; at most the first such number that holds the whole batch.
+      The device count times a power of two, or the batch size if that is smaller.
 
     Raises:
       ValueError: a chunk of one row per device does not fit.
     """
-    devices = workload.devices
-    most = math.ceil(math.log2(workload.rows))
+    devices, largest_power = workload.devices, math.ceil(math.log2(workload.block_rows))
 
-    def fits(power: int) -> bool:
-        chunk_size = devices << (power - 1)
-        return power <= most + 1 and plan_memory(dataclasses.replace(workload, chunk_size=chunk_size), memory).fits
+    def chunk_size(count: int) -> int:
+        return min(workload.batch_size, devices << (count - 1))
 
-    power = _at_least_one(_largest(fits), f"a chunk of {devices} of the batch of {workload.batch_size}")
-    return devices << (power - 1)
+    def fits(count: int) -> bool:
+        return (
+            count <= largest_power + 1
+            and plan_memory(workload.with_cache(chunk_size=chunk_size(count)), memory_limit).fits
+        )
+
+    return chunk_size(_at_least_one(_largest(fits), f"a chunk of {devices} of the batch of {workload.batch_size}"))
 
 
-def most_kept(workload: Workload, memory: int) -> int:
-    """Find the largest `keep` that fits, without compilation.
+def largest_keep(workload: Workload, memory_limit: int) -> int:
+    """Find the largest number of stored chunks that fits, without compilation.
 
     Args:
       workload: settings with a chunk size; `keep` is ignored.
-      memory: bytes that JAX may use on a device. Leave a margin if a run depends on the result: plans are within 5 %.
+      memory_limit: bytes that JAX may use on a device.
 
     Returns:
       Number of chunks that can store activations; 0 if nothing fits.
 
     Raises:
-      ValueError: `workload.chunk_size` is None.
+      ValueError: the workload has no chunk size.
     """
-    if workload.chunk_size is None:
+    if workload.cache.chunk_size is None:
         raise ValueError("expected a chunk_size, to choose the number of stored chunks, got None; set chunk_size")
-    chunks = math.ceil(workload.batch_size / workload.chunk_size)
+    chunks = math.ceil(workload.batch_size / workload.cache.chunk_size)
 
     def fits(count: int) -> bool:
-        return count <= chunks and plan_memory(dataclasses.replace(workload, keep=count), memory).fits
+        return count <= chunks and plan_memory(workload.with_cache(keep=count), memory_limit).fits
 
     return _largest(fits)
 
 
-def keep_most(workload: Workload, memory: int) -> Workload:
+def store_activations(workload: Workload, memory_limit: int) -> Workload:
     """Store as many activations as fit.
 
     If the activations of all chunks fit, they are all stored. Otherwise residual streams come first, then whole chunks:
@@ -84,19 +92,53 @@ def keep_most(workload: Workload, memory: int) -> Workload:
 
     Args:
       workload: settings with a chunk size. `keep` is replaced; `keep_residual=True` is not changed.
-      memory: bytes that JAX may use on a device.
+      memory_limit: bytes that JAX may use on a device, times `SAFE_SHARE` if a run depends on the result.
 
     Returns:
       The workload with new `keep` and `keep_residual`.
 
     Raises:
-      ValueError: `workload.chunk_size` is None.
+      ValueError: the workload has no chunk size.
     """
-    chunks_stored = dataclasses.replace(workload, keep=most_kept(workload, memory))
-    streams = dataclasses.replace(workload, keep=0, keep_residual=True)
-    if chunks_stored.kept_rows == chunks_stored.rows or not plan_memory(streams, memory).fits:
+    chunks_stored = workload.with_cache(keep=largest_keep(workload, memory_limit))
+    residuals_stored = workload.with_cache(keep=0, keep_residual=True)
+    if chunks_stored.stored_rows == chunks_stored.block_rows or not plan_memory(residuals_stored, memory_limit).fits:
         return chunks_stored
-    return dataclasses.replace(streams, keep=most_kept(streams, memory))
+    return residuals_stored.with_cache(keep=largest_keep(residuals_stored, memory_limit))
+
+
+def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
+    """Choose the gradient-cache settings that fit, with a margin, and recompute least.
+
+    No caching if the whole batch fits. Otherwise large chunks, with as many stored activations as fit. The batch moves
+    to host memory only if no chunks fit with its residency.
+
+    Args:
+      workload: settings of the step. Of `cache` only the residency is considered.
+      memory_limit: bytes that JAX may use on a device; a twentieth of it stays free.
+
+    Raises:
+      ValueError: no settings fit.
+    """
+    limit = int(SAFE_SHARE * memory_limit)
+    if plan_memory(dataclasses.replace(workload, cache=NO_CACHE), limit).fits:
+        return NO_CACHE
+    for residency in dict.fromkeys((workload.cache.residency, "host")):
+        smallest = GradCacheConfig(chunk_size=workload.devices, residency=residency)
+        chunked = dataclasses.replace(workload, cache=smallest)
+        if plan_memory(chunked, limit).fits:
+            break
+    largest = largest_chunk_size(chunked, limit)
+    sizes = [largest // divisor for divisor in (1, 2, 4) if not largest % (divisor * workload.devices)]
+    candidates = [store_activations(chunked.with_cache(chunk_size=size), limit) for size in sizes]
+    return min(candidates, key=_recomputed_share).cache
+
+
+def _recomputed_share(workload: Workload) -> float:
+    """Share of the forward GEMMs that are recomputed."""
+    recomputed = 1 - workload.stored_rows / workload.block_rows
+    # A stored residual stream saves 5/12 of a transformer's forward GEMMs, see `cached_value_and_grad`.
+    return recomputed * (7 / 12 if workload.cache.keep_residual else 1)
 
 
 def _at_least_one(count: int, least: str) -> int:

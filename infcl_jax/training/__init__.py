@@ -2,17 +2,20 @@
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
+from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.state import TrainState, create_state, parameter_count
-from infcl_jax.training.step import GradCacheConfig, check_finite, make_train_step
+from infcl_jax.training.step import check_finite, make_train_step
 
 __all__ = [
+    "BATCH_RESIDENCIES",
     "LOSSES",
     "METRICS_FILE",
+    "NO_CACHE",
     "Checkpointer",
     "GlobalContrastive",
     "GlobalContrastiveConfig",

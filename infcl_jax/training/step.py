@@ -1,7 +1,6 @@
 """Training step: encode, compute the global loss around the ring, update."""
 
 import contextlib
-import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,9 +12,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.checks import check_choice
-from infcl_jax.grad_cache import RESIDENCIES, Replay, cached_value_and_grad
+from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
-from infcl_jax.models import RESIDUAL, TOWERS, CLIPOutput
+from infcl_jax.models import TOWERS, CLIPOutput
+from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState, trained
 
@@ -43,47 +43,6 @@ class Result(NamedTuple):
 Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Result], Any]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradCacheConfig:
-    """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
-
-    Attributes:
-      chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
-      keep: chunks whose activations are stored in the first pass instead of recomputed in the second.
-        `infcl_jax.cached_value_and_grad` describes the memory cost.
-      keep_residual: whether the other chunks store their transformers' residual streams, from which the second pass
-        recomputes the remaining activations.
-      residency: where the batch is stored. "device": device memory. "host": host memory, copied to the devices chunk by
-        chunk. "replay": not stored; chunks are read again in the second pass (see `replayed`).
-
-    Raises:
-      ValueError: a value is out of range, or has no effect without caching.
-    """
-
-    chunk_size: int | None = None
-    keep: int = 0
-    keep_residual: bool = False
-    residency: str = "device"
-
-    def __post_init__(self) -> None:
-        check_choice("grad_cache.residency", self.residency, (*RESIDENCIES, "replay"))
-        if self.keep < 0:
-            raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"expected grad_cache.chunk_size >= 1 or None, got {self.chunk_size}")
-        if self.chunk_size is None and (self.keep or self.keep_residual or self.residency != "device"):
-            raise ValueError(
-                f"expected grad_cache.chunk_size with keep={self.keep}, keep_residual={self.keep_residual} and "
-                f"residency={self.residency!r}, got None, which is training without gradient caching"
-            )
-
-    @property
-    def keep_names(self) -> tuple[str, ...]:
-        """Names of checkpointed values (`keep_names` of `infcl_jax.cached_value_and_grad`)."""
-        return (RESIDUAL,) if self.keep_residual else ()
-
-
-NO_CACHE = GradCacheConfig()
 
 
 def make_train_step(
@@ -238,13 +197,10 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
         return cached_value_and_grad(
             {"image": encoder("encode_image"), "text": encoder("encode_text")},
             loss,
-            chunk_size=cache.chunk_size,
-            keep=cache.keep,
-            keep_names=cache.keep_names,
             frozen=frozen,
             has_aux=True,
-            residency="device" if cache.residency == "device" else "host",
             sharding=sharding,
+            **cache.options,
         )
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:

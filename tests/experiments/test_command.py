@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs import base
-from experiments import command, train
+from experiments import command, console, train
 from infcl_jax import run
 from infcl_jax.settings import changed_settings, check_values, parse_overrides
 
@@ -110,7 +110,7 @@ def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
     for check in (lambda: train.train(config, tmp_path), lambda: run.workload(config, 8)):
         with pytest.raises(ValueError, match=rf"^expected grad_cache.chunk_size <= batch_size=32, got {chunk_size};.*"):
             check()
-    run.check_chunk_size(runs.config(**{"grad_cache.chunk_size": 32}))
+    assert run.workload(runs.config(**{"grad_cache.chunk_size": 32}), 8).cache.chunk_size == 32
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_model_overrides_of_their_types_are_not(override):
 
 @pytest.mark.parametrize("lead", [True, False])
 def test_only_the_lead_speaks(lead, monkeypatch, capsys):
-    monkeypatch.setattr(command.distributed, "is_lead", lambda: lead)
+    monkeypatch.setattr(console, "is_lead", lambda: lead)
     command.say("hello")
     assert capsys.readouterr().out == ("hello\n" if lead else "")
 

@@ -95,9 +95,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
     with pytest.raises(kind) as caught:
         train.train(runs.config(), tmp_path)
     lines = str(caught.value).splitlines()
-    assert ("set grad_cache.chunk_size" in lines[0] and lines[-1].startswith("most at one time")) == (
-        kind is OutOfMemory
-    )
+    assert ("set grad_cache.chunk_size" in lines[0] and lines[-1].startswith("peak")) == (kind is OutOfMemory)
 
 
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):

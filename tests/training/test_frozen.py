@@ -121,7 +121,7 @@ def test_the_planner_leaves_out_what_is_frozen():
     assert part.parameters == whole.parameters
     assert part.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
     assert part.gradients == part.updates == sum(leaf.nbytes for leaf in jax.tree.leaves(state.trained))
-    assert part.kept + plan("text").kept == whole.kept
+    assert part.stored + plan("text").stored == whole.stored
 
 
 def test_an_unknown_tower_is_refused():

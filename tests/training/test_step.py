@@ -152,14 +152,6 @@ def test_driven_from_the_host_features_go_before_activations_come(clip):
     assert alive == 5 * [1] + 5 * [2]  # in the first pass those of the images
 
 
-@pytest.mark.parametrize(
-    "cache", [{"keep": 1}, {"keep_residual": True}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}]
-)
-def test_gradient_caching_that_makes_no_sense_is_an_error(cache):
-    with pytest.raises(ValueError, match="expected grad_cache"):
-        GradCacheConfig(**cache)
-
-
 @pytest.fixture(scope="module")
 def dropout():
     return fresh(runs.model(**DROPOUT))

@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from experiments.benchmarks import attention as benchmark_attention
-from experiments.benchmarks import harness
+from experiments.benchmarks import timing
 from experiments.benchmarks.attention import RECORDS_FILE, Settings, draw, exact_attention
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from infcl_jax.ops.attention.api import attend
@@ -33,7 +33,7 @@ def test_every_case_is_measured_printed_and_recorded(causal, tmp_path, capsys):
 
 
 def test_rates_count_what_the_formula_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness.Program, "seconds", lambda self, repeats: 0.01)
+    monkeypatch.setattr(timing.Program, "seconds", lambda self, repeats: 0.01)
     settings = Settings(("xla",), batch=(6,), positions=(10,), heads=3, channels=8)
     (record,) = benchmark_attention.measure_all(settings, oracle.mesh_of(1), tmp_path)
     products, tensor = 6 * 3 * 10 * 10 * 8, 2 * 6 * 10 * 3 * 8

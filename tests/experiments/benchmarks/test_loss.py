@@ -10,22 +10,22 @@ import oracle
 import pytest
 import runs
 
-from experiments.benchmarks import harness
 from experiments.benchmarks import loss as benchmark_loss
+from experiments.benchmarks import timing
 from experiments.benchmarks.exact_loss import exact_gradients, relative_errors
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.loss import PICTURE_FILE, RECORDS_FILE, Case, Settings
 
 MODULE = "experiments.benchmarks.loss"
 SMALL = Settings(("xla", "dense"), batch=(64, 96), features=(32,), repeats=1, samples=5)
-FIGURES = ("forward_ms", "total_ms", "forward_tflops", "tflops", "of_product", "memory_mib")
+FIGURES = ("forward_ms", "total_ms", "forward_tflops", "tflops", "gemm_fraction", "memory_mib")
 ERRORS = {"loss_error": 1e-5, "image_error": 1e-2, "text_error": 1e-2, "scale_error": 1e-4}
 
 
 @pytest.fixture
 def no_timing(monkeypatch):
     """A hundredth of a second for every program."""
-    monkeypatch.setattr(harness.Program, "seconds", lambda self, repeats: 0.01)
+    monkeypatch.setattr(timing.Program, "seconds", lambda self, repeats: 0.01)
 
 
 def read_records(folder):
@@ -44,10 +44,8 @@ def test_every_case_is_measured_printed_and_recorded(devices, tmp_path, capsys):
     cases = [(b, name) for b in SMALL.batch for name in SMALL.implementations]
     assert [(r["batch"], r["implementation"]) for r in records] == cases
     where, headings, *rows = capsys.readouterr().out.splitlines()
-    assert re.search(
-        rf"{devices} device\(s\), 1 process.*bfloat16, scale 50; 1024\^3 bf16 product: [\d.]+ TFLOP/s", where
-    )
-    assert re.search("implementation +b +D +forward ms +backward ms .*of product +memory MiB .*status", headings)
+    assert re.search(rf"{devices} device\(s\), 1 process.*bfloat16, scale 50; 1024\^3 bf16 GEMM: [\d.]+ TFLOP/s", where)
+    assert re.search("implementation +b +D +forward ms +backward ms .*% of GEMM +memory MiB .*status", headings)
     assert [row.split()[:3] for row in rows] == [[name, str(b), "32"] for b, name in cases]
     for record, row in zip(records, rows, strict=True):
         assert len(row) == len(headings) and row.endswith("ok")
@@ -64,8 +62,8 @@ def test_rates_count_what_the_loss_needs_and_are_per_device(tmp_path):
     (record,) = benchmark_loss.measure_all(settings, oracle.mesh_of(2), tmp_path)
     assert record["forward_tflops"] == pytest.approx(2 * 64 * 64 * 32 / 2 / 0.01 / 1e12)
     assert record["tflops"] == pytest.approx(4 * record["forward_tflops"])
-    assert record["of_product"] == pytest.approx(record["tflops"] / record["product_tflops"])
-    assert record["product_tflops"] == pytest.approx(2 * 1024**3 / 0.01 / 1e12)
+    assert record["gemm_fraction"] == pytest.approx(record["tflops"] / record["gemm_tflops"])
+    assert record["gemm_tflops"] == pytest.approx(2 * 1024**3 / 0.01 / 1e12)
     assert (record["total_ms"], record["backward_ms"]) == (10.0, 0.0)
     assert all(record[name] is None for name in ERRORS)
 
@@ -73,8 +71,8 @@ def test_rates_count_what_the_loss_needs_and_are_per_device(tmp_path):
 def test_a_known_rate():
     flops = benchmark_loss.total_flops(65_536, 512)
     assert flops == 4 * benchmark_loss.forward_flops(65_536, 512)
-    assert harness.tflops(flops, 27.6e-3) == pytest.approx(637.4, abs=0.1)
-    assert harness.tflops(flops, 27.6e-3, devices=8) == pytest.approx(637.4 / 8, abs=0.1)
+    assert timing.tflops(flops, 27.6e-3) == pytest.approx(637.4, abs=0.1)
+    assert timing.tflops(flops, 27.6e-3, devices=8) == pytest.approx(637.4 / 8, abs=0.1)
 
 
 @pytest.mark.usefixtures("no_timing")
@@ -177,9 +175,17 @@ def test_the_command_over_two_processes(tmp_path):
     assert_picture(tmp_path)
 
 
-def test_needs_no_package_of_the_data_pipeline(tmp_path):
-    blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in ("ml_collections", "grain", "tensorflow_datasets"))
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        (MODULE, ("ml_collections", "grain", "tensorflow_datasets")),
+        ("experiments.benchmarks.attention", ("ml_collections", "grain", "tensorflow_datasets")),
+        ("experiments.benchmarks.step", ("grain", "tensorflow_datasets")),
+    ],
+)
+def test_needs_no_package_of_the_data_pipeline(module, missing, tmp_path):
+    blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in missing)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{blocked}")
-    process = runs.start(MODULE, PYTHONPATH=str(tmp_path))
+    process = runs.start(module, PYTHONPATH=str(tmp_path))
     _, stderr = process.communicate(timeout=120)
     assert stderr.startswith("error: expected --output"), stderr

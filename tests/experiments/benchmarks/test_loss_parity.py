@@ -10,7 +10,7 @@ from experiments.benchmarks import loss_parity
 
 def test_all_strategies_give_the_same_losses(monkeypatch, tmp_path):
     monkeypatch.setattr(loss_parity, "available_implementations", lambda: ("dense",))
-    monkeypatch.setattr(loss_parity, "RESIDENCIES", ("host",))
+    monkeypatch.setattr(loss_parity, "BATCH_RESIDENCIES", ("host",))
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes dtypes
         deviations = loss_parity.compare(runs.config(total_steps=3), tmp_path)
     curves = json.loads((tmp_path / loss_parity.RESULTS_FILE).read_text())

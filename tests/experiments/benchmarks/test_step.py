@@ -17,8 +17,8 @@ import runs
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments.benchmarks import harness, step_case
 from experiments.benchmarks import step as benchmark_step
+from experiments.benchmarks import step_case, timing
 from experiments.benchmarks.flops import forward_flops, step_flops
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
@@ -31,9 +31,9 @@ from infcl_jax.training.step import NO_CACHE
 MODULE = "experiments.benchmarks.step"
 B = 16
 CALL_SECONDS = 0.01
-TIMED = ("product", "step", "encode", "loss", "backward", "update", "data")  # in this order
+TIMED = ("gemm", "step", "encode", "loss", "backward", "update", "data")  # in this order
 PARTS = ("encode_ms", "loss_ms", "backward_ms", "update_ms", "data_ms")
-RATES = ("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "of_product")
+RATES = ("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "gemm_fraction")
 # Devices, gradient caching, loss, MiB in use at most before and after the step.
 WAYS = {
     "at once": (1, NO_CACHE, "clip", (1, 3)),
@@ -69,7 +69,7 @@ def no_timing(fail_at=None):
         return CALL_SECONDS
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # for optax
-        patch.setattr(harness, "seconds", seconds)
+        patch.setattr(timing, "seconds", seconds)
         yield results
 
 
@@ -112,8 +112,10 @@ def test_a_case_is_printed_recorded_and_drawn(way, measured):
     assert read_records(case.folder) == [case.record]
     assert_picture(case.folder)
     where, headings, row = case.printed
-    assert re.search(rf"{case.devices} device\(s\), 1 process.*tiny.*GFLOP a pair; 1024\^3 bf16 product: ", where)
-    assert re.search("b +step ms +images/s +a device .*encode ms +loss ms +backward ms +update ms +data ms", headings)
+    assert re.search(rf"{case.devices} device\(s\), 1 process.*tiny.*GFLOP a pair; 1024\^3 bf16 GEMM: ", where)
+    assert re.search(
+        "b +step ms +images/s +images/s/device .*encode ms +loss ms +backward ms +update ms +data ms", headings
+    )
     assert len(row) == len(headings) and row.split()[:2] == [str(B), "10.00"] and row.endswith("ok")
 
 
@@ -129,7 +131,7 @@ def test_the_figures_of_a_record_agree(way, measured):
     assert record["images_per_second"] == pytest.approx(B / CALL_SECONDS)
     assert record["images_per_second_per_device"] == pytest.approx(B / CALL_SECONDS / case.devices)
     assert record["tflops"] == pytest.approx(B * flops / CALL_SECONDS / case.devices / 1e12)
-    assert record["of_product"] == pytest.approx(record["tflops"] / record["product_tflops"])
+    assert record["gemm_fraction"] == pytest.approx(record["tflops"] / record["gemm_tflops"])
     assert [record[name] for name in PARTS] == pytest.approx([10, 10, 0, 10, 0])  # two are differences
     from_host = case.cache.residency == "host"
     assert record["peak_memory_mib"] == (None if from_host else 3)  # the higher peak before is not this case's
@@ -209,7 +211,7 @@ def test_siglip_is_timed_with_the_bias_of_the_model(bias):
 
 def test_a_first_call_can_be_all_that_is_timed():
     calls = []
-    seconds = [harness.seconds(lambda: calls.append(time.sleep(0.02)) or (), repeats, 0.01) for repeats in (0, 2)]
+    seconds = [timing.seconds(lambda: calls.append(time.sleep(0.02)) or (), repeats, 0.01) for repeats in (0, 2)]
     assert len(calls) == 1 + 4 and all(s >= 0.02 for s in seconds)
 
 
@@ -284,22 +286,28 @@ MISTAKES = {
     ),
     "no number": (("--output={tmp}", "--batch=64,many"), "--batch to be positive integers .*'64,many'"),
     "uneven batch": (("--output={tmp}", "--batch=64,65", "--devices=2"), "--batch to be multiples of the 2 .*got 65"),
-    "uneven chunks": (("--output={tmp}", "--chunk_size=7", "--devices=2"), "--chunk_size to be mult.* 2 .*got 7"),
+    "uneven chunks": (
+        ("--output={tmp}", "--chunk_size=7", "--devices=2"),
+        "grad_cache.chunk_size to be a multiple of the 2 devices, got 7",
+    ),
     "too many devices": (("--output={tmp}", "--devices=9"), "--devices from 1 to 8.* got 9"),
     "chunks kept of none": (("--output={tmp}", "--keep=1"), "expected grad_cache.chunk_size with keep=1"),
     "no chunks from the host": (("--output={tmp}", "--residency=host"), "expected grad_cache.chunk_size with .*'host'"),
-    "unknown residency": (("--output={tmp}", "--residency=disk"), "residency.*<device|host|replay>"),
+    "unknown residency": (
+        ("--output={tmp}", "--residency=disk"),
+        r"grad_cache.residency to be one of \('device', 'host', 'replay'\), got 'disk'",
+    ),
     "read twice with a memory": (
         ("--output={tmp}", "--residency=replay", "--chunk_size=8", "--loss=fastclip_v3"),
         "expected residency 'device' or 'host' with fastclip_v3, got 'replay'",
     ),
-    "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "chunk_size"),
+    "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "expected grad_cache.chunk_size >= 1 or None, got 0"),
 }
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "seconds", lambda *_: pytest.fail("something was timed"))
+    monkeypatch.setattr(timing, "seconds", lambda *_: pytest.fail("something was timed"))
     arguments, message = MISTAKES[mistake]
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
     with flagsaver.flagsaver(), pytest.raises((ValueError, flags.Error), match=message) as raised:

@@ -13,28 +13,54 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from configs import base, saved
+from configs import saved
 from experiments import compilation_cache
-from experiments.overrides import SettingParser
+from experiments.overrides import register_parsers
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.settings import check_values, flattened
+from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python
 from infcl_jax.training import load_config
 
-for _kind in (str, int, float, ConfigDict):
-    config_flags.register_flag_parser_for_type(_kind, SettingParser(_kind))
+register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
+_PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the settings as a configuration file, and exit.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_HELP = frozenset(("--help", "-help", "-h"))
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 # Errors that a user can correct. All others are defects and keep their traceback.
 _USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError, OutOfMemory)
 
 
-def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
+def chosen_config() -> ConfigDict:
+    """Return the configuration of `--config`, with the command line's changes.
+
+    Raises:
+      ValueError: `--config` is missing, or a setting is wrong.
+    """
+    if _CONFIG.value is None:
+        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    check_config(_CONFIG.value)
+    return _CONFIG.value
+
+
+def given_workdir() -> str:
+    """Return the directory given as `--workdir`.
+
+    Raises:
+      ValueError: it is missing.
+    """
+    if not WORKDIR.value:
+        raise ValueError(_NO_WORKDIR)
+    return WORKDIR.value
+
+
+def run(
+    command: Callable[[str], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+) -> None:
     """Parse the flags and call `command(workdir)`.
 
     User errors exit with status 1 and one line on stderr.
@@ -42,17 +68,15 @@ def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
     Args:
       command: function of the work directory.
       saved_config: use the run's saved configuration as the default of `--config`.
+      config: function that returns the configuration for `--print_config`.
     """
 
-    def with_workdir() -> None:
-        if not WORKDIR.value:
-            raise ValueError(_NO_WORKDIR)
-        command(WORKDIR.value)
-
-    run_without_workdir(with_workdir, saved_config=saved_config)
+    run_without_workdir(lambda: command(given_workdir()), saved_config=saved_config, config=config)
 
 
-def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = False) -> None:
+def run_without_workdir(
+    command: Callable[[], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+) -> None:
     """Parse the flags and call `command()`, for commands without a work directory.
 
     User errors exit with status 1 and one line on stderr.
@@ -60,6 +84,7 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
     Args:
       command: function without arguments.
       saved_config: use the run's saved configuration as the default of `--config`.
+      config: function that returns the configuration for `--print_config`.
     """
 
     def main(argv: list[str]) -> None:
@@ -67,25 +92,16 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
         try:
             if len(argv) > 1:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
-            command()
+            if _PRINT_CONFIG.value:
+                print(format_python(config()))
+            else:
+                command()
         except _USER_ERRORS as error:
             if _TRACEBACK.value:
                 raise
             sys.exit(_one_line(error))
 
     app.run(main, flags_parser=functools.partial(_parse_flags, saved_config))
-
-
-def chosen_config() -> ConfigDict:
-    """Return the configuration of `--config`, with the command line's changes.
-
-    Raises:
-      ValueError: `--config` is missing, or a required setting is None.
-    """
-    if _CONFIG.value is None:
-        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
-    check_values(_CONFIG.value)
-    return _CONFIG.value
 
 
 def chosen_changes() -> dict[str, Any]:
@@ -105,10 +121,22 @@ def chosen_file() -> str | None:
 
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     """Parse the flags, with a one-line error for misspelled settings."""
+    if not _HELP.isdisjoint(argv):
+        print(_help())
+        sys.exit(0)
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
         sys.exit(_one_line(_misplaced(argv) or error))
+
+
+def _help() -> str:
+    """Format the command's docstring, its flags and the table of settings."""
+    entries = []
+    for module in (sys.argv[0], __name__):
+        for flag in flags.FLAGS.get_flags_for_module(module):
+            entries += format_entry(f"--{flag.name}", flag.default, flag.help)
+    return "\n".join([(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:", *entries, "", format_help()])
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
@@ -132,7 +160,7 @@ def _misplaced(argv: list[str]) -> ValueError | None:
     An example is `--config.seed.key`. ml_collections would index the value and report Python's error.
     """
     names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
-    for name, parent in itertools.product(names, flattened(base.get_config())):
+    for name, parent in itertools.product(names, SETTINGS):
         if name.startswith(f"{parent}."):
             return ValueError(f"no such setting: {name}; {parent} is a single value, set as --config.{parent}=...")
     return None
@@ -144,7 +172,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OutOfMemory):
         return f"error: {text}"  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
-        text, hint = f"no such setting: {_unquoted(text)}", "; the keys are in configs/base.py"
+        text, hint = f"no such setting: {_unquoted(text)}", "; --help lists the settings"
     elif "command line flag 'config." in text:  # absl defines config.* flags only after --config
         hint = "; give --config too, such as --config=configs/quickstart.py"
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):

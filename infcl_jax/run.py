@@ -135,19 +135,19 @@ def initial_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     sizes = model.vision.image_size, model.text.context_length
-    state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+    state = create_state(
+        build_model(model),
+        optimizer,
+        *sizes,
+        config.seed,
+        mesh,
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+    )
     if config.loss not in VARIANTS:
         return state
     samples = initial_samples(config.loss, len(_training_source(config)), model.init_logit_scale, mesh)
     return state.replace(samples=samples)
-
-
-def _state_options(config: ConfigDict) -> dict[str, Any]:
-    """Return state settings, with defaults for runs saved before they existed."""
-    return {
-        "parameter_sharding": config.get("parameter_sharding", "replicated"),
-        "frozen": tuple(config.get("frozen", ())),
-    }
 
 
 def check_chunk_size(config: ConfigDict) -> None:
@@ -156,7 +156,7 @@ def check_chunk_size(config: ConfigDict) -> None:
     Raises:
       ValueError: the chunk is larger than the batch.
     """
-    chunk_size = (config.get("grad_cache") or {}).get("chunk_size")
+    chunk_size = config.grad_cache.chunk_size
     if chunk_size is not None and chunk_size > config.batch_size:
         raise ValueError(
             f"expected grad_cache.chunk_size <= batch_size={config.batch_size}, got {chunk_size}; choose a smaller "
@@ -180,15 +180,14 @@ def with_most_kept(
     Raises:
       ValueError: there are no chunks, or the memory is unknown.
     """
-    if (config.get("grad_cache") or {}).get("keep") != _KEEP_MOST:
+    if config.grad_cache.keep != _KEEP_MOST:
         return config
     if memory is None:
         raise ValueError("expected grad_cache.keep >= 0 on devices that do not tell their memory, got -1")
     config = config.copy_and_resolve_references()
     config.grad_cache.keep = 0
     most = keep_most(workload(config, devices, implementation), int(_PLANNED_SHARE * memory))
-    with config.unlocked():  # older runs have no keep_residual setting
-        config.grad_cache.update(keep=most.keep, keep_residual=most.keep_residual)
+    config.grad_cache.update(keep=most.keep, keep_residual=most.keep_residual)
     return config
 
 
@@ -218,6 +217,7 @@ def workload(config: ConfigDict, devices: int, implementation: str | None = None
         implementation=chosen,
         loss="clip" if is_global else config.loss,
         sample_bytes=tree_bytes(samples) // devices,
-        **_state_options(config),
-        **(config.get("grad_cache") or {}),
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+        **config.grad_cache,
     )

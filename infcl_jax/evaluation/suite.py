@@ -87,6 +87,11 @@ class Suite:
             if self._classes is None:
                 raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
 
+    @property
+    def pairs(self) -> int:
+        """Number of pairs in the validation loss; 0: no validation loss."""
+        return 0 if self._gallery is None else len(self._gallery)
+
     def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
         """Evaluate a model.
 

@@ -49,4 +49,4 @@ def _words(name: str) -> str:
 
 
 def _line(label: str, cells: list[str], width: int) -> str:
-    return "  ".join([label.ljust(width), *(cell.rjust(8) for cell in cells)]).rstrip()
+    return "  ".join([label.ljust(width), *(cell.rjust(7) for cell in cells)]).rstrip()

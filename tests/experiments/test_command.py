@@ -1,6 +1,7 @@
 """What the commands share; and the mistakes one can make, each reported in one line that says what to do."""
 
 import re
+import runpy
 
 import jax
 import pytest
@@ -198,14 +199,7 @@ def test_the_printed_configuration_is_a_configuration_file(module, tmp_path):
     (tmp_path / "printed.py").write_text(stdout)
     config = digits.get_config()
     config.update(batch_size=96, frozen=("text",))
-    assert config_from(tmp_path / "printed.py") == config
-
-
-def config_from(path):
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values)
-    values(["program", f"--config={path}"])
-    return holder.value
+    assert runpy.run_path(str(tmp_path / "printed.py"))["get_config"]() == config
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))

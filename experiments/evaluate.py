@@ -9,7 +9,6 @@ Settings are those of the run. The command line can change the data, the devices
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,10 @@ CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 
-def draw_curves(config: ConfigDict, workdir: Path, suite: Suite) -> None:
+def draw_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
-        pairs = {"loss": config.batch_size if config.loss == "clip" else None, "validation/loss": suite.pairs}
-        chance = {name: math.log(count) for name, count in pairs.items() if count}
-        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=chance)
+        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
 
 
 def say_results(step: int, results: Mapping[str, float]) -> None:
@@ -80,7 +77,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     for line in format_changes(changed):
         command.say(line)
     results = suite(state.variables, grid_path=workdir / GRID_FILE)
-    draw_curves(config, workdir, suite)
+    draw_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
     say_results(step, results)

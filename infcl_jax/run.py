@@ -64,6 +64,7 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
         data_dir=config.data_dir,
         mesh=mesh,
         implementation=config.implementation,
+        train_batch_size=config.batch_size if config.loss == "clip" else None,
     )
 
 

@@ -1,6 +1,6 @@
 """Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
-from infcl_jax.evaluation.contrastive import split_loss
+from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
@@ -12,6 +12,7 @@ __all__ = [
     "EvaluationConfig",
     "Features",
     "Suite",
+    "batch_loss",
     "class_embeddings",
     "encode_split",
     "format_line",

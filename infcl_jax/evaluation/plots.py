@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,8 +46,8 @@ def plot_curves(
     Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
     leave gaps.
 
-    A contrastive loss depends on the number of pairs that it compares. Its chance level ln(pairs), drawn as a dashed
-    line, makes the loss of a batch and the loss of a split comparable: both start there.
+    A contrastive loss grows with the number of pairs that it compares. A dashed line marks its chance level ln(pairs).
+    Losses with the same chance level are comparable.
 
     Args:
         metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
@@ -67,8 +67,7 @@ def plot_curves(
     figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     for column, (series, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), column)
-        # A fixed corner away from the end of the curves: matplotlib's search for a free one is slow on long runs.
-        _draw_series(axes, series, label, legend="upper right" if series is losses else "lower right", chance=chance)
+        _draw_series(axes, series, label, chance or {})
         if series is scores:
             axes.set_ylim(0, 1)
     figure.tight_layout()
@@ -128,25 +127,20 @@ def _series(lines: list[dict[str, int | float]], pattern: re.Pattern[str]) -> Se
     return series
 
 
-def _draw_series(
-    axes: Axes,
-    series: Series,
-    label: str,
-    *,
-    legend: Literal["upper right", "lower right"],
-    chance: Mapping[str, float] | None,
-) -> None:
+def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, float]) -> None:
     for name, (steps, values) in series.items():
         # Markers make a metric with a single value visible.
         marker = "o" if len(steps) < 30 else None
-        (line,) = axes.plot(steps, values, label=name, linewidth=1.2, marker=marker, markersize=3)
-        if chance and name in chance:
-            text = f"{name}, chance level: ln({math.exp(chance[name]):.0f}) = {chance[name]:.2f}"
-            axes.axhline(chance[name], label=text, linewidth=1.0, linestyle="--", color=line.get_color(), alpha=0.6)
+        pairs = f" ({math.exp(chance[name]):.0f} pairs)" if name in chance else ""
+        axes.plot(steps, values, label=name + pairs, linewidth=1.2, marker=marker, markersize=3)
+    for level, style in zip(sorted({chance[name] for name in series if name in chance}), ("--", ":"), strict=False):
+        text = f"chance of {math.exp(level):.0f} pairs: {level:.2f}"
+        axes.axhline(level, label=text, linewidth=1.0, linestyle=style, color="gray")
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False, loc=legend)
+    # Below the axes: no corner is free of curves, and matplotlib's search for one is slow on long runs.
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)
 
 
 def _draw_legend(figure: Figure) -> None:
@@ -155,10 +149,10 @@ def _draw_legend(figure: Figure) -> None:
 
     frame = Patch(fill=False, edgecolor=_FRAME_COLOR, linewidth=3, label="correct image")
     width, height = figure.get_size_inches()
-    anchor = _CAPTION_INCHES / width, 1 - _LEGEND_INCHES / height
-    figure.legend(handles=[frame], loc="lower left", bbox_to_anchor=anchor, frameon=False, fontsize=8, borderaxespad=0)
-    left = 0.05 / width
-    figure.text(left, 1 - 0.5 * _LEGEND_INCHES / height, "caption, most similar images first", fontsize=8, va="center")
+    center = 1 - 0.5 * _LEGEND_INCHES / height
+    anchor = _CAPTION_INCHES / width, center
+    figure.legend(handles=[frame], loc="center left", bbox_to_anchor=anchor, frameon=False, fontsize=8, borderaxespad=0)
+    figure.text(0.05 / width, center, "caption, then the most similar images", fontsize=8, va="center")
 
 
 def _draw_caption(figure: Figure, row: int, caption: str, rank: int) -> None:

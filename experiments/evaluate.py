@@ -86,9 +86,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     return results
 
 
-def changed_config(
-    workdir: str | Path, changes: Mapping[str, Any]
-) -> tuple[ConfigDict, dict[str, tuple[Any, Any]]]:
+def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[ConfigDict, dict[str, tuple[Any, Any]]]:
     """Return the settings of a run with the changes of an evaluation.
 
     Args:

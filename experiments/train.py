@@ -40,6 +40,7 @@ from infcl_jax.training import (
 from infcl_jax.training.checkpoint import CONFIG_FILE
 from infcl_jax.training.step import Metrics, TrainStep
 
+
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     """Train until `config.total_steps`, from the latest checkpoint if there is one.
 

@@ -1,4 +1,4 @@
-"""Builders of a run from its configuration, see `configs/base.py`."""
+"""Builders of a run from its configuration, see `docs/settings.md`."""
 
 from typing import Any
 

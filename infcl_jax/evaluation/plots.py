@@ -46,8 +46,8 @@ def plot_curves(
     Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
     leave gaps.
 
-    A contrastive loss grows with the number of pairs that it compares. A dashed line marks its chance level ln(pairs).
-    Losses with the same chance level are comparable.
+    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks its chance level,
+    ln(pairs). Losses with the same chance level are comparable.
 
     Args:
         metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
@@ -133,9 +133,9 @@ def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, fl
         marker = "o" if len(steps) < 30 else None
         pairs = f" ({math.exp(chance[name]):.0f} pairs)" if name in chance else ""
         axes.plot(steps, values, label=name + pairs, linewidth=1.2, marker=marker, markersize=3)
-    for level, style in zip(sorted({chance[name] for name in series if name in chance}), ("--", ":"), strict=False):
-        text = f"chance of {math.exp(level):.0f} pairs: {level:.2f}"
-        axes.axhline(level, label=text, linewidth=1.0, linestyle=style, color="gray")
+    for index, loss in enumerate(sorted({chance[name] for name in series if name in chance})):
+        text = f"chance of {math.exp(loss):.0f} pairs: {loss:.2f}"
+        axes.axhline(loss, label=text, linewidth=1.0, linestyle=("--", ":")[index % 2], color="gray")
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)

@@ -8,7 +8,9 @@ _KINDS = {"r": "R@k", "top": "top-k accuracy"}
 
 
 def format_table(results: Mapping[str, float]) -> str:
-    """Format results as a table with a row per task and a column per k.
+    """Format results as a table.
+
+    A row is a task, a column is a k. Losses have rows of their own.
 
     Args:
       results: metrics of `infcl_jax.evaluation.Suite`.
@@ -32,7 +34,7 @@ def format_table(results: Mapping[str, float]) -> str:
 
 
 def format_line(results: Mapping[str, float]) -> str:
-    """Format the losses and the results at k = 1 as one line, such as "zero_shot/top1 94.2 %"."""
+    """Format losses and results at k = 1 as one line."""
     entries = []
     for name, value in results.items():
         match = _TOP_K.fullmatch(name)

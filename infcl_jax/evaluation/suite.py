@@ -107,8 +107,9 @@ class Suite:
 
         Returns:
           Metrics of the configured datasets: `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r<k>` and
-          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` of the whole split in nats.
-          `validation/batch_loss` is the loss of batches of `train_batch_size` pairs, if the split has that many.
+          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` in nats. The
+          last is the loss of the whole split as one batch. `validation/batch_loss` is the loss of batches of
+          `train_batch_size` pairs, if the split has that many.
         """
         metrics: dict[str, float] = {}
         if self._gallery is not None:

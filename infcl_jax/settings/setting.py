@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether None is allowed."""
+        """True if None is allowed."""
         return is_a(None, self.type)
 
     @property
@@ -123,7 +123,7 @@ def is_a(value: Any, kind: Any) -> bool:
 
 
 def type_name(kind: Any) -> str:
-    """Return the noun phrase of a type, such as "an integer" or "a tuple of strings"."""
+    """Return the noun phrase of a type, such as "an integer"."""
     if kind in _NOUNS:
         return _NOUNS[kind]
     entries = [type_name(entry).split(" ", 1)[-1] for entry in get_args(kind) if entry is not Ellipsis]

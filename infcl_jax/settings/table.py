@@ -42,8 +42,8 @@ _RUN = (
             "compilation_cache",
             str | None,
             None,
-            'folder of the persistent compilation cache; "off": no cache; None: JAX_COMPILATION_CACHE_DIR if set, else, '
-            "for runs of one process only, infcl_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache)",
+            'folder of the persistent compilation cache; "off": no cache; None: JAX_COMPILATION_CACHE_DIR if set, else '
+            "infcl_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache), for runs of one process",
         ),
     ),
 )

@@ -10,7 +10,6 @@ from PIL import Image
 from infcl_jax.evaluation import plot_curves, plot_retrieval_grid, plots
 from infcl_jax.training.metrics import MetricWriter
 
-
 LEGEND = 40  # pixels above the images of a grid
 
 

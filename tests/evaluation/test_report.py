@@ -16,8 +16,13 @@ retrieval image to text (R@k)   55.0 %   75.0 %  100.0 %
 retrieval text to image (R@k)   55.0 %   75.0 %  100.0 %
 zero-shot (top-k accuracy)      94.2 %  100.0 %
 validation loss (nats)          1.2346"""
-LINE = (
-    "validation/loss 1.2346  retrieval/image_to_text_r1 55.0 %  retrieval/text_to_image_r1 55.0 %  zero_shot/top1 94.2 %"
+LINE = "  ".join(
+    (
+        "validation/loss 1.2346",
+        "retrieval/image_to_text_r1 55.0 %",
+        "retrieval/text_to_image_r1 55.0 %",
+        "zero_shot/top1 94.2 %",
+    )
 )
 
 

@@ -140,7 +140,7 @@ def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, fl
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     # Below the axes: no corner is free of curves, and matplotlib's search for one is slow on long runs.
-    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
 
 
 def _draw_legend(figure: Figure) -> None:

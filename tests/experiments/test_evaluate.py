@@ -132,6 +132,15 @@ def test_a_resumed_run_says_what_has_changed(run, capsys):
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_evaluations_of_a_run_are_lines_and_the_last_is_a_table(run, capsys):
+    zero_shot = {"evaluation.zero_shot_dataset": "digits", "evaluation.retrieval_dataset": None}
+    results = train.train(runs.config(total_steps=4, eval_every=1, **zero_shot), run)
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step  ")]
+    (line,) = [line for line in said if "zero_shot/" in line]
+    assert line.startswith("step 3: zero_shot/top1 ")
+    assert said[-3:] == ["step 4:", *format_table(results).splitlines()]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

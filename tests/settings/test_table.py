@@ -1,4 +1,4 @@
-"""The table of settings: every row checks its values, and agrees with the dataclasses of the library."""
+"""Checks of every setting, and agreement with the dataclasses of the library."""
 
 import dataclasses
 import re

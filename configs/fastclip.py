@@ -172,7 +172,7 @@ _OPTIMIZERS = {
 def get_config(argument: str = "quickstart") -> ConfigDict:
     """Return the settings of a size and experiment.
 
-    `configs/base.py` explains them.
+    `docs/settings.md` explains them.
 
     Args:
       argument: size and changes, such as "medium,experiment=optimizer,optimizer=lion".

@@ -14,7 +14,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    """Return the settings of the quickstart; `configs/base.py` explains them."""
+    """Return the settings of the quickstart; `docs/settings.md` explains them."""
     config = base.get_config()
     config.cpu_devices = 4
     config.dataset = "shapes/quickstart"

@@ -8,6 +8,7 @@
 from ml_collections import ConfigDict
 
 from configs import base
+from infcl_jax.settings import SETTINGS, flattened
 from infcl_jax.training import load_config
 
 
@@ -19,12 +20,14 @@ def get_config(workdir: str) -> ConfigDict:
 
     Raises:
       FileNotFoundError: no run in `workdir`.
-      ValueError: `config.json` is not JSON, or a setting has another type than in `configs/base.py`.
+      ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
     """
-    config = base.get_config()
+    config, values = base.get_config(), flattened(ConfigDict(load_config(workdir)))
+    for name in values:
+        if name not in SETTINGS:
+            raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
     try:
-        with config.unlocked():  # runs of other versions have other settings
-            config.update(load_config(workdir))
-    except (AttributeError, TypeError) as error:
+        config.update_from_flattened_dict(values)
+    except TypeError as error:
         raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
     return config

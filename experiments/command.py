@@ -13,25 +13,51 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from configs import base, saved
+from configs import saved
 from experiments import command_line, compilation_cache
 from experiments.console import say
-from experiments.overrides import SettingParser
+from experiments.overrides import register_parsers
 from infcl_jax import distributed
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.settings import check_values, flattened
+from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python
 from infcl_jax.training import load_config
 
-for _kind in (str, int, float, ConfigDict):
-    config_flags.register_flag_parser_for_type(_kind, SettingParser(_kind))
+register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
+_PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the settings as a configuration file, and exit.")
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+_HELP = frozenset(("--help", "-help", "-h"))
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 
-def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
+def chosen_config() -> ConfigDict:
+    """Return the configuration of `--config`, with the command line's changes.
+
+    Raises:
+      ValueError: `--config` is missing, or a setting is wrong.
+    """
+    if _CONFIG.value is None:
+        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
+    check_config(_CONFIG.value)
+    return _CONFIG.value
+
+
+def given_workdir() -> str:
+    """Return the directory given as `--workdir`.
+
+    Raises:
+      ValueError: it is missing.
+    """
+    if not WORKDIR.value:
+        raise ValueError(_NO_WORKDIR)
+    return WORKDIR.value
+
+
+def run(
+    command: Callable[[str], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+) -> None:
     """Parse the flags and call `command(workdir)`.
 
     User errors exit with status 1 and one line on stderr.
@@ -39,17 +65,15 @@ def run(command: Callable[[str], Any], *, saved_config: bool = False) -> None:
     Args:
       command: function of the work directory.
       saved_config: use the run's saved configuration as the default of `--config`.
+      config: function that returns the configuration for `--print_config`.
     """
 
-    def with_workdir() -> None:
-        if not WORKDIR.value:
-            raise ValueError(_NO_WORKDIR)
-        command(WORKDIR.value)
-
-    run_without_workdir(with_workdir, saved_config=saved_config)
+    run_without_workdir(lambda: command(given_workdir()), saved_config=saved_config, config=config)
 
 
-def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = False) -> None:
+def run_without_workdir(
+    command: Callable[[], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+) -> None:
     """Parse the flags and call `command()`, for commands without a work directory.
 
     User errors exit with status 1 and one line on stderr.
@@ -57,26 +81,15 @@ def run_without_workdir(command: Callable[[], Any], *, saved_config: bool = Fals
     Args:
       command: function without arguments.
       saved_config: use the run's saved configuration as the default of `--config`.
+      config: function that returns the configuration for `--print_config`.
     """
 
     command_line.run(
-        command,
+        lambda: print(format_python(config())) if _PRINT_CONFIG.value else command(),
         parser=functools.partial(_parse_flags, saved_config),
         user_errors=(*command_line.USER_ERRORS, OutOfMemory),
         message=_message,
     )
-
-
-def chosen_config() -> ConfigDict:
-    """Return the configuration of `--config`, with the command line's changes.
-
-    Raises:
-      ValueError: `--config` is missing, or a required setting is None.
-    """
-    if _CONFIG.value is None:
-        raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
-    check_values(_CONFIG.value)
-    return _CONFIG.value
 
 
 def chosen_changes() -> dict[str, Any]:
@@ -96,10 +109,22 @@ def chosen_file() -> str | None:
 
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     """Parse the flags, with a one-line error for misspelled settings."""
+    if not _HELP.isdisjoint(argv):
+        print(_help())
+        sys.exit(0)
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
         sys.exit(_message(_misplaced(argv) or error))
+
+
+def _help() -> str:
+    """Format the command's docstring, its flags and the table of settings."""
+    entries = []
+    for module in (sys.argv[0], __name__, command_line.__name__):
+        for flag in flags.FLAGS.get_flags_for_module(module):
+            entries += format_entry(f"--{flag.name}", flag.default, flag.help)
+    return "\n".join([(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:", *entries, "", format_help()])
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
@@ -123,7 +148,7 @@ def _misplaced(argv: list[str]) -> ValueError | None:
     An example is `--config.seed.key`. ml_collections would index the value and report Python's error.
     """
     names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
-    for name, parent in itertools.product(names, flattened(base.get_config())):
+    for name, parent in itertools.product(names, SETTINGS):
         if name.startswith(f"{parent}."):
             return ValueError(f"no such setting: {name}; {parent} is a single value, set as --config.{parent}=...")
     return None
@@ -135,7 +160,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, OutOfMemory):
         return f"error: {text}"  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
-        error = ValueError(f"no such setting: {_unquoted(text)}; the keys are in configs/base.py")
+        error = ValueError(f"no such setting: {_unquoted(text)}; --help lists the settings")
     elif "command line flag 'config." in text:  # absl defines config.* flags only after --config
         error = ValueError(f"{text}; give --config too, such as --config=configs/quickstart.py")
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):

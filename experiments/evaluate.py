@@ -4,7 +4,8 @@ Measures zero-shot accuracy, retrieval and the whole-split loss, and plots the c
 
     python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
 
-Settings are those of the run. The command line can change the settings in `EVALUATED` for this evaluation.
+Settings are those of the run. The command line can change the data, the devices and the evaluation: the settings marked
+"evaluation" in docs/settings.md.
 """
 
 import json
@@ -12,42 +13,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from configs import saved
 from experiments import command
 from infcl_jax import run
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import plot_curves
-from infcl_jax.settings import changed_settings, check_kept, flattened, format_changes, naming
+from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.settings import (
+    SETTINGS,
+    changed_settings,
+    check_config,
+    check_fixed,
+    flattened,
+    format_changes,
+    naming,
+)
 from infcl_jax.training import METRICS_FILE, Checkpointer, prepare_workdir
 
-# Settings and groups that an evaluation uses besides the checkpoint's own.
-EVALUATED = (
-    "evaluation",
-    "data_dir",
-    "implementation",
-    "model_overrides",
-    "parameter_sharding",
-    "cpu_devices",
-    "compilation_cache",
-)
 RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 
-def draw_curves(workdir: Path) -> None:
+def draw_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
-        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE)
+        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
 
 
-def format_results(results: dict[str, float]) -> str:
-    """Format results as one line: losses in nats, all others in percent."""
-    entries = (
-        f"{name} {value:.4f}" if name.endswith("loss") else f"{name} {100 * value:.1f} %"
-        for name, value in results.items()
-    )
-    return "  ".join(entries) or "nothing to evaluate on"
+def say_results(step: int, results: Mapping[str, float]) -> None:
+    """Print the table of results, on the leading process only."""
+    command.say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")
 
 
 def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
@@ -57,7 +54,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
 
     Args:
       workdir: directory of the run.
-      changes: changed settings by dotted name, such as `{"evaluation.gallery": 100}`. Each must be in `EVALUATED`.
+      changes: changed settings by dotted name, see `changed_config`.
 
     Returns:
       Results by name, see `infcl_jax.evaluation.Suite`.
@@ -66,14 +63,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
       FileNotFoundError: the run, its checkpoint or a dataset is missing.
       ValueError: the checkpoint does not fit its configuration, or a change is not allowed.
     """
-    old, config = saved.get_config(str(workdir)), saved.get_config(str(workdir))
-    try:
-        config.update_from_flattened_dict(changes or {})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"expected changes of the settings in configs/base.py, got {changes}: {error}") from error
-    changed = changed_settings(old, config)
-    kept = [name for name in changed if name.partition(".")[0] not in EVALUATED]
-    check_kept(changed, kept, workdir, f"an evaluation changes only {', '.join(EVALUATED)}")
+    config, changed = changed_config(workdir, changes or {})
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     suite = run.evaluation_suite(config, mesh)
@@ -87,26 +77,61 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     for line in format_changes(changed):
         command.say(line)
     results = suite(state.variables, grid_path=workdir / GRID_FILE)
-    draw_curves(workdir)
+    draw_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
-    command.say(f"step {step}: {format_results(results)}")
+    say_results(step, results)
     pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
     command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
     return results
 
 
+def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[ConfigDict, dict[str, tuple[Any, Any]]]:
+    """Return the settings of a run with the changes of an evaluation.
+
+    Args:
+      workdir: directory of the run.
+      changes: changed settings by dotted name, such as `{"evaluation.gallery": 100}`. `docs/settings.md` marks those
+        that can change with "evaluation".
+
+    Returns:
+      The settings, and those that differ from the run's, see `changed_settings`.
+
+    Raises:
+      FileNotFoundError: no run in `workdir`.
+      ValueError: a change is not allowed, or a setting is wrong.
+    """
+    config = saved.get_config(str(workdir))
+    old = config.copy_and_resolve_references()
+    try:
+        config.update_from_flattened_dict(changes)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected changes of the settings in docs/settings.md, got {changes}: {error}") from error
+    check_config(config)
+    changed = changed_settings(old, config)
+    groups = dict.fromkeys(name.partition(".")[0] for name, setting in SETTINGS.items() if setting.evaluated)
+    fixed = [name for name in changed if not SETTINGS[name].evaluated]
+    check_fixed(changed, fixed, workdir, f"an evaluation changes only {', '.join(groups)}")
+    return config, changed
+
+
 def given_changes() -> dict[str, Any]:
     """Return the changes of the command line, by dotted name.
 
-    Includes every `--config.NAME=VALUE`, and the model and the settings of `EVALUATED` in `--config=FILE`.
+    Includes every `--config.NAME=VALUE`. Of `--config=FILE` it includes the model and what an evaluation can change.
     """
     given = command.chosen_changes()
     if command.chosen_file() is None:
         return given
-    names = (*EVALUATED, "model")
-    return {k: v for k, v in flattened(command.chosen_config()).items() if k.partition(".")[0] in names} | given
+    chosen = flattened(command.chosen_config())
+    return {k: v for k, v in chosen.items() if k == "model" or SETTINGS[k].evaluated} | given
+
+
+def _resolved_config() -> ConfigDict:
+    """Return the settings of the evaluation that the flags ask for."""
+    config, _ = changed_config(command.given_workdir(), given_changes())
+    return config
 
 
 if __name__ == "__main__":
-    command.run(lambda workdir: evaluate(workdir, given_changes()), saved_config=True)
+    command.run(lambda workdir: evaluate(workdir, given_changes()), saved_config=True, config=_resolved_config)

@@ -19,9 +19,9 @@ from experiments import command, evaluate
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import Suite
+from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
-from infcl_jax.settings import changed_settings, check_kept, format_changes, naming
+from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, naming
 from infcl_jax.training import (
     Checkpointer,
     MetricWriter,
@@ -39,35 +39,33 @@ from infcl_jax.training import (
 from infcl_jax.training.checkpoint import CONFIG_FILE
 from infcl_jax.training.step import Metrics, TrainStep
 
-# Settings that a resumed run cannot change, since its parameters, data position or optimizer state depend on them.
-KEPT = ("model", "dataset", "split", "batch_size", "seed", "optimizer.name")
-
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     """Train until `config.total_steps`, from the latest checkpoint if there is one.
 
     Args:
-      config: settings of the run, see `configs/base.py`.
+      config: settings of the run, see `docs/settings.md`.
       workdir: folder of checkpoints, `metrics.jsonl`, `config.json` and plots.
 
     Returns:
       Results of the final evaluation, see `infcl_jax.evaluation.Suite`.
 
     Raises:
-      ValueError: a setting is wrong, a resumed run changes a setting of `KEPT` or a shape of its state, or `workdir` is
-        not writable.
+      ValueError: a setting is wrong, a resumed run changes a fixed setting or a shape of its state, or `workdir` is not
+        writable.
       FileNotFoundError: a dataset is not prepared.
       FloatingPointError: the loss or a gradient is not finite.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
       SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
     """
-    check_counts(config)
+    check_config(config)
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
-        check_kept(changed, KEPT, workdir, "keep it, or choose another --workdir")
+        fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
+        check_fixed(changed, fixed, workdir, "keep it, or choose another --workdir")
         source = run.training_source(config)
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
@@ -96,26 +94,14 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
-    evaluate.draw_curves(workdir)
-    command.say(f"finished: {evaluate.format_results(results)}")
+    evaluate.draw_curves(workdir, suite)
+    evaluate.say_results(config.total_steps, results)
     return results
 
 
 def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """Return the changed settings of a resumed run; none without a `config.json`."""
     return changed_settings(saved.get_config(str(workdir)), config) if (workdir / CONFIG_FILE).is_file() else {}
-
-
-def check_counts(config: ConfigDict) -> None:
-    """Check the numbers of steps and checkpoints.
-
-    Raises:
-      ValueError: a number is too small.
-    """
-    minimum = {"total_steps": 1, "log_every": 1, "keep_checkpoints": 1, "eval_every": 0, "checkpoint_every": 0}
-    for name, low in minimum.items():
-        if config[name] < low:
-            raise ValueError(f"expected {name} >= {low}, got {config[name]}")
 
 
 def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan) -> None:
@@ -135,7 +121,7 @@ class Run:
     """Training and evaluation loop of a run.
 
     Attributes:
-      config: settings of the run, see `configs/base.py`.
+      config: settings of the run, see `docs/settings.md`.
       workdir: folder of checkpoints, metrics and plots.
       mesh: devices.
       data: training batches.
@@ -241,7 +227,8 @@ class Run:
         results = self.suite(state.variables)
         if results:
             self.writer.write(step, results)
-            command.say(f"step {step}: {evaluate.format_results(results)}")
+            if step < self.config.total_steps:  # `train` prints the last results as a table
+                command.say(f"step {step}: {format_line(results)}")
         return results
 
 

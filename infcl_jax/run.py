@@ -1,4 +1,4 @@
-"""Builders of a run from its configuration, see `configs/base.py`."""
+"""Builders of a run from its configuration, see `docs/settings.md`."""
 
 from typing import Any
 
@@ -61,6 +61,7 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
         data_dir=config.data_dir,
         mesh=mesh,
         implementation=config.implementation,
+        train_batch_size=config.batch_size if config.loss == "clip" else None,
     )
 
 
@@ -166,17 +167,17 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     model = read_model_config(config)
     optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
     sizes = model.vision.image_size, model.text.context_length
-    state = create_state(build_model(model), optimizer, *sizes, config.seed, mesh, **_state_options(config))
+    state = create_state(
+        build_model(model),
+        optimizer,
+        *sizes,
+        config.seed,
+        mesh,
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+    )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
-
-
-def _state_options(config: ConfigDict) -> dict[str, Any]:
-    """Return state settings, with defaults for runs saved before they existed."""
-    return {
-        "parameter_sharding": config.get("parameter_sharding", "replicated"),
-        "frozen": tuple(config.get("frozen", ())),
-    }
 
 
 def workload(
@@ -217,7 +218,8 @@ def workload(
         implementation=chosen,
         loss=config.loss,
         sample_bytes=tree_bytes(samples) // devices,
-        **_state_options(config),
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
     )
     if not stores_most:
         return unresolved

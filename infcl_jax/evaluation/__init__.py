@@ -1,8 +1,9 @@
 """Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
-from infcl_jax.evaluation.contrastive import split_loss
+from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
+from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.retrieval import retrieval_recall
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
@@ -11,8 +12,11 @@ __all__ = [
     "EvaluationConfig",
     "Features",
     "Suite",
+    "batch_loss",
     "class_embeddings",
     "encode_split",
+    "format_line",
+    "format_table",
     "plot_curves",
     "plot_retrieval_grid",
     "retrieval_recall",

@@ -1,4 +1,4 @@
-"""Contrastive loss of a whole split as one batch."""
+"""Contrastive loss of a split, as one batch or in batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 import infcl_jax
 from infcl_jax.distributed import replicate, to_host
 from infcl_jax.evaluation.features import shard_rows
+
+_MAX_BATCHES = 16  # bounds the time of `batch_loss` at small batch sizes
 
 
 def split_loss(
@@ -41,6 +43,41 @@ def split_loss(
     rows = (shard_rows(mesh, np.asarray(features, np.float32)) for features in (image, text))
     scale = replicate(mesh, np.asarray(logit_scale, np.float32))
     return float(to_host(_loss(*rows, scale, mask, mesh=mesh, implementation=implementation)))
+
+
+def batch_loss(
+    image: np.ndarray,
+    text: np.ndarray,
+    logit_scale: float,
+    mesh: Mesh,
+    batch_size: int,
+    implementation: str | None = None,
+) -> float:
+    """Compute the mean contrastive loss of batches of a split.
+
+    It is comparable with the training loss of the same batch size. The batches are the first of one fixed random order,
+    at most 16.
+
+    Args:
+        image: [N, D] normalized image features, see `split_loss`.
+        text: [N, D] normalized text features.
+        logit_scale: factor of the similarities.
+        mesh: mesh with an axis "data".
+        batch_size: pairs per batch, at most N.
+        implementation: backend of `infcl_jax.clip_loss`.
+
+    Returns:
+        The mean loss in nats, the same on every process.
+
+    Raises:
+        ValueError: `batch_size` is not in [1, N], or the features are wrong, see `split_loss`.
+    """
+    if not 1 <= batch_size <= len(image):
+        raise ValueError(f"expected 1 <= batch_size <= {len(image)} pairs of the split, got {batch_size}")
+    order = np.random.default_rng(0).permutation(len(image))
+    batches = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)[:_MAX_BATCHES]
+    losses = [split_loss(image[rows], text[rows], logit_scale, mesh, implementation) for rows in batches]
+    return float(np.mean(losses))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "implementation"))

@@ -9,9 +9,9 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,11 +27,18 @@ _DPI = 100  # pixels per inch
 _PANEL_INCHES = (6.0, 4.0)  # width and height of a panel of curves
 _CELL_INCHES = 1.2  # side of an image cell in the retrieval plot
 _CAPTION_INCHES = 2.6  # width of the caption column
+_LEGEND_INCHES = 0.4  # height of the legend above the retrieval plot
+_FRAME_COLOR = "limegreen"
 _LOSS = re.compile(r"(^|[/_])loss$")
 _SCORE = re.compile(r"(^|[/_])(top\d+|r\d+|accuracy|recall)$")
 
 
-def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> None:
+def plot_curves(
+    metrics_path: str | os.PathLike[str],
+    png_path: str | os.PathLike[str],
+    *,
+    chance: Mapping[str, float] | None = None,
+) -> None:
     """Plot the losses, accuracies and recalls of a run over its steps.
 
     The last word of a metric's name decides its panel; "/" and "_" separate words. `loss` makes it a loss (`loss`,
@@ -39,9 +46,13 @@ def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLik
     Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
     leave gaps.
 
+    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks its chance level,
+    ln(pairs). Losses with the same chance level are comparable.
+
     Args:
         metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
         png_path: output file, replaced if it exists; its directory is created if missing.
+        chance: chance levels by name of the metric, in nats; None: none are drawn.
 
     Raises:
         FileNotFoundError: the metrics file does not exist.
@@ -56,8 +67,7 @@ def plot_curves(metrics_path: str | os.PathLike[str], png_path: str | os.PathLik
     figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     for column, (series, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), column)
-        # A fixed corner away from the end of the curves: matplotlib's search for a free one is slow on long runs.
-        _draw_series(axes, series, label, legend="upper right" if series is losses else "lower right")
+        _draw_series(axes, series, label, chance or {})
         if series is scores:
             axes.set_ylim(0, 1)
     figure.tight_layout()
@@ -76,7 +86,7 @@ def plot_retrieval_grid(
     """Plot the most similar images of each caption.
 
     Each row shows a caption, the rank of its correct image, and the most similar images. A frame marks the correct
-    image. The plot is 260 + 120 * columns pixels wide and 120 * Q pixels high.
+    image, as the legend says. The plot is 260 + 120 * columns pixels wide and 40 + 120 * Q pixels high.
 
     Args:
         captions: Q query captions.
@@ -94,13 +104,14 @@ def plot_retrieval_grid(
     target = np.arange(len(captions)) if correct is None else np.asarray(correct)
     _check_grid(captions, images, similarities, target, columns)
     columns = min(columns, len(images))
-    figure = _figure(_CAPTION_INCHES + _CELL_INCHES * columns, _CELL_INCHES * len(captions))
+    figure = _figure(_CAPTION_INCHES + _CELL_INCHES * columns, _LEGEND_INCHES + _CELL_INCHES * len(captions))
+    _draw_legend(figure)
     order = np.argsort(np.where(np.isnan(similarities), np.inf, -similarities), axis=1, kind="stable")
     for row, caption in enumerate(captions):
         rank = int(np.flatnonzero(order[row] == target[row])[0]) + 1
-        _draw_caption(figure, row, len(captions), caption, rank)
+        _draw_caption(figure, row, caption, rank)
         for column, index in enumerate(order[row, :columns]):
-            axes = figure.add_axes(_cell(row, column, len(captions), columns))
+            axes = figure.add_axes(_cell(figure, row, column))
             _draw_image(axes, images[int(index)], framed=bool(index == target[row]))
     _save(figure, png_path)
 
@@ -116,21 +127,40 @@ def _series(lines: list[dict[str, int | float]], pattern: re.Pattern[str]) -> Se
     return series
 
 
-def _draw_series(axes: Axes, series: Series, label: str, *, legend: Literal["upper right", "lower right"]) -> None:
+def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, float]) -> None:
     for name, (steps, values) in series.items():
         # Markers make a metric with a single value visible.
-        axes.plot(steps, values, label=name, linewidth=1.2, marker="o" if len(steps) < 30 else None, markersize=3)
+        marker = "o" if len(steps) < 30 else None
+        pairs = f" ({math.exp(chance[name]):.0f} pairs)" if name in chance else ""
+        axes.plot(steps, values, label=name + pairs, linewidth=1.2, marker=marker, markersize=3)
+    for index, loss in enumerate(sorted({chance[name] for name in series if name in chance})):
+        text = f"chance of {math.exp(loss):.0f} pairs: {loss:.2f}"
+        axes.axhline(loss, label=text, linewidth=1.0, linestyle=("--", ":")[index % 2], color="gray")
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False, loc=legend)
+    # Below the axes: no corner is free of curves, and matplotlib's search for one is slow on long runs.
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
 
 
-def _draw_caption(figure: Figure, row: int, rows: int, caption: str, rank: int) -> None:
-    wrapped = textwrap.fill(caption, 34, max_lines=5, placeholder=" ...") + f"\n(rank {rank})"
-    left = 0.05 / figure.get_figwidth()
+def _draw_legend(figure: Figure) -> None:
+    """Explain the frame and the order of the images, above the images."""
+    from matplotlib.patches import Patch
+
+    frame = Patch(fill=False, edgecolor=_FRAME_COLOR, linewidth=3, label="correct image")
+    width, height = figure.get_size_inches()
+    center = 1 - 0.5 * _LEGEND_INCHES / height
+    anchor = _CAPTION_INCHES / width, center
+    figure.legend(handles=[frame], loc="center left", bbox_to_anchor=anchor, frameon=False, fontsize=8, borderaxespad=0)
+    figure.text(0.05 / width, center, "caption, then the most similar images", fontsize=8, va="center")
+
+
+def _draw_caption(figure: Figure, row: int, caption: str, rank: int) -> None:
+    wrapped = textwrap.fill(caption, 34, max_lines=5, placeholder=" ...") + f"\n(correct image: rank {rank})"
+    width, height = figure.get_size_inches()
+    center = 1 - (_LEGEND_INCHES + _CELL_INCHES * (row + 0.5)) / height
     # parse_math=False, because matplotlib renders text between two dollar signs as a formula.
-    figure.text(left, 1 - (row + 0.5) / rows, wrapped, fontsize=8, va="center", parse_math=False)
+    figure.text(0.05 / width, center, wrapped, fontsize=8, va="center", parse_math=False)
 
 
 def _draw_image(axes: Axes, image: np.ndarray, *, framed: bool) -> None:
@@ -139,18 +169,18 @@ def _draw_image(axes: Axes, image: np.ndarray, *, framed: bool) -> None:
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(framed)
-        spine.set_color("limegreen")
+        spine.set_color(_FRAME_COLOR)
         spine.set_linewidth(4)
 
 
-def _cell(row: int, column: int, rows: int, columns: int) -> tuple[float, float, float, float]:
+def _cell(figure: Figure, row: int, column: int) -> tuple[float, float, float, float]:
     """Left, bottom, width and height of an image, in fractions of the figure."""
-    width = _CAPTION_INCHES + _CELL_INCHES * columns
-    margin = 0.06
-    left = (_CAPTION_INCHES + _CELL_INCHES * column + margin) / width
-    bottom = 1 - (row + 1) / rows + margin / (_CELL_INCHES * rows)
+    width, height = figure.get_size_inches()
+    margin = 0.06  # inches around an image
+    left = _CAPTION_INCHES + _CELL_INCHES * column + margin
+    bottom = height - _LEGEND_INCHES - _CELL_INCHES * (row + 1) + margin
     side = _CELL_INCHES - 2 * margin
-    return left, bottom, side / width, side / (_CELL_INCHES * rows)
+    return left / width, bottom / height, side / width, side / height
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -1,6 +1,7 @@
 """Evaluation suite: zero-shot accuracy, retrieval recall and split loss."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from infcl_jax.data import classes, eval_batches, load_source
 from infcl_jax.data.sources import Source
 from infcl_jax.data.tokenizer import Tokenizer
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation.contrastive import split_loss
+from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.retrieval import retrieval_recall
@@ -60,6 +61,7 @@ class Suite:
         data_dir: str | Path,
         mesh: Mesh,
         implementation: str | None = None,
+        train_batch_size: int | None = None,
     ):
         """Open the datasets.
 
@@ -71,6 +73,7 @@ class Suite:
           data_dir: directory of the prepared datasets.
           mesh: mesh with an axis "data".
           implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
+          train_batch_size: batch size of a training loss to compare with; None: no such loss.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -78,6 +81,7 @@ class Suite:
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
+        self._train_batch_size = train_batch_size
         self._gallery = self._zero_shot = None
         if config.retrieval_dataset:
             self._gallery = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
@@ -86,6 +90,13 @@ class Suite:
             self._classes = classes(config.zero_shot_dataset, data_dir)
             if self._classes is None:
                 raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
+
+    @property
+    def chance_losses(self) -> dict[str, float]:
+        """Chance levels ln(pairs) of the training and validation losses, by name, in nats."""
+        size, pairs = self._train_batch_size, 0 if self._gallery is None else len(self._gallery)
+        numbers = {"loss": size, "validation/batch_loss": size, "validation/loss": pairs}
+        return {name: math.log(number) for name, number in numbers.items() if number}
 
     def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
         """Evaluate a model.
@@ -96,15 +107,19 @@ class Suite:
 
         Returns:
           Metrics of the configured datasets: `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r<k>` and
-          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` in nats.
+          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` in nats. The
+          last is the loss of the whole split as one batch. `validation/batch_loss` is the loss of batches of
+          `train_batch_size` pairs, if the split has that many.
         """
         metrics: dict[str, float] = {}
         if self._gallery is not None:
             features = self._encode(self._gallery, variables)
             scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
-            metrics["validation/loss"] = split_loss(
-                features.image, features.text, float(scale), self._mesh, self._implementation
-            )
+            pairs = features.image, features.text, float(scale), self._mesh
+            metrics["validation/loss"] = split_loss(*pairs, self._implementation)
+            size = self._train_batch_size
+            if size is not None and size <= len(features.image):
+                metrics["validation/batch_loss"] = batch_loss(*pairs, size, self._implementation)
             image, text = features.image[: self._config.gallery], features.text[: self._config.gallery]
             recall = retrieval_recall(image, text, self._mesh)
             metrics |= {f"retrieval/{name}": value for name, value in recall.items()}

@@ -43,8 +43,6 @@ class Result(NamedTuple):
 Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Result], Any]]
 
 
-
-
 def make_train_step(
     loss_fn: Loss,
     seed: int,

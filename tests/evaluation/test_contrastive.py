@@ -6,7 +6,7 @@ import pytest
 
 import infcl_jax
 from infcl_jax.distributed import data_mesh
-from infcl_jax.evaluation import split_loss
+from infcl_jax.evaluation import batch_loss, split_loss
 
 
 def pairs(samples, dim=12, seed=0):
@@ -32,6 +32,20 @@ def test_equals_the_dense_loss(devices, samples, scale):
     loss = split_loss(image, text, scale, data_mesh(jax.devices()[:devices]))
     assert isinstance(loss, float)
     assert loss == pytest.approx(dense_loss(image, text, scale), rel=1e-5, abs=1e-5)
+
+
+def test_the_loss_of_batches_is_the_mean_of_their_dense_losses():
+    image, text = pairs(20)
+    rows = np.random.default_rng(0).permutation(20)
+    expected = np.mean([dense_loss(image[r], text[r], 20.0) for r in (rows[:8], rows[8:16])])
+    assert batch_loss(image, text, 20.0, data_mesh(), 8) == pytest.approx(expected, rel=1e-5)
+    assert batch_loss(image, text, 20.0, data_mesh(), 20) == pytest.approx(dense_loss(image, text, 20.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [0, 21])
+def test_batches_have_at_most_all_pairs(batch_size):
+    with pytest.raises(ValueError, match=f"expected 1 <= batch_size <= 20 pairs of the split, got {batch_size}"):
+        batch_loss(*pairs(20), 20.0, data_mesh(), batch_size)
 
 
 def test_the_order_of_the_pairs_does_not_matter():

@@ -21,7 +21,7 @@ def params():
     return jax.device_get(jax.jit(runs.model().init)(jax.random.key(0), *arrays)["params"])
 
 
-def make_suite(devices=8, **config):
+def make_suite(devices=8, train_batch_size=None, **config):
     return Suite(
         EvaluationConfig(batch_size=64, **config),
         runs.model(),
@@ -29,6 +29,7 @@ def make_suite(devices=8, **config):
         image_size=runs.SIDE,
         data_dir="nowhere",
         mesh=oracle.mesh_of(devices),
+        train_batch_size=train_batch_size,
     )
 
 
@@ -98,6 +99,18 @@ def test_the_lead_draws_what_it_found(params, tmp_path, monkeypatch, lead):
     )
     assert (tmp_path / "grid.png").exists() == lead
     assert {name.split("/")[0] for name in results} == {"validation", "retrieval"}
+
+
+@pytest.mark.parametrize(("size", "names"), [(32, {"loss", "batch_loss"}), (100_000, {"loss"}), (None, {"loss"})])
+def test_the_loss_of_training_batches_is_measured_where_the_split_has_that_many_pairs(params, size, names):
+    suite = make_suite(8, train_batch_size=size, retrieval_dataset="digits")
+    results = suite(replicate(oracle.mesh_of(8), {"params": params}))
+    assert {name.removeprefix("validation/") for name in results if name.startswith("validation/")} == names
+    pairs = len(load_source("digits", "validation"))
+    levels = {"loss": size, "validation/batch_loss": size} if size else {}
+    assert suite.chance_losses == pytest.approx(
+        {name: np.log(number) for name, number in (levels | {"validation/loss": pairs}).items()}
+    )
 
 
 def test_nothing_configured_evaluates_nothing(params):

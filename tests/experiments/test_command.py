@@ -1,6 +1,7 @@
 """Shared parts of the commands, and user errors in one line with advice."""
 
 import re
+import runpy
 
 import jax
 import pytest
@@ -8,10 +9,10 @@ import runs
 from absl import flags
 from ml_collections import config_flags
 
-from configs import base
+from configs import base, digits
 from experiments import command, console, train
 from infcl_jax import run
-from infcl_jax.settings import changed_settings, check_values, parse_overrides
+from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
 )
 def test_counts_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=f"^expected {name} >= {value + 1}, got {value}$"):
-        train.check_counts(runs.config(**{name: value}))
+        train.train(runs.config(**{name: value}), "nowhere")
 
 
 def parsed(*arguments):
@@ -89,14 +90,16 @@ def test_none_is_a_value_of_every_optional_setting():
     assert list(changed_settings(default, given)) == sorted(OPTIONAL, key=list(runs.flat(default)).index)
     none = parsed(*(f"--config.{name}=None" for name in OPTIONAL))
     assert changed_settings(default, none) == {}
-    check_values(none)
+    check_config(given)
+    check_config(none)
     assert set(OPTIONAL) == {name for name, value in runs.flat(default).items() if value is None}
+    assert set(OPTIONAL) == {name for name, setting in SETTINGS.items() if setting.optional}
 
 
 @pytest.mark.parametrize("name", ["dataset", "seed", "optimizer.eps"])
 def test_none_is_no_value_of_other_settings(name):
-    with pytest.raises(ValueError, match=f"^expected a value of {name}, got None$"):
-        check_values(parsed(f"--config.{name}=None"))
+    with pytest.raises(ValueError, match=f"^expected {name} to be (an integer|a number|a string), got None$"):
+        check_config(parsed(f"--config.{name}=None"))
 
 
 def test_groups_of_settings_are_not_replaced():
@@ -140,9 +143,9 @@ TRAIN = ("experiments.train", "--config=configs/digits.py")
 MISTAKES = {
     "misspelt key": (
         (*TRAIN, "--config.batchsize=3"),
-        "no such setting: 'batchsize' Did you mean .batch_size.*; the keys are in configs/base.py",
+        "no such setting: 'batchsize' Did you mean .batch_size.*; --help lists the settings",
     ),
-    "value of another type": ((*TRAIN, "--config.batch_size=many"), "batch_size=many"),
+    "value of another type": ((*TRAIN, "--config.batch_size=many"), "batch_size=many: expected an integer, got 'many'"),
     "unknown flag": ((*TRAIN, "--wrokdir=x"), "wrokdir.*workdir"),
     "words beside the flags": ((*TRAIN, "digits"), "--name=value.*digits"),
     "no config file": (("experiments.train", "--config=configs/none.py"), "configs/none.py.*get_config"),
@@ -154,7 +157,8 @@ MISTAKES = {
         ("experiments.train", "--config=configs/base.py", "--config.data_dir={tmp}"),
         "python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=",
     ),
-    "unknown model": ((*TRAIN, "--config.model=huge"), "huge.*tiny"),
+    "value out of range": ((*TRAIN, "--config.optimizer.beta1=1"), r"expected optimizer.beta1 in \[0, 1\), got 1"),
+    "unknown model": ((*TRAIN, "--config.model=huge"), "expected model .*tiny.* got 'huge'"),
     "unknown override": ((*TRAIN, "--config.model_overrides=vision.layer=1"), "vision.layer'.*vision.layers"),
     "uneven batch": ((*TRAIN, "--config.batch_size=33"), "multiple of the 4 devices, got 33"),
     "unknown implementation": ((*TRAIN, "--config.implementation=fast"), "implementation.*ring.*fast"),
@@ -174,6 +178,28 @@ MISTAKES = {
     "nothing to evaluate": (("experiments.evaluate", "--config.seed=1"), "train one with this --workdir first"),
     "evaluation of nothing": (("experiments.evaluate", "--config.seed=1", "--workdir="), "expected --workdir"),
 }
+
+
+def test_the_help_lists_flags_and_settings():
+    process = runs.start("experiments.plan", "--help")
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert stdout.startswith("Plan the memory of a run without running it.\n")
+    for name in ("config", "print_config", "traceback", "memory_gib", *(f"config.{name}" for name in SETTINGS)):
+        assert f"\n  --{name}=" in stdout
+
+
+@pytest.mark.parametrize("module", ["experiments.train", "experiments.plan"])
+def test_the_printed_configuration_is_a_configuration_file(module, tmp_path):
+    arguments = ("--config=configs/digits.py", "--config.batch_size=96", "--config.frozen=('text',)", "--print_config")
+    process = runs.start(module, *arguments, JAX_PLATFORMS="no_such_device")
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert "    config.batch_size = 96  # default: 256\n" in stdout
+    (tmp_path / "printed.py").write_text(stdout)
+    config = digits.get_config()
+    config.update(batch_size=96, frozen=("text",))
+    assert runpy.run_path(str(tmp_path / "printed.py"))["get_config"]() == config
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))

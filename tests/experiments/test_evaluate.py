@@ -9,6 +9,7 @@ import pytest
 import runs
 
 from experiments import evaluate, train
+from infcl_jax.evaluation import format_table
 from infcl_jax.training import load_config, read_metrics
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
@@ -47,6 +48,7 @@ def test_an_evaluation_changes_what_it_uses(run, capsys):
     assert json.loads((run / "evaluation.json").read_text()) == {"step": 2, **results}
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["evaluation.batch_size: 64 -> 128", "evaluation.zero_shot_dataset: None -> 'digits'"]
+    assert said[2:-1] == ["step 2:", *format_table(results).splitlines()]
     assert said[-1] == f"pictures: {run / 'curves.png'}" and not (run / "retrieval.png").exists()
     assert load_config(run) == before
 
@@ -60,17 +62,41 @@ def test_a_picture_that_was_drawn_is_announced(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 64}, "expected batch_size=32, .* got 64; an evaluation changes only evaluation, data_dir"),
+        ({"batch_size": 64}, "expected batch_size=32, .* got 64; an evaluation changes only .*data_dir, .*evaluation$"),
         ({"model": "tiny-shapes"}, "expected model='tiny', .* got 'tiny-shapes'"),
         ({"model_overrides": "text.context_length=40"}, "params/.*; changed since then: model_overrides: '.*' -> '.*'"),
-        ({"evaluation.galery": 3}, "expected changes of the settings in configs/base.py, .*galery"),
-        ({"evaluation.batch_size": "many"}, "expected changes of the settings in configs/base.py, .*many"),
+        ({"evaluation.galery": 3}, "expected changes of the settings in docs/settings.md, .*galery"),
+        ({"evaluation.batch_size": "many"}, "expected changes of the settings in docs/settings.md, .*many"),
+        ({"evaluation.gallery": 0}, "expected evaluation.gallery >= 1 or None, got 0"),
     ],
 )
 def test_an_evaluation_cannot_change_the_rest(run, changes, message):
     with pytest.raises(ValueError, match=f"^[^\\n]*{message}[^\\n]*$"):
         evaluate.evaluate(run, changes)
     assert not (run / "evaluation.json").exists()
+
+
+def test_the_configuration_of_an_evaluation_is_printed(run):
+    arguments = (f"--workdir={run}", "--config.evaluation.gallery=5", "--print_config")
+    process = runs.start("experiments.evaluate", *arguments, JAX_PLATFORMS="no_such_device")
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert "    config.evaluation.gallery = 5  # default: None\n" in stdout
+    assert "    config.batch_size = 32  # default: 256\n" in stdout
+    assert not (run / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"galery": 3}, "expected a run of this version in .*, got one with the setting galery"),
+        ({"batch_size": "many"}, "expected a run of this version in .*many"),
+    ],
+)
+def test_the_configuration_of_another_version_is_refused(run, change, message):
+    (run / "config.json").write_text(json.dumps(load_config(run) | change))
+    with pytest.raises(ValueError, match=message):
+        evaluate.evaluate(run)
 
 
 FLAGS = ("--config.evaluation.retrieval_dataset=digits", "--config.evaluation.gallery=5")
@@ -104,6 +130,15 @@ def test_a_resumed_run_says_what_has_changed(run, capsys):
     assert [line for line in said if " -> " in line] == changes
     assert load_config(run)["total_steps"] == 3
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_evaluations_of_a_run_are_lines_and_the_last_is_a_table(run, capsys):
+    zero_shot = {"evaluation.zero_shot_dataset": "digits", "evaluation.retrieval_dataset": None}
+    results = train.train(runs.config(total_steps=4, eval_every=1, **zero_shot), run)
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step  ")]
+    (line,) = [line for line in said if "zero_shot/" in line]
+    assert line.startswith("step 3: zero_shot/top1 ")
+    assert said[-3:] == ["step 4:", *format_table(results).splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""Settings of a run: one table, from which defaults, checks, help and documentation come."""
+
+from infcl_jax.settings.config import (
+    changed_settings,
+    check_config,
+    check_fixed,
+    default_config,
+    flattened,
+    format_changes,
+    naming,
+)
+from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
+from infcl_jax.settings.setting import Range, Setting, type_name
+from infcl_jax.settings.table import SECTIONS, SETTINGS
+from infcl_jax.settings.text import format_entry, format_help, format_markdown, format_python
+
+__all__ = [
+    "SECTIONS",
+    "SETTINGS",
+    "Range",
+    "Setting",
+    "changed_settings",
+    "check_config",
+    "check_fixed",
+    "check_model_overrides",
+    "default_config",
+    "flattened",
+    "format_changes",
+    "format_entry",
+    "format_help",
+    "format_markdown",
+    "format_python",
+    "naming",
+    "parse_overrides",
+    "type_name",
+]

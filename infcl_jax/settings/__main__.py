@@ -1,0 +1,5 @@
+"""Print the table of settings as Markdown."""
+
+from infcl_jax.settings.text import format_markdown
+
+print(format_markdown(), end="")

@@ -1,0 +1,112 @@
+"""Defaults, checks and comparison of configurations."""
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from infcl_jax.settings.setting import Setting
+from infcl_jax.settings.table import SETTINGS
+
+
+def default_config() -> ConfigDict:
+    """Return the defaults of the table, locked.
+
+    Returns:
+      The configuration, with a nested `ConfigDict` for each group of names such as "optimizer.".
+    """
+    config = ConfigDict()
+    for setting in SETTINGS.values():
+        group, _, field = setting.name.rpartition(".")
+        if group and group not in config:
+            config[group] = ConfigDict()
+        owner = config[group] if group else config
+        owner[field] = placeholder(setting.base_type) if setting.default is None else setting.default
+    return config.lock()
+
+
+def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:
+    """Iterate over the settings of the table with their values in `config`."""
+    for name, setting in SETTINGS.items():
+        group, _, field = name.rpartition(".")
+        yield setting, (config[group] if group else config)[field]
+
+
+def check_config(config: ConfigDict) -> None:
+    """Check the type, range and choices of every setting.
+
+    Raises:
+      ValueError: a value is wrong.
+    """
+    for setting, value in setting_values(config):
+        setting.check(value)
+
+
+def flattened(config: ConfigDict) -> dict[str, Any]:
+    """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
+
+    Values are as JSON restores them: tuples become lists.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(config.to_dict())).items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, such as `{"batch_size": (256, 512)}`.
+
+    Values are (old, new).
+    """
+    after = flattened(new)
+    return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
+
+
+def check_fixed(
+    changed: Mapping[str, tuple[Any, Any]], names: Collection[str], workdir: str | Path, advice: str
+) -> None:
+    """Check that fixed settings have not changed.
+
+    Args:
+      changed: changed settings, from `changed_settings`.
+      names: settings that must not change.
+      workdir: directory of the run, for the error message.
+      advice: last clause of the error message.
+
+    Raises:
+      ValueError: a setting in `names` has changed.
+    """
+    for name in names:
+        if name in changed:
+            old, new = changed[name]
+            raise ValueError(
+                f"expected {name}={old!r}, with which the run in {workdir} was trained, got {new!r}; {advice}"
+            )
+
+
+@contextlib.contextmanager
+def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """Add the changed settings to a checkpoint's shape error.
+
+    Args:
+      changed: changed settings, from `changed_settings`.
+
+    Raises:
+      ValueError: the error of the body, extended by changed settings that decide shapes.
+    """
+    try:
+        yield
+    except ValueError as error:
+        shaping = {name: values for name, values in changed.items() if SETTINGS[name].shapes}
+        if not shaping:
+            raise
+        raise ValueError(f"{error}; changed since then: {', '.join(format_changes(shaping))}") from error
+
+
+def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Format each change as a line such as "batch_size: 256 -> 512"."""
+    return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]

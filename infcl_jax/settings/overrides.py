@@ -1,0 +1,57 @@
+"""Parsing and checking of model overrides."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from infcl_jax.models import CLIPConfig
+from infcl_jax.settings.setting import is_a
+
+
+def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
+    """Parse overrides such as `"vision.layers=6,dtype=bfloat16"`.
+
+    Args:
+      text: comma-separated key=value items.
+      what: name of the overrides in error messages.
+
+    Returns:
+      Values by key: Python literals, or else strings.
+
+    Raises:
+      ValueError: an item is not of the form key=value.
+    """
+    overrides = {}
+    items = re.split(r",(?![^()\[\]]*[)\]])", text)  # at commas outside brackets
+    for item in filter(None, (item.strip() for item in items)):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"expected {what} like 'vision.layers=6,dtype=bfloat16', got {item!r}")
+        try:
+            overrides[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            overrides[key.strip()] = value.strip()
+    return overrides
+
+
+def check_model_overrides(model: CLIPConfig, overrides: Mapping[str, Any]) -> None:
+    """Check the types of overrides against the model's fields.
+
+    `infcl_jax.models.model_config` rejects unknown keys; this function ignores them.
+
+    Args:
+      model: configuration without the overrides.
+      overrides: values by dotted field name, from `parse_overrides`.
+
+    Raises:
+      ValueError: a value does not have its field's type, or a number is not finite.
+    """
+    for key, value in overrides.items():
+        tower, _, field = key.rpartition(".")
+        owner = getattr(model, tower, None) if tower else model
+        kind = get_type_hints(type(owner)).get(field) if dataclasses.is_dataclass(owner) else None
+        if kind is not None and not is_a(value, kind):
+            name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            raise ValueError(f"expected model_overrides {key} to be {name}, got {value!r}")

@@ -1,0 +1,138 @@
+"""One setting of a run: its type, range and meaning."""
+
+import dataclasses
+import math
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+_NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Interval of numbers.
+
+    Attributes:
+      low: lower bound.
+      high: upper bound.
+      above: whether `low` itself is outside.
+      below: whether `high` itself is outside.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        """Return whether the number is inside; NaN is not."""
+        over = value > self.low if self.above else value >= self.low
+        return over and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        """Format as ">= 1" or "in [0, 1)"."""
+        if self.high == math.inf:
+            return f"{'>' if self.above else '>='} {self.low}"
+        return f"in {'(' if self.above else '['}{self.low}, {self.high}{')' if self.below else ']'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting of a run.
+
+    Attributes:
+      name: dotted name, such as "optimizer.beta1".
+      type: type annotation, such as `int`, or `int | None` to allow None.
+      default: default value.
+      meaning: meaning and unit, one sentence without a final period.
+      values: allowed numbers or strings, of each entry if the setting is a tuple; None: all of the type.
+      fixed: whether a resumed run must keep the value.
+      shapes: whether the arrays of a checkpoint depend on it.
+      evaluated: whether an evaluation may change it.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    meaning: str
+    values: Range | tuple[str, ...] | None = None
+    fixed: bool = False
+    shapes: bool = False
+    evaluated: bool = False
+
+    @property
+    def base_type(self) -> Any:
+        """Type without None."""
+        return get_args(self.type)[0] if self.optional else self.type
+
+    @property
+    def optional(self) -> bool:
+        """True if None is allowed."""
+        return is_a(None, self.type)
+
+    @property
+    def allowed(self) -> str:
+        """Allowed values, such as "an integer >= 1 or None"."""
+        text = type_name(self.base_type)
+        if isinstance(self.values, Range):
+            text += f" {self.values}"
+        elif self.values is not None:
+            choices = ", ".join(f'"{value}"' for value in self.values)
+            text = choices if self.base_type is str else f"{text} of {choices}"
+        return f"{text} or None" if self.optional else text
+
+    def check(self, value: Any) -> None:
+        """Check the type and range of a value.
+
+        Raises:
+          ValueError: the value is wrong.
+        """
+        if not is_a(value, self.type):
+            expected = f"{self.name} to be {type_name(self.base_type)}"
+        else:
+            several = isinstance(value, tuple | list)
+            entries = value if several else (value,) if value is not None else ()
+            if self.values is None or all(entry in self.values for entry in entries):
+                return
+            choice = "" if isinstance(self.values, Range) else "to be one of "
+            expected = f"{'every entry of ' if several else ''}{self.name} {choice}{self.values}"
+        raise ValueError(f"expected {expected}{' or None' if self.optional else ''}, got {value!r}")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Return whether a Python literal has the annotated type.
+
+    Integers are floats, lists are tuples, and non-finite numbers have no type. Every value matches a `Literal`, since
+    the model checks its choices.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(is_a(value, option) for option in inner)
+    if origin is Literal:
+        return True
+    if origin in (tuple, Sequence):
+        if not isinstance(value, tuple | list):
+            return False
+        kinds = inner if _length(kind) is not None else inner[:1] * len(value)
+        return len(value) == len(kinds) and all(is_a(v, k) for v, k in zip(value, kinds, strict=True))
+    if kind in (int, float):
+        number = isinstance(value, int | kind) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def type_name(kind: Any) -> str:
+    """Return the noun phrase of a type, such as "an integer"."""
+    if kind in _NOUNS:
+        return _NOUNS[kind]
+    entries = [type_name(entry).split(" ", 1)[-1] for entry in get_args(kind) if entry is not Ellipsis]
+    if _length(kind) is None:
+        return f"a tuple of {entries[0]}s"
+    return f"two {entries[0]}s" if len(set(entries)) == 1 else f"a ({', '.join(entries)}) pair"
+
+
+def _length(kind: Any) -> int | None:
+    """Return the number of entries of a tuple type; None: any."""
+    inner = get_args(kind)
+    return None if get_origin(kind) is Sequence or Ellipsis in inner else len(inner)

@@ -1,0 +1,270 @@
+"""Table of the settings of a run."""
+
+import dataclasses
+
+from infcl_jax.models import TOWERS, model_names
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.settings.setting import Range, Setting
+from infcl_jax.training import BATCH_RESIDENCIES, LOSSES
+from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
+from infcl_jax.training.optimizers import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
+from infcl_jax.training.rules import Rules
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
+
+_COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
+_DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
+
+
+def _shaping(*settings: Setting) -> tuple[Setting, ...]:
+    """Mark settings on which the arrays of a checkpoint depend."""
+    return tuple(dataclasses.replace(setting, shapes=True) for setting in settings)
+
+
+def _evaluated(*settings: Setting) -> tuple[Setting, ...]:
+    """Mark settings that an evaluation may change."""
+    return tuple(dataclasses.replace(setting, evaluated=True) for setting in settings)
+
+
+_RUN = (
+    Setting(
+        "seed",
+        int,
+        0,
+        "seed of initial parameters, data order, augmentation and dropout",
+        Range(0, 2**32, below=True),
+        fixed=True,
+    ),
+    *_evaluated(
+        Setting("cpu_devices", int, 1, "simulated devices on the CPU; no effect on other platforms", _COUNT),
+        Setting(
+            "compilation_cache",
+            str | None,
+            None,
+            'folder of the persistent compilation cache; "off": no cache; None: JAX_COMPILATION_CACHE_DIR if set, else '
+            "infcl_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache), for runs of one process",
+        ),
+    ),
+)
+
+_DATA = (
+    Setting(
+        "dataset",
+        str,
+        "shapes/quickstart",
+        "dataset name: shapes/quickstart, shapes/full, digits, or a dataset prepared by TFDS",
+        fixed=True,
+        shapes=True,
+    ),
+    Setting("split", str, "train", 'training split, such as "train" or "train[:8192]"', fixed=True),
+    Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
+    Setting("num_workers", int, 0, "reading and decoding processes; 0: threads of the training process", _FROM_ZERO),
+    Setting(
+        "augmentation.scale",
+        tuple[float, float],
+        (0.9, 1.0),
+        "area range of random crops, as a fraction of the image; (1, 1): no crop",
+        Range(0, 1, above=True),
+    ),
+    Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
+)
+
+_MODEL = _shaping(
+    Setting("model", str, "tiny-shapes", "model name", model_names(), fixed=True),
+    Setting(
+        "model_overrides",
+        str,
+        "",
+        'changes to the model, such as "vision.layers=6,dtype=bfloat16,vision.remat=dots"',
+        evaluated=True,
+    ),
+    Setting("frozen", tuple[str, ...], (), "frozen towers (LiT)", tuple(TOWERS)),
+)
+
+_LOSS = (
+    Setting("loss", str, "clip", "training loss", tuple(LOSSES), shapes=True),
+    Setting(
+        "implementation",
+        str | None,
+        None,
+        "implementation of infcl_jax.pairwise_lse; None: the best on this device",
+        IMPLEMENTATIONS,
+        evaluated=True,
+    ),
+)
+
+_GLOBAL_CONTRASTIVE = _shaping(
+    Setting(
+        "global_contrastive.mode",
+        str,
+        "published",
+        'loss of the papers, or of the authors\' code ("reference")',
+        ("published", "reference"),
+    ),
+    Setting(
+        "global_contrastive.gamma_schedule",
+        str | None,
+        None,
+        "schedule of gamma, the inner learning rate; None: default of the loss",
+        GAMMA_SCHEDULES,
+    ),
+    Setting("global_contrastive.gamma_min", float, 0.2, "final gamma; the initial one is 1", _FRACTION),
+    Setting("global_contrastive.gamma_epochs", int, 18, "epochs of the gamma schedule", _COUNT),
+    Setting("global_contrastive.rho", float, 6.5, "weight of learned temperatures in the loss", _FROM_ZERO),
+    Setting("global_contrastive.eps", float, 1e-14, "constant added to the sample state u", _POSITIVE),
+    Setting(
+        "global_contrastive.temperature_learning_rate",
+        float,
+        1e-2,
+        "learning rate of per-sample temperatures",
+        _POSITIVE,
+    ),
+    Setting(
+        "global_contrastive.temperature_beta1",
+        float | None,
+        None,
+        'beta1 of Adam for per-sample temperatures; None: optimizer.beta1 in mode "reference", else 0.9',
+        _DECAY,
+    ),
+    Setting(
+        "global_contrastive.temperature_beta2",
+        float | None,
+        None,
+        'beta2 of Adam for per-sample temperatures; None: optimizer.beta2 in mode "reference", else 0.999',
+        _DECAY,
+    ),
+    Setting(
+        "global_contrastive.temperature_eps",
+        float | None,
+        None,
+        'eps of Adam for per-sample temperatures; None: optimizer.eps in mode "reference", else 1e-8',
+        _POSITIVE,
+    ),
+)
+
+_GRAD_CACHE = (
+    Setting(
+        "grad_cache.chunk_size",
+        int | None,
+        None,
+        "pairs encoded at a time, over all devices; None: no gradient caching",
+        _COUNT,
+    ),
+    Setting(
+        "grad_cache.keep",
+        int,
+        0,
+        "chunks whose activations are stored instead of recomputed; -1: as many as fit",
+        Range(-1),
+    ),
+    Setting(
+        "grad_cache.keep_residual",
+        bool,
+        False,
+        "store the residual streams of the other chunks; keep = -1 turns this on first",
+    ),
+    Setting(
+        "grad_cache.residency",
+        str,
+        "device",
+        'memory of the batch; "replay": none, the batch is read twice',
+        BATCH_RESIDENCIES,
+    ),
+)
+
+_TRAINING = (
+    Setting("batch_size", int, 256, "global batch size, in pairs over all devices", _COUNT, fixed=True),
+    Setting("total_steps", int, 1000, "training steps", _COUNT),
+    Setting(
+        "parameter_sharding",
+        str,
+        "replicated",
+        'placement of parameters and optimizer state; "fsdp": sharded over the devices',
+        PARAMETER_SHARDINGS,
+        evaluated=True,
+    ),
+)
+
+_OPTIMIZER = _shaping(
+    Setting("optimizer.name", str, "adamw", "optimizer", OPTIMIZERS, fixed=True),
+    Setting("optimizer.learning_rate", float, 1e-3, "peak learning rate, after the warm-up", _POSITIVE),
+    Setting("optimizer.schedule", str, "cosine", "learning rate schedule after the warm-up", SCHEDULES),
+    Setting("optimizer.warmup_steps", int, 100, "steps of linear warm-up", _FROM_ZERO),
+    Setting(
+        "optimizer.warmup_start",
+        str,
+        "zero",
+        'first learning rate; "one_step": one warm-up step above zero, as in OpenCLIP',
+        WARMUP_STARTS,
+    ),
+    Setting("optimizer.final_learning_rate", float, 0.0, "learning rate at the end of the cosine schedule", _FROM_ZERO),
+    Setting(
+        "optimizer.learning_rate_rules",
+        Rules,
+        (),
+        'learning rate factors by parameter name, such as (("visual/.*", 0.1), (".*", 1.0)); (): 1 for all',
+    ),
+    Setting(
+        "optimizer.temperature_learning_rate",
+        float | None,
+        None,
+        "learning rate of the logit scale; None: that of the other parameters",
+        _POSITIVE,
+    ),
+    Setting(
+        "optimizer.temperature_schedule",
+        str,
+        "constant",
+        "schedule of optimizer.temperature_learning_rate",
+        TEMPERATURE_SCHEDULES,
+    ),
+    Setting("optimizer.weight_decay", float, 0.2, "decoupled weight decay", _FROM_ZERO),
+    Setting(
+        "optimizer.weight_decay_rules", Rules, (), "weight decay factors by parameter name; (): only matrices decay"
+    ),
+    Setting("optimizer.beta1", float, 0.9, "decay of the first moment, or momentum", _DECAY),
+    Setting("optimizer.beta2", float, 0.98, "decay of the second moment", _DECAY),
+    Setting("optimizer.eps", float, 1e-6, "constant added to the root of the second moment", _POSITIVE),
+    Setting(
+        "optimizer.clip_norm", float | None, None, "largest global norm of the gradient; None: no clipping", _POSITIVE
+    ),
+)
+
+_EVALUATION = (
+    Setting("eval_every", int, 500, "steps between evaluations; 0: at the end only", _FROM_ZERO),
+    *_evaluated(
+        Setting("evaluation.batch_size", int, 256, "images or captions encoded at a time, over all devices", _COUNT),
+        Setting(
+            "evaluation.retrieval_dataset",
+            str | None,
+            None,
+            "dataset for retrieval and the validation loss; None: skip both",
+        ),
+        Setting(
+            "evaluation.retrieval_split", str, "validation", "split of evaluation.retrieval_dataset, such as validation"
+        ),
+        Setting("evaluation.gallery", int | None, None, "examples of the split used for retrieval; None: all", _COUNT),
+        Setting("evaluation.zero_shot_dataset", str | None, None, "dataset for zero-shot classification; None: skip"),
+        Setting("evaluation.zero_shot_split", str, "validation", "split of evaluation.zero_shot_dataset"),
+    ),
+)
+
+_LOGS = (
+    Setting("log_every", int, 50, "steps between console lines", _COUNT),
+    Setting("checkpoint_every", int, 500, "steps between checkpoints; 0: at the end only", _FROM_ZERO),
+    Setting("keep_checkpoints", int, 2, "latest checkpoints to keep", _COUNT),
+    Setting("tensorboard", bool, False, "also write TensorBoard files"),
+)
+
+SECTIONS = {
+    "Run": _RUN,
+    "Data": _DATA,
+    "Model": _MODEL,
+    "Loss": _LOSS,
+    "Global contrastive losses (SogCLR to FastCLIP)": _GLOBAL_CONTRASTIVE,
+    "Gradient caching": _GRAD_CACHE,
+    "Training": _TRAINING,
+    "Optimizer": _OPTIMIZER,
+    "Evaluation": _EVALUATION,
+    "Logs and checkpoints": _LOGS,
+}
+SETTINGS = {setting.name: setting for section in SECTIONS.values() for setting in section}

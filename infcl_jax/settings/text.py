@@ -1,0 +1,79 @@
+"""The table of settings as help text and Markdown, and configurations as Python files."""
+
+import textwrap
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from infcl_jax.settings.config import setting_values
+from infcl_jax.settings.table import SECTIONS
+
+_WIDTH = 120  # characters per line of help
+_INDENT = " " * 6  # before a meaning in the help
+
+_MARKDOWN_HEADER = """\
+# Settings
+
+Each setting is given as `--config.NAME=VALUE`, or changed in a configuration such as `configs/digits.py`. A resumed run
+must keep those marked "fixed". An evaluation can change those marked "evaluation".
+
+This page is generated:
+
+    python -m infcl_jax.settings > docs/settings.md
+"""
+
+
+def format_entry(flag: str, default: Any, meaning: str) -> list[str]:
+    """Format a flag with its default as lines of help."""
+    lines = textwrap.wrap(meaning, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
+    return [f"  {flag}={default!r}", *lines]
+
+
+def format_help() -> str:
+    """Format the table for a terminal: names with defaults, then meanings and allowed values."""
+    lines = []
+    for title, section in SECTIONS.items():
+        lines += ["", f"{title}:"]
+        for setting in section:
+            meaning = f"{setting.meaning} [{setting.allowed}]"
+            lines += format_entry(f"--config.{setting.name}", setting.default, meaning)
+    return "\n".join(["Settings, with their defaults:", *lines])
+
+
+def format_markdown() -> str:
+    """Format the table as the Markdown page `docs/settings.md`."""
+    lines = [_MARKDOWN_HEADER]
+    for title, section in SECTIONS.items():
+        lines += [f"## {title}", "", "| setting | default | values | meaning |", "| --- | --- | --- | --- |"]
+        for setting in section:
+            notes = [note for note, marked in (("fixed", setting.fixed), ("evaluation", setting.evaluated)) if marked]
+            meaning = setting.meaning + (f" [{', '.join(notes)}]" if notes else "")
+            cells = f"`{setting.name}`", f"`{setting.default!r}`", setting.allowed, meaning
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def format_python(config: ConfigDict) -> str:
+    """Format a configuration as a Python file with `get_config()`.
+
+    A comment marks each value that differs from the default.
+    """
+    values = {setting.name: value for setting, value in setting_values(config)}
+    lines = [
+        '"""Settings of a run."""',
+        "",
+        "from configs import base",
+        "",
+        "",
+        "def get_config():",
+        '    """Return the settings."""',
+        "    config = base.get_config()",
+    ]
+    for title, section in SECTIONS.items():
+        lines += ["", f"    # {title}"]
+        for setting in section:
+            value = values[setting.name]
+            changed = "" if value == setting.default else f"  # default: {setting.default!r}"
+            lines.append(f"    config.{setting.name} = {value!r}{changed}")
+    return "\n".join([*lines, "", "    return config"])

@@ -33,7 +33,7 @@ _MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_name
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", tuple(LOSSES), "Training loss.")
-_TIME_PHASES = flags.DEFINE_bool("parts", True, "Also time the phases of the step and exposed data transfer.")
+_TIME_PHASES = flags.DEFINE_bool("phases", True, "Also time the phases of the step and exposed data transfer.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
 
 

@@ -325,7 +325,7 @@ def test_the_command_over_two_processes(tmp_path):
         "--keep=1",
         "--keep_residual",
         "--repeats=1",
-        "--noparts",
+        "--nophases",
         f"--output={tmp_path}",
     ]
     arguments += ["--model=tiny", f"--model_overrides={runs.OVERRIDES}"]

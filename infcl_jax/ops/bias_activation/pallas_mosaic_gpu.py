@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
-WIDTH_MULTIPLE = 128  # supported widths are multiples of it
+WIDTH_MULTIPLE = 256  # supported widths are multiples of it, so that a lane accesses at least 4 bytes of bf16
 WIDEST = 5120  # largest supported width
 # Tilings count quarters of rows.
 FORWARD = Tiling(rows=8, stages=3, ctas_per_sm=4)
@@ -47,7 +47,7 @@ def forward(x: jax.Array, bias: jax.Array, *, name: str, sm_count: int, tiling: 
     """
     quarters = _quarters(x)
     stream = RowStream.of(tiling, len(quarters), sm_count, {"x": quarters}, WARPS)
-    tile_layout, *_ = layouts(quarters.shape[1], x.dtype)
+    tile_layout, *_ = layouts(quarters.shape[1])
 
     def kernel(x: Any, bias: Any, y: Any, *smem: Any) -> None:
         shift = plgpu.load(bias, layout=tile_layout, optimized=False)
@@ -86,7 +86,7 @@ def backward(
     streamed = {"x": _quarters(x), "y": _quarters(dy)}
     quarters = streamed["x"]
     stream = RowStream.of(tiling, len(quarters), sm_count, streamed, WARPS)
-    tile_layout, row_layout, _ = layouts(quarters.shape[1], x.dtype)
+    tile_layout, row_layout, _ = layouts(quarters.shape[1])
 
     def kernel(x: Any, dy: Any, bias: Any, dx: Any, d_bias: Any, *smem: Any) -> None:
         shift = plgpu.load(bias, layout=tile_layout, optimized=False)

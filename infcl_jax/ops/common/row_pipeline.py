@@ -20,6 +20,7 @@ from infcl_jax.ops.common.gpu import SHARED_MEMORY
 
 WARPS = 4  # warps of a warpgroup; one processes a row at a time
 LANES = 32  # threads of a warp
+VECTOR = 4  # most values of a lane that are adjacent in a row
 RESERVED_BYTES = 2048  # bytes of a CTA's SMEM for barriers and alignment
 
 
@@ -191,16 +192,27 @@ class RowTile:
         return self.stream.tile(self.index + 1)
 
 
-def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
+def layouts(width: int) -> tuple[Any, Any, Any]:
     """Layouts of a four-row tile, of its rows and of its columns.
 
-    Each warp holds one row. Lanes alternate in vectors of up to 16 bytes.
+    Each warp holds one row. Lanes alternate in vectors of up to 4 values: 16 bytes of float32, the widest access.
     """
-    widest = max(jnp.dtype(d).itemsize for d in dtypes)
-    vector = math.gcd(width // LANES, 16 // widest)
+    vector = math.gcd(width // LANES, VECTOR)
     tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
     tile = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return tile, tile.reduce(1), tile.reduce(0)
+
+
+def store_per_row(ref: Any, value: jax.Array) -> None:
+    """Stores one value per row of a group.
+
+    Each warp writes a single value. JAX 0.12 requires stores of less than 32 bytes per warp to be marked as not
+    optimized, a mark that JAX 0.11 does not know.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def broadcast(vector: jax.Array, axis: int, width: int) -> jax.Array:

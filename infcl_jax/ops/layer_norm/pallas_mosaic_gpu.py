@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts
+from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts, store_per_row
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
@@ -67,7 +67,7 @@ def forward(
     """
     rows, width = x.shape
     stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, sm_count, {"x": x})
-    tile_layout, _, column_layout = layouts(width, x.dtype, dtype)
+    tile_layout, _, column_layout = layouts(width)
 
     def kernel(*refs: Any) -> None:
         x, scale, bias, y, means, inv_stds, *smem = refs
@@ -82,7 +82,8 @@ def forward(
                 x_hat = centered * broadcast(inv_std, 0, width)
                 rows = pl.ds(tile.first + group, WARPS)
                 y[rows] = (x_hat * broadcast(gain, 1, width) + broadcast(shift, 1, width)).astype(dtype)
-                means[rows], inv_stds[rows] = mean, inv_std
+                store_per_row(means.at[rows], mean)
+                store_per_row(inv_stds.at[rows], inv_std)
             return carry
 
         stream.run({"x": x}, smem, body, ())
@@ -127,7 +128,7 @@ def backward(
     rows, width = x.shape
     streamed = {"x": x, "y": dy} | ({} if dx_residual is None else {"residual": dx_residual})
     stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, sm_count, streamed)
-    tile_layout, row_layout, column_layout = layouts(width, *(a.dtype for a in streamed.values()))
+    tile_layout, row_layout, column_layout = layouts(width)
     sum_count = 3 if sum_rows else 2
 
     def kernel(*refs: Any) -> None:

@@ -90,7 +90,7 @@ def test_what_is_not_finite_stays_so(capsys, value, name):
     assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("shape", [(99072, 4096), (50 * 4096, 3072), (4096, 77, 2048), (4099, 5120), (1000, 128)])
+@pytest.mark.parametrize("shape", [(99072, 4096), (50 * 4096, 3072), (4096, 77, 2048), (4099, 5120), (1000, 256)])
 def test_large_arrays_lower_to_two_kernels(shape):
     x, bias = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     run = functools.partial(with_gradients, name="gelu", implementation=None)
@@ -150,7 +150,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 @pytest.mark.parametrize("name", ["gelu", "quick_gelu"])
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
-    [(2, 128, BF16), (999, 768, BF16), (4097, 3072, BF16), (4097, 4096, FP16), (2051, 5120, BF16), (3001, 2048, BF16)],
+    [(2, 256, BF16), (999, 768, BF16), (4097, 3072, BF16), (4097, 4096, FP16), (2051, 5120, BF16), (3001, 2048, BF16)],
 )
 def test_kernels_on_the_gpu_match_float64_and_repeat(rows, width, dtype, name):
     if "mosaic_gpu" not in available_implementations():

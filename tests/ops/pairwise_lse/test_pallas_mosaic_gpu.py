@@ -297,10 +297,14 @@ def test_races_are_noticed(capsys, safe):
 
     x = jnp.ones((64, 64), jnp.float32)
     scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
+    report = ""
     with interpreted():
         copy = plgpu.kernel(kernel, out_type=x, scratch_types=scratch, num_threads=2, thread_name="warpgroup")
-        jax.block_until_ready(copy(x))
-    assert ("RACE" in capsys.readouterr().out) != safe
+        try:
+            jax.block_until_ready(copy(x))
+        except jax.errors.JaxRuntimeError as error:  # from JAX 0.12; JAX 0.11 prints
+            report = str(error)
+    assert ("RACE" in report + capsys.readouterr().out) != safe
 
 
 @pytest.mark.parametrize(
@@ -375,16 +379,16 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     """
     text = lowered(argnums, 4096, 512, jnp.bfloat16)
     assert text.count("stablehlo.dot_general") == products
-    assert calls(text) == 7  # sums, maxima, positives and dS; all but maxima also with a shared scale
+    assert calls(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
 
 
 def test_a_ring_of_eight_lowers():
     """Lowers inside a checked `shard_map`.
 
-    Each of two paths has kernels for blocks with and without positives.
+    Each of two paths has kernels for blocks with and without positives. The kernel of the positives is the same.
     """
     text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8))
-    assert calls(text) == 2 * 6
+    assert calls(text) == 2 * 6 - 1
 
 
 @pytest.mark.parametrize("columns", [True, False])

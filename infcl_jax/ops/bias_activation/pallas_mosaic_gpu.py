@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts
+from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts, store
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 WIDTH_MULTIPLE = 256  # supported widths are multiples of it, so that a lane accesses at least 4 bytes of bf16
@@ -47,7 +47,7 @@ def forward(x: jax.Array, bias: jax.Array, *, name: str, sm_count: int, tiling: 
     """
     quarters = _quarters(x)
     stream = RowStream.of(tiling, len(quarters), sm_count, {"x": quarters}, WARPS)
-    tile_layout, *_ = layouts(quarters.shape[1])
+    tile_layout, *_ = layouts(quarters.shape[1], x.dtype)
 
     def kernel(x: Any, bias: Any, y: Any, *smem: Any) -> None:
         shift = plgpu.load(bias, layout=tile_layout, optimized=False)
@@ -86,7 +86,7 @@ def backward(
     streamed = {"x": _quarters(x), "y": _quarters(dy)}
     quarters = streamed["x"]
     stream = RowStream.of(tiling, len(quarters), sm_count, streamed, WARPS)
-    tile_layout, row_layout, _ = layouts(quarters.shape[1])
+    tile_layout, row_layout, _ = layouts(quarters.shape[1], x.dtype)
 
     def kernel(x: Any, dy: Any, bias: Any, dx: Any, d_bias: Any, *smem: Any) -> None:
         shift = plgpu.load(bias, layout=tile_layout, optimized=False)
@@ -101,7 +101,7 @@ def backward(
             return sums
 
         zeros = plgpu.layout_cast(jnp.zeros(bias.shape, jnp.float32), tile_layout)
-        d_bias[lax.axis_index("program")] = stream.run({"x": x, "y": dy}, smem, body, zeros)
+        store(d_bias.at[lax.axis_index("program")], stream.run({"x": x, "y": dy}, smem, body, zeros))
 
     out = (
         jax.ShapeDtypeStruct(quarters.shape, x.dtype),

@@ -20,7 +20,6 @@ from infcl_jax.ops.common.gpu import SHARED_MEMORY
 
 WARPS = 4  # warps of a warpgroup; one processes a row at a time
 LANES = 32  # threads of a warp
-VECTOR = 4  # most values of a lane that are adjacent in a row
 RESERVED_BYTES = 2048  # bytes of a CTA's SMEM for barriers and alignment
 
 
@@ -192,22 +191,23 @@ class RowTile:
         return self.stream.tile(self.index + 1)
 
 
-def layouts(width: int) -> tuple[Any, Any, Any]:
+def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
     """Layouts of a four-row tile, of its rows and of its columns.
 
-    Each warp holds one row. Lanes alternate in vectors of up to 4 values: 16 bytes of float32, the widest access.
+    Each warp holds one row. Lanes alternate in vectors of up to 16 bytes.
     """
-    vector = math.gcd(width // LANES, VECTOR)
+    widest = max(jnp.dtype(d).itemsize for d in dtypes)
+    vector = math.gcd(width // LANES, 16 // widest)
     tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
     tile = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return tile, tile.reduce(1), tile.reduce(0)
 
 
-def store_per_row(ref: Any, value: jax.Array) -> None:
-    """Stores one value per row of a group.
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores float32 statistics or sums of rows to global memory.
 
-    Each warp writes a single value. JAX 0.12 requires stores of less than 32 bytes per warp to be marked as not
-    optimized, a mark that JAX 0.11 does not know.
+    JAX 0.12 requires stores of less than a sector (32 bytes) per warp or of more than 16 bytes per lane to be marked as
+    not optimized. JAX 0.11 neither requires nor has the mark.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

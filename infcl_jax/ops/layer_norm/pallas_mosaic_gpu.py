@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts, store_per_row
+from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts, store
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
@@ -67,7 +67,7 @@ def forward(
     """
     rows, width = x.shape
     stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, sm_count, {"x": x})
-    tile_layout, _, column_layout = layouts(width)
+    tile_layout, _, column_layout = layouts(width, x.dtype, dtype)
 
     def kernel(*refs: Any) -> None:
         x, scale, bias, y, means, inv_stds, *smem = refs
@@ -82,8 +82,8 @@ def forward(
                 x_hat = centered * broadcast(inv_std, 0, width)
                 rows = pl.ds(tile.first + group, WARPS)
                 y[rows] = (x_hat * broadcast(gain, 1, width) + broadcast(shift, 1, width)).astype(dtype)
-                store_per_row(means.at[rows], mean)
-                store_per_row(inv_stds.at[rows], inv_std)
+                store(means.at[rows], mean)
+                store(inv_stds.at[rows], inv_std)
             return carry
 
         stream.run({"x": x}, smem, body, ())
@@ -128,7 +128,7 @@ def backward(
     rows, width = x.shape
     streamed = {"x": x, "y": dy} | ({} if dx_residual is None else {"residual": dx_residual})
     stream = RowStream.of(tiling or _tiling(BACKWARD, width), rows, sm_count, streamed)
-    tile_layout, row_layout, column_layout = layouts(width)
+    tile_layout, row_layout, column_layout = layouts(width, *(a.dtype for a in streamed.values()))
     sum_count = 3 if sum_rows else 2
 
     def kernel(*refs: Any) -> None:
@@ -174,7 +174,7 @@ def backward(
         begin = *(zeros for _ in range(sum_count)), statistics(stream.tile(jnp.int32(0)))
         *sums, _ = stream.run({name: named[name] for name in streamed}, smem, body, begin)
         for number, acc in enumerate(sums):
-            named["sums"][lax.axis_index("program"), number] = acc
+            store(named["sums"].at[lax.axis_index("program"), number], acc)
 
     partial_sums = jax.ShapeDtypeStruct((stream.programs, sum_count, WARPS, width), jnp.float32)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums

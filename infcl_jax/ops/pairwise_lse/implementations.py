@@ -5,7 +5,6 @@ An implementation is a strategy, which moves features between devices, and a bac
 
 import dataclasses
 import functools
-import importlib.metadata
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -94,13 +93,17 @@ def _triton(single_device: bool) -> Backend:
     return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
 
 
-def _has_triton() -> bool:
+@functools.cache
+def _triton_error() -> str | None:
+    """Returns why jax-triton or Triton cannot be used, in one line; None if they can."""
+    # Imported lazily, because only GPUs need these modules.
+    from infcl_jax.ops.pairwise_lse.triton import load
+
     try:
-        version = importlib.metadata.version("triton")
-        importlib.metadata.version("jax-triton")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(number) for number in version.split(".")[:2]) >= (3, 7)
+        load()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 # Backends of the rings in plain XLA; `infcl_jax.siglip_loss` has the same strips.
@@ -137,7 +140,7 @@ TABLE = {
         _triton,
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
-        runs_on=lambda capability: capability in TRITON and _has_triton(),
+        runs_on=lambda capability: capability in TRITON and _triton_error() is None,
         fp64=False,
     ),
 }
@@ -158,20 +161,23 @@ def best_implementation(dtype: Any = jnp.float32) -> str:
     Args:
       dtype: dtype of the features.
     """
-    names = [name for name in available_implementations() if dtype != jnp.float64 or TABLE[name].fp64]
-    best = max(names, key=lambda name: TABLE[name].rank)
-    if TABLE[best].requires is None and dtype != jnp.float64 and compute_capability() is not None:
-        _warn_no_kernels(compute_capability())
+    capability = compute_capability()
+    names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
+    by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)
+    best = next(name for name in by_rank if TABLE[name].runs_on(capability))
+    if TABLE[best].requires is None and dtype != jnp.float64 and capability is not None:
+        _warn_no_kernels(capability)
     return best
 
 
 def check_device(implementation: str, dtype: Any) -> None:
     """Raises `ValueError` if the default device or dtype is not supported."""
     row = TABLE[implementation]
-    if not row.runs_on(compute_capability()):
+    if not row.runs_on(capability := compute_capability()):
+        reason = f" ({_triton_error()})" if implementation == "triton" and capability in TRITON else ""
         raise ValueError(
-            f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}; use one of "
-            f"{available_implementations()} or None"
+            f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}{reason}; "
+            f"use one of {available_implementations()} or None"
         )
     if dtype == jnp.float64 and not row.fp64:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
@@ -179,8 +185,8 @@ def check_device(implementation: str, dtype: Any) -> None:
 
 @functools.cache
 def _warn_no_kernels(capability: str) -> None:
+    reason = f": {_triton_error()}" if capability in TRITON else ""
     warnings.warn(
-        f"no fused kernels for a GPU of compute capability {capability} with the packages installed; the loss runs as "
-        "strips in plain XLA",
+        f"no fused kernels for a GPU of compute capability {capability}; the loss runs as strips in plain XLA{reason}",
         stacklevel=2,
     )

@@ -10,6 +10,7 @@ Triton and jax-triton are imported at the first kernel call.
 
 import dataclasses
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -209,7 +210,7 @@ class TritonKernels:
                 f"expected rows, columns and features in multiples of {(c.block_m, c.block_n, c.block_d)}, "
                 f"got {(*shape, width)}; pad them"
             )
-        jax_triton, kernels = _load()
+        jax_triton, kernels = load()
         out = jax_triton.triton_call(
             kernel=getattr(kernels, f"{kernel}_kernel"),
             out_type=tuple(results.values()),
@@ -244,11 +245,11 @@ def _digits(terms: list[int]) -> int:
 
 
 @functools.cache
-def _load() -> tuple[Any, Any]:
+def load() -> tuple[Any, Any]:
     """Imports jax_triton and `triton_kernels`.
 
     Raises:
-      ImportError: a package is missing, or its version silently computes nothing.
+      ImportError: a package is missing or cannot be imported, or its version silently computes nothing.
     """
     try:
         import triton
@@ -259,8 +260,29 @@ def _load() -> tuple[Any, Any]:
         raise ImportError(f"the Triton kernels need triton >= 3.7, got {triton.__version__}; {INSTALL}")
     try:
         import jax_triton
-    except ImportError as e:
+    except ModuleNotFoundError as e:
         raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1; {INSTALL}") from e
-    from infcl_jax.ops.pairwise_lse import triton_kernels
-
+    try:
+        _adapt_dce_rule()
+        from infcl_jax.ops.pairwise_lse import triton_kernels
+    except Exception as e:  # of any kind, where a release of one package does not know the others'
+        raise ImportError(
+            f"jax-triton cannot be used with JAX {jax.__version__} and triton {triton.__version__}: "
+            f"{type(e).__name__}: {' '.join(str(e).split())}"
+        ) from e
     return jax_triton, triton_kernels
+
+
+def _adapt_dce_rule() -> None:
+    """Gives jax-triton's rule of dead code elimination the signature that JAX 0.12 calls.
+
+    jax-triton 0.4.1 registers `rule(used_outs, eqn)`, the signature of JAX 0.11. JAX 0.12 calls it with `(used_outs,
+    live_ins, eqn)`. Once a release of jax-triton registers a rule of three parameters, this function can go.
+    """
+    from jax.interpreters import partial_eval
+    from jax_triton import triton_lib
+
+    primitive = triton_lib.triton_kernel_call_p
+    rule = partial_eval.dce_rules[primitive]
+    if jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:
+        partial_eval.dce_rules[primitive] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)

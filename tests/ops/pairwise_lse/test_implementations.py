@@ -53,12 +53,13 @@ def test_the_planner_knows_the_memory_of_every_implementation(name, devices):
 )
 def test_the_fastest_implementation_of_the_device_is_the_default(monkeypatch, capability, triton, dtype, best, warning):
     monkeypatch.setattr(implementations, "compute_capability", lambda: capability)
-    monkeypatch.setattr(implementations, "_has_triton", lambda: triton)
+    monkeypatch.setattr(implementations, "_triton_error", lambda: None if triton else "no triton")
     implementations._warn_no_kernels.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert best_implementation(jnp.dtype(dtype)) == best
     assert ["no fused kernels" in str(w.message) for w in caught] == [True] * warning
+    assert all(str(w.message).endswith("no triton") != triton for w in caught)
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.requires])

@@ -99,12 +99,12 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", "3.7")
     monkeypatch.setattr(pytest.importorskip("jax_triton"), "triton_call", interpreted_call)
-    kernels._load.cache_clear()
-    module = importlib.reload(kernels._load()[1])
+    kernels.load.cache_clear()
+    module = importlib.reload(kernels.load()[1])
     yield
     monkeypatch.delenv("TRITON_INTERPRET")
     importlib.reload(module)
-    kernels._load.cache_clear()
+    kernels.load.cache_clear()
 
 
 def split(x, num_terms):
@@ -324,12 +324,16 @@ def test_other_gpus_are_refused(capability):
         ({"triton": None}, r"need jax-triton >= 0.4.1 and triton >= 3.7; install them with"),
         ({"triton": "3.6.0"}, r"need triton >= 3.7, got 3.6.0; install them with"),
         ({"triton": "3.10.1", "jax_triton": None}, r"need jax-triton >= 0.4.1; install them with"),
+        (
+            {"triton": "3.10.1", "jax_triton": "0.4.1", "jax_triton.triton_lib": "0.4.1"},
+            r"jax-triton cannot be used with JAX [\d.]+ and triton 3\.10\.1: AttributeError: ",
+        ),
     ],
 )
-def test_missing_packages_are_an_error(monkeypatch, modules, message):
-    kernels._load.cache_clear()
+def test_missing_or_unfit_packages_are_an_error(monkeypatch, modules, message):
+    kernels.load.cache_clear()
     for name, version in modules.items():
-        module = version and types.SimpleNamespace(__version__=version, language=None)
+        module = version and types.SimpleNamespace(__version__=version, language=None, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
     operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
     with pytest.raises(ImportError, match=message):

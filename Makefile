@@ -3,13 +3,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?= data
 WORKDIR ?= runs/quickstart
+CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
+# The oldest JAX that pyproject.toml allows; constraints.txt pins the newest.
+OLDEST_JAX := 0.11.1
 
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: quickstart digits test test-slow test-gpu lint format clean
+.PHONY: quickstart digits test test-slow test-oldest test-newest test-gpu lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -25,6 +28,16 @@ test: $(TRITON)  ## The test suite on the CPU
 test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebook, checked against their promised results: about 9 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
 
+test-oldest: .venv-oldest.txt  ## Lowering, exactness and a training run on the oldest supported JAX
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=$< .venv-oldest/.triton
+	.venv-oldest/bin/python -m pytest -q -n 2 tests/ops tests/losses/test_clip.py \
+	  tests/experiments/test_train.py::test_gradient_caching_follows_the_same_curve
+
+test-newest:  ## The test suite on the newest releases and pre-releases, to see early what the next JAX breaks
+	PIP_PRE=1 PIP_UPGRADE=1 $(MAKE) --always-make VENV=.venv-newest CONSTRAINTS=/dev/null .venv-newest/.triton
+	PIP_PRE=1 .venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib  # beyond the bound of pyproject.toml
+	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile
+
 test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu
 
@@ -38,18 +51,21 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest* .venv-newest runs build dist *.egg-info
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@python=$$(for p in python3 python3.13 python3.12 python; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v $$p; break; }; done); \
 	if [ -z "$$python" ]; then echo "error: found no Python >= 3.12; install one and put it on PATH" >&2; exit 1; fi; \
 	echo "using $$python ($$($$python --version))" && $$python -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 $(TRITON): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[triton]'
 	@# The plugin compiles Triton kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/cuda jax-cuda13-plugin
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/cuda jax-cuda13-plugin
 	touch $@
+
+.venv-oldest.txt: constraints.txt
+	sed -E 's/^(jax|jaxlib|jax-cuda13-plugin)==.*/\1==$(OLDEST_JAX)/' $< > $@

@@ -22,7 +22,7 @@ _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared data
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prepare the dataset of the flags.
+    """Prepare the dataset that the flags name.
 
     User errors exit with status 1 and one line on stderr.
     """

@@ -194,7 +194,7 @@ def _message(error: Exception) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Strip the quotes of a `KeyError`, whose `str()` is a repr, and of nested ones."""
+    """Strip the quotes of a `KeyError` message: a repr, or a repr of reprs."""
     while text[:1] in ("'", '"'):
         try:
             text = ast.literal_eval(text)

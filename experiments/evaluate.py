@@ -36,7 +36,7 @@ CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 
-def draw_curves(workdir: Path, suite: Suite) -> None:
+def save_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
         plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
@@ -77,7 +77,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     for line in format_changes(changed):
         command.say(line)
     results = suite(state.variables, grid_path=workdir / GRID_FILE)
-    draw_curves(workdir, suite)
+    save_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
     say_results(step, results)

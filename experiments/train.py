@@ -94,7 +94,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
-    evaluate.draw_curves(workdir, suite)
+    evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
     return results
 

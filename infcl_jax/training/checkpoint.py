@@ -74,7 +74,7 @@ class Checkpointer:
         """Restore the latest checkpoint, or return `state` if there is none.
 
         Args:
-          state: train state with the structure, shapes, dtypes and shardings to restore; its values are ignored.
+          state: train state with the structure, shapes, dtypes and shardings to restore.
           data: iterator to move to the saved position; None restores the state alone, for evaluation.
 
         Returns:

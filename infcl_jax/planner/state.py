@@ -10,7 +10,7 @@ from infcl_jax.models import CLIP
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
 from infcl_jax.training.sharding import bytes_per_device
-from infcl_jax.training.state import trained
+from infcl_jax.training.state import without_frozen
 
 
 class StateBytes(NamedTuple):
@@ -55,7 +55,7 @@ def state_bytes(
         return tree_bytes(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), tree))
 
     params = parameter_shapes(model)
-    updated = trained(params, frozen)
+    updated = without_frozen(params, frozen)
     state = jax.eval_shape(optimizer.init, updated)
     shard, updates, moments = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, updated, state))
     return StateBytes(tree_bytes(params), gradient_bytes(params), shard, updates, moments, gradient_bytes(updated))

@@ -175,7 +175,7 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
 
 
 def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
-    """Make a function that encodes the whole batch at once."""
+    """Make a gradient function that encodes the whole batch at once."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         inputs = loss_inputs(loss_fn, state, batch)
@@ -198,7 +198,7 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
 
 
 def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> GradientFn:
-    """Make a function that encodes chunk by chunk with gradient caching."""
+    """Make a gradient function that encodes chunk by chunk."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     @functools.cache  # cached by model, so that the functions compiled for host chunks are reused

@@ -21,8 +21,8 @@ def split_loss(
     """Compute the exact symmetric contrastive loss over a whole split.
 
     Every other sample of the split is a negative. Unlike a mean over evaluation batches, the loss does not depend on
-    the batch size, so it compares runs trained with different batch sizes. It grows with the logarithm of the size of
-    the split. Padding rows are masked. The loss is that of CLIP (arXiv:2103.00020, figure 3).
+    the batch size, so it compares runs trained with different batch sizes. Its chance level is the logarithm of the
+    size of the split. The loss is that of CLIP (arXiv:2103.00020, figure 3).
 
     Args:
         image: [N, D] normalized image features, the same on every process; row i and row i of `text` are a pair.
@@ -55,15 +55,15 @@ def batch_loss(
 ) -> float:
     """Compute the mean contrastive loss of batches of a split.
 
-    It is comparable with the training loss of the same batch size. The batches are the first of one fixed random order,
-    at most 16.
+    It is comparable with the training loss of the same batch size. At most 16 batches are drawn without replacement
+    from the split, the same at every call.
 
     Args:
         image: [N, D] normalized image features, see `split_loss`.
         text: [N, D] normalized text features.
         logit_scale: factor of the similarities.
         mesh: mesh with an axis "data".
-        batch_size: pairs per batch, at most N.
+        batch_size: pairs per batch, over all devices, at most N.
         implementation: backend of `infcl_jax.clip_loss`.
 
     Returns:

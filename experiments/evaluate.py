@@ -27,7 +27,7 @@ from infcl_jax.settings import (
     check_fixed,
     flattened,
     format_changes,
-    naming,
+    name_changes,
 )
 from infcl_jax.training import METRICS_FILE, Checkpointer, prepare_workdir
 
@@ -72,7 +72,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
         step = checkpoints.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {workdir} yet; train further before evaluating")
-        with naming(changed):
+        with name_changes(changed):
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
         command.say(line)

@@ -21,7 +21,7 @@ from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
-from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, naming
+from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
 from infcl_jax.training import (
     Checkpointer,
     MetricWriter,
@@ -73,7 +73,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         data = run.training_data(config, source)
         suite = run.evaluation_suite(config, mesh)
         state = run.initial_state(config, mesh, source)
-        with naming(changed):  # adds the changed settings to an error of shapes
+        with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state, data)
         start = int(state.step)
         if start > config.total_steps:

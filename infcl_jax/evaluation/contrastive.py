@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import infcl_jax
 from infcl_jax.distributed import replicate, to_host
 from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.losses import clip_loss
 
 _MAX_BATCHES = 16  # bounds the time of `batch_loss` at small batch sizes
 
@@ -29,7 +29,7 @@ def split_loss(
         text: [N, D] normalized text features.
         logit_scale: factor of the similarities, the exponential of the model's logit scale parameter.
         mesh: mesh with an axis "data", over which the pairs are sharded.
-        implementation: backend of `infcl_jax.clip_loss`.
+        implementation: backend of `clip_loss`.
 
     Returns:
         The mean loss of both directions in nats, the same on every process.
@@ -64,7 +64,7 @@ def batch_loss(
         logit_scale: factor of the similarities.
         mesh: mesh with an axis "data".
         batch_size: pairs per batch, over all devices, at most N.
-        implementation: backend of `infcl_jax.clip_loss`.
+        implementation: backend of `clip_loss`.
 
     Returns:
         The mean loss in nats, the same on every process.
@@ -84,4 +84,4 @@ def batch_loss(
 def _loss(
     image: jax.Array, text: jax.Array, scale: jax.Array, mask: jax.Array, *, mesh: Mesh, implementation: str | None
 ) -> jax.Array:
-    return infcl_jax.clip_loss(image, text, scale, mesh=mesh, mask=mask, implementation=implementation)
+    return clip_loss(image, text, scale, mesh=mesh, mask=mask, implementation=implementation)

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from infcl_jax.checks import check_choice
 from infcl_jax.losses.samples import SampleState
 
+# Loss of the papers, or of the authors' code.
+MODES = ("published", "reference")
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -77,7 +80,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("variant", self.name, tuple(VARIANTS))
-        check_choice("mode", self.mode, ("published", "reference"))
+        check_choice("mode", self.mode, MODES)
         if not self.eps > 0:
             raise ValueError(f"expected eps > 0, got {self.eps}")
         if self.rho and not self.variant.regularized:

@@ -85,7 +85,7 @@ def check_fixed(
 
 
 @contextlib.contextmanager
-def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+def name_changes(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
     """Name the changed settings in a `ValueError` of the body.
 
     The body restores a checkpoint. Changes of settings with `Setting.shapes` explain why its arrays do not fit.

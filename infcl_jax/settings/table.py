@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS, model_names
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
@@ -98,7 +99,7 @@ _GLOBAL_CONTRASTIVE = _shaping(
         str,
         "published",
         '"published": loss of the papers; "reference": loss of the authors\' code',
-        ("published", "reference"),
+        MODES,
     ),
     Setting(
         "global_contrastive.gamma_schedule",

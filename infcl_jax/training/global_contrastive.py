@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, global_contrastive_loss
 from infcl_jax.losses.base import SAMPLE_INPUTS
-from infcl_jax.losses.variants import VARIANTS, Variant
+from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
 from infcl_jax.training.optimizers import OptimizerConfig
 
@@ -59,7 +59,7 @@ class GlobalContrastiveConfig:
     temperature_eps: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("global_contrastive.mode", self.mode, ("published", "reference"))
+        check_choice("global_contrastive.mode", self.mode, MODES)
         if self.gamma_schedule is not None:
             check_choice("global_contrastive.gamma_schedule", self.gamma_schedule, GAMMA_SCHEDULES)
         if not 0 <= self.gamma_min <= 1:

@@ -23,9 +23,9 @@ from infcl_jax.ops.attention.api import (
     attend,
     attend_from,
     cudnn_accepts,
-    kernel_accepts,
+    mosaic_gpu_accepts,
     padding_for,
-    takes_packed,
+    prefers_packed,
 )
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.linear import route_gradient
@@ -114,7 +114,7 @@ class TransformerConfig:
                 "attention 'cudnn' expects dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, "
                 f"at most 128, got {self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
             )
-        if self.attention == "mosaic_gpu" and not kernel_accepts(1, self.width // self.heads, self.dtype):
+        if self.attention == "mosaic_gpu" and not mosaic_gpu_accepts(1, self.width // self.heads, self.dtype):
             raise ValueError(
                 "attention 'mosaic_gpu' expects dtype 'bfloat16' or 'float16' and 64 channels per head, got "
                 f"{self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
@@ -227,7 +227,7 @@ class SelfAttention(nn.Module):
         """Project all tokens to queries, keys and values, packed or not as `attend` prefers."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
-        if takes_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
+        if prefers_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
             (packed,) = products(x, (kernel,), (bias,))
             return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)

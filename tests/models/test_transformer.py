@@ -63,7 +63,7 @@ def plain_transformer(params, x, causal):
 )
 def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, remat, packed):
     """Values and gradients of all tokens or one, with one or three QKV GEMMs."""
-    monkeypatch.setattr(transformer, "takes_packed", lambda *_: packed)
+    monkeypatch.setattr(transformer, "prefers_packed", lambda *_: packed)
     model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat))
     x, weight = normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
     position = None if position is None else jnp.asarray(position)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from experiments import command_line
 from experiments.benchmarks import harness, timing
 from experiments.benchmarks.timing import Gemm, Program
-from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding_for, takes_packed
+from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding_for, prefers_packed
 
 RECORDS_FILE = "benchmark_attention.jsonl"
 
@@ -137,7 +137,7 @@ def _measure(
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
     *qkv, do = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands)
-    if takes_packed(shape, settings.dtype, implementation):
+    if prefers_packed(shape, settings.dtype, implementation):
         qkv = [jnp.concatenate(qkv, axis=2)]
     run = functools.partial(attend, causal=settings.causal, padding=padding, implementation=implementation)
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from infcl_jax.checks import is_known
+from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
@@ -131,7 +131,7 @@ def _with_positive(labels: Array | None, mask: Array | None, passage_mask: Array
 
 
 def _check_same_device(labels: Array, mask: Array | None, queries: int, passages: int, devices: int) -> None:
-    if not all(map(is_known, (labels, mask))) or queries % devices or passages % devices:
+    if not all(map(is_concrete, (labels, mask))) or queries % devices or passages % devices:
         return
     query_device = np.arange(queries) // (queries // devices)
     positive_device = np.asarray(labels) // (passages // devices)
@@ -145,7 +145,7 @@ def _check_same_device(labels: Array, mask: Array | None, queries: int, passages
 
 
 def _check_any_positive(labels: Array | None, mask: Array | None, passage_mask: Array | None, queries: int) -> None:
-    if passage_mask is None or not all(map(is_known, (labels, mask, passage_mask))):
+    if passage_mask is None or not all(map(is_concrete, (labels, mask, passage_mask))):
         return
     unmasked = np.ones(queries, bool) if mask is None else np.asarray(mask)
     positives = (np.arange(queries) if labels is None else np.asarray(labels))[unmasked]

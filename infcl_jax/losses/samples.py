@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.checks import is_known
+from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
 
 # State arrays are padded to a multiple of this many rows, independent of the mesh. A checkpoint therefore loads on any
@@ -89,13 +89,13 @@ def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
     Raises:
       ValueError: an index is out of range.
     """
-    if not (is_known(index) and is_known(mask)):
+    if not (is_concrete(index) and is_concrete(mask)):
         return
     rows = np.asarray(index)[... if mask is None else np.asarray(mask)]  # NumPy, because jax.numpy is traced under jit
     if not rows.size:
         return
     low, high, samples = int(rows.min()), int(rows.max()), state.log_u.shape[0]
-    if is_known(state.log_u) and _is_on_one_device(state.log_u):
+    if is_concrete(state.log_u) and _is_on_one_device(state.log_u):
         with jax.ensure_compile_time_eval():
             if high >= samples or jnp.isposinf(state.log_u[high, 0]):
                 samples = int((~jnp.isposinf(state.log_u[:, 0])).sum())

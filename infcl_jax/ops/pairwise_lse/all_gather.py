@@ -110,19 +110,19 @@ def disco_backward(
     if axis_name is None:
         return backward(block, cotangents)
     if cotangents.column is not None:  # half from each GEMM, as in `local`
-        cotangents = cotangents._replace(positive_weight=cotangents.positive_weight / 2)
-    rows_only = cotangents._replace(column=None, column_weight=None)
+        cotangents = cotangents._replace(d_positive=cotangents.d_positive / 2)
+    rows_only = cotangents._replace(column=None, d_column=None)
     row_gradient = backward(_all_columns(block._replace(y_scale=None), axis_name), rows_only)
     gradient = row_gradient._replace(y=_scatter(row_gradient.y, axis_name))
     if cotangents.column is None:
         return gradient
     all_rows = _all_rows(block, axis_name)
-    zero_weight = jnp.zeros(all_rows.x.shape[:1], cotangents.row_weight.dtype)
+    zeros = jnp.zeros(all_rows.x.shape[:1], cotangents.d_row.dtype)
     columns_only = cotangents._replace(
-        row=empty_log_sum(all_rows.x[:, 0].astype(zero_weight.dtype)),
-        row_weight=zero_weight,
+        row=empty_log_sum(all_rows.x[:, 0].astype(zeros.dtype)),
+        d_row=zeros,
         positive=_gather(cotangents.positive, axis_name),
-        positive_weight=_gather(cotangents.positive_weight, axis_name),
+        d_positive=_gather(cotangents.d_positive, axis_name),
     )
     column_gradient = backward(all_rows, columns_only)
     x_scale = column_gradient.x_scale

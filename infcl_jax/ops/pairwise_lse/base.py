@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 
 class Block(NamedTuple):
-    """Rows and columns that one device compares in one call.
+    """Rows and columns that a backend compares in one call.
 
     Attributes:
       x: row features `[bx, D]`, bf16, fp32 or fp64.
@@ -102,19 +102,19 @@ class Cotangents(NamedTuple):
 
     Attributes:
       row: final `LogSum` of the rows over all blocks `[bx]`.
-      row_weight: dL / d row_lse `[bx]`.
-      column: final `LogSum` of the columns `[by]`; None without column sums.
-      column_weight: dL / d col_lse `[by]`; None without column sums.
+      d_row: dL / d row_lse `[bx]`.
+      column: final `LogSum` of the columns over all blocks `[by]`; None without column sums.
+      d_column: dL / d col_lse `[by]`; None without column sums.
       positive: similarity of each row with its positive `[bx]`; only read with labels.
-      positive_weight: dL / d positive `[bx]`; only read with labels.
+      d_positive: dL / d positive `[bx]`; only read with labels.
     """
 
     row: LogSum
-    row_weight: Array
+    d_row: Array
     column: LogSum | None
-    column_weight: Array | None
+    d_column: Array | None
     positive: Array
-    positive_weight: Array
+    d_positive: Array
 
 
 class Gradient(NamedTuple):
@@ -148,7 +148,7 @@ class NeedsGrad(NamedTuple):
 
 
 class Backend(Protocol):
-    """Exact computation of one block of any size on one device."""
+    """Computation of one block of any size on one device."""
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """Computes row sums, column sums (if `columns`) and positives of a block.
@@ -167,7 +167,7 @@ class Backend(Protocol):
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Adds the block's gradients to `acc`, in place where that saves memory.
 
-        Masked rows and columns contribute nothing. The largest cotangents are about one.
+        Masked rows and columns contribute nothing. Cotangents are scaled so that the largest is between 1/2 and 1.
         """
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
@@ -204,11 +204,6 @@ def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gra
     )
 
 
-def accumulator_bytes(rows: int, width: int) -> int:
-    """Bytes of the fp32 gradients of equally many rows and columns."""
-    return 2 * rows * width * FP32_BYTES
-
-
 def zero_masked(array: Array, mask: Array | None) -> Array:
     """Sets the masked rows of `array` `[n, ...]` to zero.
 
@@ -225,7 +220,7 @@ def add_trees(a: Any, b: Any) -> Any:
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns fp32 for bf16 and fp32 features, fp64 for fp64 features."""
+    """Returns fp64 for fp64 features, else fp32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
@@ -235,11 +230,6 @@ def similarities(x: Array, y: Array) -> Array:
     The result is in the accumulation dtype.
     """
     return matmul(x, y, contract=(1, 1))
-
-
-def similarity_bytes(rows: int, columns: int) -> int:
-    """Bytes of the fp32 similarities of a block and of dS computed from them."""
-    return 2 * rows * columns * FP32_BYTES
 
 
 def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -279,7 +269,8 @@ def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_lik
 def zero_after(done: Any) -> Array:
     """Returns int32 0 with a data dependency on the arrays of `done`.
 
-    XLA removes optimization barriers before it schedules, so an order must be a data dependency.
+    XLA removes optimization barriers before it schedules, so only a data dependency fixes an order. XLA does not
+    simplify the minimum of absolute values and 0.
     """
     first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
     return jnp.minimum(sum(first, jnp.float32(0)), 0).astype(jnp.int32)
@@ -288,3 +279,13 @@ def zero_after(done: Any) -> Array:
 def round_up(count: int, multiple: int) -> int:
     """Rounds `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
+
+
+def accumulator_bytes(rows: int, width: int) -> int:
+    """Bytes of the fp32 gradients of `rows` rows and `rows` columns."""
+    return 2 * rows * width * FP32_BYTES
+
+
+def similarity_bytes(rows: int, columns: int) -> int:
+    """Bytes of the fp32 similarities of a block and of dS."""
+    return 2 * rows * columns * FP32_BYTES

@@ -30,7 +30,7 @@ from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum, within_range
 
 # Rows whose positives are gathered at a time: 32 MiB in bf16 for 512 features.
-POSITIVES = 1 << 15
+POSITIVE_ROWS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Fused:
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implements `base.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
-        row_weight, column_weight = factor(cotangents.row, cotangents.row_weight), None
+        row_factor, column_factor = factor(cotangents.row, cotangents.d_row), None
         if cotangents.column is not None:
-            column_weight = factor(cotangents.column, cotangents.column_weight)
+            column_factor = factor(cotangents.column, cotangents.d_column)
         if is_shared(block):
             operands = padded.operands(block, shared_shift(block.x_scale), None)
             scales = block.x_scale, block.x_scale
@@ -98,9 +98,9 @@ class Fused:
             operands = padded.operands(block, _finite_shift(cotangents.row), _finite_shift(cotangents.column))
             scales = block.x_scale, block.y_scale
         weights = Weights(
-            scales[0] * row_weight,
-            None if column_weight is None else scales[1] * column_weight,
-            None if block.labels is None else cotangents.positive_weight,
+            scales[0] * row_factor,
+            None if column_factor is None else scales[1] * column_factor,
+            None if block.labels is None else cotangents.d_positive,
         )
         moments = acc.x_scale is not None or acc.y_scale is not None
         sizes = self.windows.gradients(
@@ -115,9 +115,9 @@ class Fused:
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
         if acc.x_scale is not None:
-            acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_weight)
+            acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_factor)
         if acc.y_scale is not None:
-            acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_weight)
+            acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_factor)
         return acc
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
@@ -134,7 +134,7 @@ class Fused:
             features, d = (padded.x, acc.x) if acc.x is not None else (padded.y, acc.y)
             in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
             positive = jnp.where(
-                in_block, cotangents.positive_weight * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
+                in_block, cotangents.d_positive * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
             )
             x_scale = (padded.dot(features, d) - positive.sum()) / scale
         return Gradient(
@@ -191,7 +191,7 @@ class Fused:
             return jnp.zeros_like(block.x[:, 0], jnp.float32)
         labels = padded.labels(block)
         padded_rows = padded.x.shape[0]
-        size = min(padded_rows, POSITIVES)
+        size = min(padded_rows, POSITIVE_ROWS)
         positive = constant((padded_rows,), 0, jnp.float32, varying_like=padded.x)
 
         def rows(first: Array, count: int, positive: Array) -> Array:

@@ -311,13 +311,13 @@ def backward(
     init = backend.accumulators(
         block, needs_grad, block.x.dtype if single_device else accumulation_dtype(block.x.dtype)
     )
-    column_state = _column_operands(block), (cotangents.column, cotangents.column_weight), (init.y, init.y_scale)
+    column_state = _column_operands(block), (cotangents.column, cotangents.d_column), (init.y, init.y_scale)
     sliced = split(column_state, axis_name)
 
     def compare(i: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
-        columns, (column, column_weight) = column_slice
+        columns, (column, d_column) = column_slice
         step_block = _with_columns(block, columns, block.labels - sliced[i][0] if own else None)
-        step_cotangents = cotangents._replace(column=column, column_weight=column_weight)
+        step_cotangents = cotangents._replace(column=column, d_column=d_column)
         acc = local._replace(y=remote[0], y_scale=remote[1])
         acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)

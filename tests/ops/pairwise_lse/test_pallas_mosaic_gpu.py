@@ -228,7 +228,7 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
 def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dtype, options):
     """Tests windows with remainders, in loops, with rounding per column group."""
     monkeypatch.setattr(WindowConfig, "fitting", lambda *_: size)
-    monkeypatch.setattr(fused, "POSITIVES", 256)
+    monkeypatch.setattr(fused, "POSITIVE_ROWS", 256)
     check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 

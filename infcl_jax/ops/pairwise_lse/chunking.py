@@ -24,14 +24,14 @@ def scan_strips(strip: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: 
       strip: function of the carry and the rows of one strip.
       carry: initial carry.
       rows: pytree of arrays with rows on the first axis. If strips do not divide the rows, the last strip is padded
-        with zeros. Masks are padded with False, see `padding_mask`.
+        with zeros. A mask is thus padded with False, see `padding_mask`.
       strip_rows: maximum rows of one strip; None for a single strip.
 
     Returns:
       `(carry, per-row results of all strips, without padding)`.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    strips, size = _division(count, strip_rows)
+    strips, size = _strip_count_and_rows(count, strip_rows)
     if strips == 1:
         return strip(carry, rows)
 
@@ -57,14 +57,14 @@ def loop_over_slices(length: int, size: int, step: Callable[[Array, int, Any], A
 
 
 def update_rows(array: Array, rows: Array, first: Array) -> Array:
-    """Writes `rows` into `array` from row `first`, in the dtype of `array`."""
+    """Writes `rows` into `array` from row `first` on, in the dtype of `array`."""
     rows = rows.astype(array.dtype)
     return rows if array.shape == rows.shape else lax.dynamic_update_slice_in_dim(array, rows, first, 0)
 
 
 def padding_mask(mask: Array | None, count: int, strip_rows: int | None) -> Array | None:
-    """Returns the row mask, creating it if `scan_strips` adds padding."""
-    strips, size = _division(count, strip_rows)
+    """Returns the row mask; creates one if `scan_strips` pads the rows."""
+    strips, size = _strip_count_and_rows(count, strip_rows)
     return jnp.ones(count, bool) if mask is None and strips * size != count else mask
 
 
@@ -95,10 +95,10 @@ def positives(s: Array, labels: Array) -> Array:
     return jnp.where((labels >= 0) & (labels < s.shape[1]), chosen, jnp.zeros_like(chosen))
 
 
-def _division(count: int, strip_rows: int | None) -> tuple[int, int]:
+def _strip_count_and_rows(count: int, strip_rows: int | None) -> tuple[int, int]:
     """Returns the number of strips and the rows of one strip.
 
-    Strips are as equal as possible.
+    Strips are as equal as possible; the last one may need padding.
     """
     strips = 1 if strip_rows is None else max(1, math.ceil(count / strip_rows))
     return strips, math.ceil(count / strips)

@@ -1,7 +1,7 @@
-"""Backend around the fused GPU kernels, in constant memory.
+"""Backend around the fused GPU kernels.
 
-The kernels compute windows: row and column ranges of a block (see `fused_windows`), in tiles of bf16 operands (see
-`fused_kernel_api` and `fused_operands`). This module selects the max-shift and reduces the sums of the windows.
+A kernel call computes one window of a block (see `fused_windows`) from bf16 operands (see `fused_kernel_api` and
+`fused_operands`). This module selects the max-shift and reduces the sums of the windows.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ POSITIVE_ROWS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Computes a block with fused kernels.
+    """Backend around fused GPU kernels.
 
     Attributes:
       kernels: kernels of the default device.
-      windows: limits of the windows on that device.
+      windows: limits of window sizes on that device.
     """
 
     kernels: Kernels
@@ -49,18 +49,21 @@ class Fused:
         """Implements `base.Backend.forward`."""
         padded = Padded.of(block, self.kernels)
         bx, by = block.x.shape[0], block.y.shape[0]
-        shared = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
-        row, column = self._sweep(padded.operands(block, *shared), padded, exclude, columns)
-        shifts = shared
+        scale_shifts = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
+        row, column = self._sweep(padded.operands(block, *scale_shifts), padded, exclude, columns)
+        shifts = scale_shifts
         if not is_shared(block):
+            # Two more sweeps, with the maxima of the exponents as shifts, only if a sum is not exact.
             exact = within_range(row[:bx], block.x_mask, by)
             if columns:
                 exact &= within_range(column[:by], block.y_mask, bx)
             row, column, *shifts = lax.cond(
-                exact, lambda: (row, column, *shared), lambda: self._max_shifted_sums(block, padded, exclude, columns)
+                exact,
+                lambda: (row, column, *scale_shifts),
+                lambda: self._max_shifted_sums(block, padded, exclude, columns),
             )
         elif columns:
-            shifts = shared[0], shared[0]
+            shifts = scale_shifts[0], scale_shifts[0]
         return Sums(
             shifted_log_sum(shifts[0], row[:bx]),
             shifted_log_sum(shifts[1], column[:by]) if columns else None,
@@ -70,7 +73,7 @@ class Fused:
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implements `base.Backend.accumulators`, with padding.
 
-        A shared scale needs no accumulator, see `gradient`.
+        The gradient of a shared scale has no accumulator, but needs that of x or y (see `gradient`).
         """
         shared = is_shared(block)
         padded = Padded.of(block, self.kernels)
@@ -81,7 +84,7 @@ class Fused:
         if acc.x is None:
             return acc
         rows = slice_rows = acc.x.shape[0]
-        if padded.num_terms == 1 and dtype == jnp.float32:
+        if padded.num_terms == 1 and dtype == jnp.float32:  # bf16 features in a ring
             slice_rows = self.windows.row_slice(rows, self.kernels.tile[0])
         return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
 
@@ -123,14 +126,14 @@ class Fused:
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
         """Implements `base.Backend.gradient`.
 
-        The gradient of a shared scale is derived from the feature gradients.
+        The gradient of a shared scale is computed from a feature gradient.
         """
         padded = Padded.of(block, self.kernels)
         scale, x_scale = block.x_scale, acc.x_scale
         if acc.x is not None:
             acc = acc._replace(x=jnp.concatenate(acc.x))
         if needs_grad.x_scale and is_shared(block):
-            # sum_ij dS_ij s_ij, without the positives' weights, is scale times the gradient of the scale.
+            # The gradient of the scale is sum_ij dS_ij s_ij / scale, without the positives' terms of dS.
             features, d = (padded.x, acc.x) if acc.x is not None else (padded.y, acc.y)
             in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
             positive = jnp.where(
@@ -145,13 +148,13 @@ class Fused:
         )
 
     def _max_shifted_sums(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
-        """Computes row and column sums with per-row and per-column maxima as shifts.
+        """Computes row sums and column sums with the maxima of rows and columns as shifts.
 
-        Returns the sums and the shifts.
+        Returns the sums and the shifts, in nats.
         """
         unshifted = padded.operands(block, jnp.zeros_like(block.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
         maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
-        shifts = [None if a is None else finite_shift(a) / LOG2E for a in maxima]
+        shifts = [None if a is None else finite_shift(a) / LOG2E for a in maxima]  # base 2 to nats
         shifts = [None if a is None else a[:n] for a, n in zip(shifts, (padded.bx, padded.by), strict=True)]
         row, column = self._sweep(padded.operands(block, *shifts), padded, exclude, columns)
         return row, column, *shifts
@@ -185,7 +188,7 @@ class Fused:
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
     def _positives(self, block: Block, padded: Padded) -> Array:
-        """Computes each row's positive, 0 if it is in another block."""
+        """Computes each row's similarity with its positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:
             return jnp.zeros_like(block.x[:, 0], jnp.float32)

@@ -126,7 +126,7 @@ class MosaicGpu:
         return reduce(partials["row"], 0), reduce(partials["column"], 0) if columns else None
 
     @_traced_once
-    def weights(
+    def ds(
         self,
         operands: Operands,
         weights: Weights,
@@ -137,7 +137,7 @@ class MosaicGpu:
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Implements `Kernels.weights`."""
+        """Implements `Kernels.ds`."""
         width = term_width(operands.x, pairs)
         tiles = next(t for widest, t in self.backward if width <= widest)
         schedule = self._schedule(tiles, operands, window, pairs)

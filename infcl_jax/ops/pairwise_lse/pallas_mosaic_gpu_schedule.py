@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax.ops.common.gpu import SHARED_MEMORY, SWIZZLE_BYTES
 from infcl_jax.ops.pairwise_lse.base import Array
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import RANGE, Pairs
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Pairs
 
 WARPGROUPS = 2  # compute warpgroups of a CTA
 TILE_K = SWIZZLE_BYTES // 2  # bf16 features per step
@@ -205,7 +205,7 @@ class WorkTile:
         `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
         """
         first = window_offset(self.refs, 1) + self.column
-        label_range = lax.div(window_offset(self.refs, 0) + self.row + i, RANGE)
+        label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
 
         def changed(values: Any) -> Any:

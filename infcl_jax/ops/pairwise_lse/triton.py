@@ -106,7 +106,7 @@ class TritonKernels:
         reduce = jnp.max if maxima else jnp.sum
         return reduce(out["row_partials"], 0), reduce(out["column_partials"], 0) if columns else None
 
-    def weights(
+    def ds(
         self,
         operands: Operands,
         weights: Weights,
@@ -117,7 +117,7 @@ class TritonKernels:
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Implements `Kernels.weights`."""
+        """Implements `Kernels.ds`."""
         if self.config.block_m * terms * window.columns >= 1 << 31:
             raise ValueError(
                 f"expected a window whose tiles of dS span less than 2^31 elements, got {window}; use fewer columns"

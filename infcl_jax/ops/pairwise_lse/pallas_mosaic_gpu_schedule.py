@@ -21,9 +21,9 @@ WARPGROUPS = 2  # compute warpgroups of a CTA
 TILE_K = SWIZZLE_BYTES // 2  # bf16 features per step
 SUBTILE = 64  # rows and columns of an epilogue subtile, which is stored at once
 SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
-SEGMENT_COST = 0.25  # cost of ending a task, in row tiles
+SEGMENT_COST = 0.25  # time to end a task, in times of a row tile
 BARRIER_BYTES = 1024  # bytes of SMEM reserved for barriers
-REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for row reductions of a subtile: fp32 from each of four warps
+REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for reductions of a subtile over rows: fp32 from each of four warps
 
 WGMMA_LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COLUMN_LAYOUT = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
@@ -33,7 +33,7 @@ Refs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of one kernel's main loop.
+    """Tile sizes and pipeline of one kernel.
 
     Attributes:
       rows: rows of one warpgroup's tile; a CTA's tile has twice as many.
@@ -52,7 +52,7 @@ class Tiles:
     store_slots: int = 0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for sizes that the hardware does not support."""
+        """Raises `ValueError` for sizes that the hardware or the kernels do not support."""
         if self.rows % SUBTILE or self.columns % SUBTILE or self.columns > 256 or self.cluster not in (1, 2):
             raise ValueError(
                 f"expected rows and columns in multiples of {SUBTILE}, columns <= 256 and cluster 1 or 2, got {self}"
@@ -88,8 +88,7 @@ class Tiles:
 class TileSchedule:
     """Tile schedule of one kernel call.
 
-    A task is a segment of row tiles in one column tile, so that column vectors stay in registers. The CTAs of a cluster
-    process adjacent column tiles.
+    A task is a segment of consecutive row tiles in one column tile, so that column vectors stay in registers.
 
     Attributes:
       tiles: tile sizes.
@@ -133,7 +132,7 @@ class TileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Number of row tiles of a cluster."""
+        """Number of row tiles; 1 on the diagonal, where each column tile has its own."""
         return 1 if self.diagonal else self.rows // self.tiles.cta_rows
 
     @property
@@ -159,7 +158,7 @@ class TileSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class WorkTile:
-    """Tile of similarities that a compute warpgroup processes.
+    """Tile of similarities that one compute warpgroup processes.
 
     Attributes:
       schedule: tile schedule.
@@ -218,7 +217,7 @@ class WorkTile:
 
     @contextlib.contextmanager
     def serialized(self) -> Iterator[None]:
-        """Serializes the warpgroups: their row reductions share one SMEM buffer."""
+        """Serializes the warpgroups, whose reductions over rows share one SMEM buffer."""
         plgpu.barrier_wait(self.refs["reduction_order"].at[self.warpgroup])
         yield
         plgpu.barrier_arrive(self.refs["reduction_order"].at[1 - self.warpgroup])

@@ -223,9 +223,7 @@ def check_weights(
     for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
         for terms in (1, 2):
-            got, row, column = k.ds(
-                operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2
-            )
+            got, row, column = k.ds(operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2)
             assert got.dtype == jnp.bfloat16
             d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, terms, axis=1))
             assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** terms + tolerance) * np.abs(d_s).max()

@@ -182,14 +182,14 @@ def _gather(rows: Array, axis_name: AxisName | None) -> Array:
 
 
 def _local_index(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
-    """Return indices into this device's shard, and a mask of the entries in the shard."""
+    """Return indices into this device's shard, and whether they are in the shard."""
     size = state.log_u.shape[0]
     local_index = index - lax.axis_index(axis_name) * size if axis_name else index
     return local_index, (local_index >= 0) & (local_index < size)
 
 
 def _take_rows(array: Array, local_index: Array, is_local: Array) -> Array:
-    """Take rows of this device's shard, row 0 for entries that are not in it."""
+    """Take rows of this device's shard; row 0 for indices outside."""
     return array.at[jnp.where(is_local, local_index, 0)].get(mode="promise_in_bounds")
 
 

@@ -21,7 +21,7 @@ CUBLAS_WORKSPACE = 32 << 20
 
 
 def _device() -> Any:
-    """Returns the target: the device of the abstract mesh, or the default device."""
+    """Return the target: the device of the abstract mesh, or the default device."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 

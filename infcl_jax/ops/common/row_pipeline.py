@@ -62,7 +62,7 @@ class RowStream:
 
     @classmethod
     def of(cls, tiling: Tiling, rows: int, sm_count: int, arrays: dict[str, jax.Array], unit: int = 1) -> "RowStream":
-        """Creates a stream with up to `tiling.stages` pipeline stages, as many as fit in SMEM."""
+        """Create a stream with at most `tiling.stages` stages, as many as fit in SMEM."""
         tile_bytes = sum(tiling.rows * a.shape[1] * a.dtype.itemsize for a in arrays.values())
         available = SHARED_MEMORY // tiling.ctas_per_sm - RESERVED_BYTES
         tiling = dataclasses.replace(tiling, stages=max(1, min(tiling.stages, available // tile_bytes)))
@@ -77,7 +77,7 @@ class RowStream:
         *operands: jax.Array,
         approximate: bool = False,
     ) -> list[jax.Array]:
-        """Launches the kernel with the operands, results and SMEM of `run`.
+        """Launch the kernel with the operands, results and SMEM of `run`.
 
         Args:
           kernel: kernel function.
@@ -103,7 +103,7 @@ class RowStream:
         )(*operands)
 
     def run(self, refs: dict[str, Any], smem: Any, body: Callable[["RowTile", Any], Any], carry: Any) -> Any:
-        """Runs `body(tile, carry) -> carry` on every tile of the program, inside the kernel.
+        """Run `body(tile, carry) -> carry` on every tile of the program, inside the kernel.
 
         Args:
           refs: the arrays in global memory by name, in the order of `arrays`.
@@ -140,7 +140,7 @@ class RowStream:
         return lax.fori_loop(0, self._tiles, step, carry)
 
     def tile(self, index: jax.Array) -> "RowTile":
-        """Returns tile `index` of the program.
+        """Return tile `index` of the program.
 
         The last tile ends with the program's last row, so it may overlap the tile before.
         """
@@ -184,22 +184,22 @@ class RowTile:
     refs: dict[str, Any] | None = None
 
     def load(self, name: str, group: int, layout: Any) -> jax.Array:
-        """Loads four rows, from row `group` of the tile on, as fp32."""
+        """Load four rows, from row `group` of the tile on, as fp32."""
         ref = self.refs[name].at[pl.ds(group, WARPS)]
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def is_new(self, group: int, layout: Any) -> jax.Array:
-        """Returns fp32 `[4]`: 1 for new rows, 0 for rows of earlier tiles."""
+        """Return fp32 `[4]`: 1 for new rows, 0 for rows of earlier tiles."""
         row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout) + (self.first + group)
         return (row >= self.first_new).astype(jnp.float32)
 
     def next_tile(self) -> "RowTile":
-        """Returns the next tile, or the last one again."""
+        """Return the next tile, or the last one again."""
         return self.stream.tile(self.index + 1)
 
 
 def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
-    """Layouts of four rows, of a vector over the rows and of a vector over the columns.
+    """Layouts of `[4, width]` rows and of vectors `[4]` and `[width]`.
 
     Each warp holds one row. Its lanes hold vectors of up to 16 bytes in turn.
     """
@@ -211,5 +211,5 @@ def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
 
 
 def broadcast(vector: jax.Array, axis: int, width: int) -> jax.Array:
-    """Broadcasts a vector along `axis` (0: rows, 1: columns) to four rows."""
+    """Broadcast a vector over the rows (`axis` 0) or columns (1) to four rows."""
     return lax.broadcast_in_dim(vector, (WARPS, width), [axis])

@@ -14,7 +14,7 @@ from infcl_jax.ops.common import gpu
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Returns the mesh axes over which the compiler shards arrays (`AxisType.Auto`).
+    """Return the mesh axes over which the compiler shards arrays (`AxisType.Auto`).
 
     The batch is assumed to be sharded over all of them.
     """
@@ -23,7 +23,7 @@ def automatic_axes() -> tuple[str, ...]:
 
 
 def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Applies `function` to each device's shards over `automatic_axes`.
+    """Apply `function` to each device's shards over `automatic_axes`.
 
     Args:
       function: function of arrays.
@@ -40,7 +40,7 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
-    """Returns the number of rows that a Hopper kernel gets on each device.
+    """Return the number of rows that a Hopper kernel gets on each device.
 
     Args:
       shape: global shape `[..., width]`; the leading axis is sharded over the devices.

@@ -31,7 +31,7 @@ from infcl_jax.ops.pairwise_lse.dense import dense_lse
 def dense(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
 ) -> tuple[Array, Array | None, Array]:
-    """Computes the whole `[b, b]` matrix on every device, as in CLIP.
+    """Compute the whole `[b, b]` matrix on every device, as in CLIP.
 
     Args:
       block: this device's rows and columns; labels index its own columns.
@@ -57,7 +57,7 @@ def dense(
 def local(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
 ) -> tuple[Array, Array | None, Array]:
-    """Computes local rows against all columns and all rows against local columns, as in OpenCLIP.
+    """Compare local rows with all columns and all rows with local columns (OpenCLIP).
 
     Arguments and results are those of `dense`.
     """
@@ -75,7 +75,7 @@ def local(
 
 
 def disco_forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
-    """Computes the forward pass of DisCo-CLIP, which does not save the gathered features.
+    """Compute the forward pass of DisCo-CLIP, which does not save the gathered features.
 
     Source: Chen et al., "DisCo-CLIP", section 3. The GEMMs are those of `local`. Arguments and results are those of
     `ring.forward`.
@@ -97,7 +97,7 @@ def disco_backward(
     exclude: bool,
     needs_grad: NeedsGrad,
 ) -> Gradient:
-    """Computes the backward pass of DisCo-CLIP: all-gather again, then reduce-scatter.
+    """Compute the backward pass of DisCo-CLIP: all-gather again, then reduce-scatter.
 
     Arguments and results are those of `ring.backward`.
     """
@@ -161,13 +161,13 @@ def disco_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 
 def _all_columns(block: Block, axis_name: AxisName) -> Block:
-    """Pairs this device's rows with the columns of all devices."""
+    """Pair this device's rows with the columns of all devices."""
     y, y_scale, y_mask = _gather((block.y, block.y_scale, block.y_mask), axis_name)
     return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=_global_labels(block, axis_name))
 
 
 def _all_rows(block: Block, axis_name: AxisName) -> Block:
-    """Pairs the rows of all devices with this device's columns.
+    """Pair the rows of all devices with this device's columns.
 
     Labels that are columns of other devices are out of range.
     """

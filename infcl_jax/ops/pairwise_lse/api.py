@@ -38,7 +38,7 @@ def pairwise_lse(
     columns: bool = True,
     implementation: str | None = None,
 ) -> PairwiseLSE:
-    """Computes row and column log-sum-exp over all pairs of a batch.
+    """Compute row and column log-sum-exp over all pairs of a batch.
 
     The pair matrix is not stored. With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
 
@@ -107,7 +107,7 @@ def pairwise_lse(
 
 
 def _zero_masked_rows(block: Block) -> Block:
-    """Sets masked rows and columns to zero.
+    """Set masked rows and columns to zero.
 
     They may contain NaN, and 0 * NaN would make every gradient NaN.
     """
@@ -122,7 +122,7 @@ def _zero_masked_rows(block: Block) -> Block:
 
 
 def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
-    """Computes `<x_i, y_{labels_i}>` `[bx]`.
+    """Compute `<x_i, y_{labels_i}>` `[bx]`.
 
     Masked columns may be non-finite. They count as zero, so that no gradient is NaN.
     """
@@ -136,7 +136,7 @@ def _zero_unless_finite(array: Array) -> Array:
 
 
 def _nan_out_of_range(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
-    """Sets `row` and `positive` to NaN for labels out of range.
+    """Set `row` and `positive` to NaN for labels out of range.
 
     `row` is multiplied by NaN, so that its gradients are NaN too.
     """

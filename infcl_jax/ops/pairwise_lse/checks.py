@@ -13,7 +13,7 @@ from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
 
 def check_features(x: Array, y: Array) -> None:
-    """Raises `ValueError` unless the features are valid matrices.
+    """Raise `ValueError` unless the features are valid matrices.
 
     `x` and `y` must be non-empty, floating, and of the same dtype and width.
     """
@@ -26,7 +26,7 @@ def check_features(x: Array, y: Array) -> None:
 
 
 def check_axis(axis_name: AxisName | None, *features: Array) -> None:
-    """Checks the mesh axes over which the batch is sharded.
+    """Check the mesh axes over which the batch is sharded.
 
     Args:
       axis_name: axis (or axes) of an enclosing `shard_map`; `()` for no axis; None for one device.
@@ -53,7 +53,7 @@ def check_axis(axis_name: AxisName | None, *features: Array) -> None:
 
 
 def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array | None = None) -> Array:
-    """Returns labels as int32 `[x_rows]`, `arange(x_rows)` by default.
+    """Return labels as int32 `[x_rows]`, `arange(x_rows)` by default.
 
     Raises:
       ValueError: labels are not integers of that shape, or a concrete label of an unmasked row is out of range.
@@ -69,7 +69,7 @@ def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array |
 
 
 def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
-    """Raises `ValueError` if a concrete label is outside `[0, y_rows)`.
+    """Raise `ValueError` if a concrete label is outside `[0, y_rows)`.
 
     Labels of masked rows are not checked.
     """
@@ -84,7 +84,7 @@ def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) ->
 
 
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
-    """Returns the mask as an array.
+    """Return the mask as an array.
 
     Raises:
       ValueError: the mask is not bool of shape `[rows]`.
@@ -97,7 +97,7 @@ def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
 def checked_scales(
     x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
 ) -> tuple[Array, Array | None]:
-    """Returns both scales in the format of `base.Block`.
+    """Return both scales in the format of `base.Block`.
 
     A shared scale is a scalar and `y_scale` is None; other scales are vectors.
 

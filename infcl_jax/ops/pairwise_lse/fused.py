@@ -46,7 +46,7 @@ class Fused:
     windows: WindowConfig = dataclasses.field(default_factory=WindowConfig)
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Implements `base.Backend.forward`."""
+        """Implement `base.Backend.forward`."""
         padded = Padded.of(block, self.kernels)
         bx, by = block.x.shape[0], block.y.shape[0]
         scale_shifts = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
@@ -71,7 +71,7 @@ class Fused:
         )
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-        """Implements `base.Backend.accumulators`, with padding.
+        """Implement `base.Backend.accumulators`, with padding.
 
         The gradient of a shared scale has no accumulator, but needs that of x or y (see `gradient`).
         """
@@ -89,7 +89,7 @@ class Fused:
         return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
-        """Implements `base.Backend.backward`."""
+        """Implement `base.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
         row_factor, column_factor = factor(cotangents.row, cotangents.d_row), None
         if cotangents.column is not None:
@@ -124,7 +124,7 @@ class Fused:
         return acc
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
-        """Implements `base.Backend.gradient`.
+        """Implement `base.Backend.gradient`.
 
         The gradient of a shared scale is computed from a feature gradient.
         """
@@ -148,7 +148,7 @@ class Fused:
         )
 
     def _max_shifted_sums(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
-        """Computes row sums and column sums with the maxima of rows and columns as shifts.
+        """Compute row and column sums with per-row and per-column maxima as shifts.
 
         Returns the sums and the shifts, in nats.
         """
@@ -162,7 +162,7 @@ class Fused:
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
     ) -> tuple[Array, Array | None]:
-        """Computes all row and column sums, or maxima, window by window."""
+        """Compute all row and column sums, or maxima, window by window."""
         combine = jnp.maximum if maxima else jnp.add
         init = -jnp.inf if maxima else 0.0
         rows, cols = operands.x.shape[0], operands.y.shape[0]
@@ -188,7 +188,7 @@ class Fused:
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
     def _positives(self, block: Block, padded: Padded) -> Array:
-        """Computes each row's similarity with its positive, 0 if it is in another block."""
+        """Compute each row's similarity with its positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:
             return jnp.zeros_like(block.x[:, 0], jnp.float32)

@@ -35,7 +35,7 @@ class Accumulators(NamedTuple):
     column_moment: Array | None = None
 
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "Accumulators":
-        """Adds the moments of one window."""
+        """Add the moments of one window."""
         return self._replace(
             row_moment=combine_rows(jnp.add, self.row_moment, row, first_row),
             column_moment=None if column is None else combine_rows(jnp.add, self.column_moment, column, first_column),
@@ -72,7 +72,7 @@ class GradientSweep:
     moments: bool
 
     def add_to(self, acc: Accumulators) -> Accumulators:
-        """Adds the gradients of the block; initializes the moments."""
+        """Add the gradients of the block; initialize the moments."""
         rows, columns = self.operands.x.shape[0], self.operands.y.shape[0]
         has_column_moment = self.moments and self.weights.column is not None
         acc = acc._replace(
@@ -82,7 +82,7 @@ class GradientSweep:
         return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
 
     def _add_group(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
-        """Adds the windows of all rows and `width` columns."""
+        """Add the windows of all rows and `width` columns."""
         x, y, size = acc.x, acc.y, self.sizes.columns
         group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
         d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
@@ -99,7 +99,7 @@ class GradientSweep:
     def _add_row_slice(
         self, first: int, group: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of `d_x_slice`, after those of the accumulators in `previous`."""
+        """Add the windows of `d_x_slice`, after those of the accumulators in `previous`."""
         count = self.operands.x.shape[0] if d_x_slice is None else d_x_slice.shape[0]
         if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= self.sizes.rows:
             # The slice is one window high, so that its GEMMs accumulate in place.
@@ -117,7 +117,7 @@ class GradientSweep:
     def _add_rows(
         self, row: Array, count: int, ordered_row: Array, group: list[_Columns], d_x: Array | None, acc: Accumulators
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of `count` rows, one after the other.
+        """Add the windows of `count` rows, one after the other.
 
         `ordered_row` equals `row`, with a data dependency on the accumulators that must be complete first.
         """
@@ -145,9 +145,9 @@ class GradientSweep:
         return d_x, acc._replace(y=tuple(d_y))
 
     def _gemm(self, d_s: Array, features: Array, first: Array, count: int, axis: int) -> Array:
-        """Computes `dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window in fp32.
+        """Compute `dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, in fp32.
 
-        `features` are the bf16 terms of y or x, of which the window has `count` rows from row `first` on.
+        `features` are the bf16 terms of y or x. The window has `count` of their rows, from row `first` on.
         """
         padded = self.padded
         rows = lax.dynamic_slice_in_dim(features, first, count)
@@ -164,7 +164,7 @@ class GradientSweep:
 
 
 def combine_rows(combine: Callable[[Array, Array], Array], acc: Array, update: Array, first: Array) -> Array:
-    """Combines `update` with the rows of `acc` from row `first` on."""
+    """Combine `update` with the rows of `acc` from row `first` on."""
     if acc.shape == update.shape:
         return combine(acc, update.astype(acc.dtype))
     old = lax.dynamic_slice_in_dim(acc, first, update.shape[0])

@@ -103,7 +103,7 @@ class Kernels(Protocol):
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Computes sums of a window's exponentials, or maxima of its exponents if `maxima`.
+        """Compute sums of a window's exponentials, or maxima of its exponents if `maxima`.
 
         Returns:
           Reductions over columns `[rows]` and over rows `[columns]` (None without `columns`), fp32.
@@ -120,7 +120,7 @@ class Kernels(Protocol):
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Computes a window of dS, and moments if `moments`.
+        """Compute a window of dS, and moments if `moments`.
 
         Returns:
           dS as `terms` concatenated bf16 terms `[rows, terms * columns]`, and the moments `sum_j er_ij s_ij` `[rows]`
@@ -128,9 +128,9 @@ class Kernels(Protocol):
         """
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Computes `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
+        """Compute `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
 
 
 def term_width(x: Array, pairs: Pairs) -> int:
-    """Returns the padded number of features K of operands `[bx, num_terms * K]`."""
+    """Return the padded number of features K of operands `[bx, num_terms * K]`."""
     return x.shape[1] // (1 + max(p for p, _ in pairs))

@@ -45,7 +45,7 @@ class Padded:
 
     @classmethod
     def of(cls, block: Block, kernels: Kernels) -> "Padded":
-        """Pads and splits the features of a block."""
+        """Pad and split the features of a block."""
         num_terms = 1 if block.x.dtype == jnp.bfloat16 else 3
         width = round_up(block.x.shape[1], kernels.depth)
         x, y = (
@@ -61,7 +61,7 @@ class Padded:
 
     @property
     def pairs(self) -> Pairs:
-        """Pairs of terms whose GEMMs sum to the similarities, from the smallest to the largest.
+        """Pairs of terms whose GEMMs sum to the similarities, in increasing size.
 
         The omitted pairs contribute less than 2^-24 of a similarity.
         """
@@ -78,7 +78,7 @@ class Padded:
         return ((0, 0),) if self.num_terms == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
 
     def operands(self, block: Block, row_shift: Array, column_shift: Array | None) -> Operands:
-        """Returns the kernels' operands.
+        """Return the kernels' operands.
 
         Args:
           block: the block whose features these are.
@@ -90,7 +90,7 @@ class Padded:
         column_masked = _mask_shift(block.y_mask, self.by, columns)
 
         def vector(a: Array, size: int, count: int, gain: float = 1) -> Array:
-            """Converts a scale or shift, scalar or `[size]`, to base 2 and pads it to `[count]`."""
+            """Convert `a`, scalar or `[size]`, to base 2 and pad it to `[count]`."""
             return pad_to(jnp.broadcast_to(a, (size,)) * (LOG2E * gain), (count,))
 
         x_shift = vector(row_shift, self.bx, rows)
@@ -119,7 +119,7 @@ class Padded:
         )
 
     def weights(self, weights: Weights) -> Weights:
-        """Pads the weights with zeros."""
+        """Pad the weights with zeros."""
         rows, columns = (self.x.shape[0],), (self.y.shape[0],)
         row, column, positive = weights
         return Weights(
@@ -129,26 +129,26 @@ class Padded:
         )
 
     def labels(self, block: Block) -> Array:
-        """Returns padded labels, -1 for padding and positives outside the block."""
+        """Return padded labels, -1 for padding and positives outside the block."""
         inside = (block.labels >= 0) & (block.labels < self.by)
         labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
         return pad_to(labels, (self.x.shape[0],), -1)
 
     def dot(self, features: Array, gradient: Array) -> Array:
-        """Computes the inner product of padded features and their padded gradient, in fp32."""
+        """Compute the inner product of padded features and their padded gradient, in fp32."""
         terms = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.num_terms)))
         # Sums the terms from the smallest to the largest.
         return (sum(term.astype(jnp.float32) for term in terms) * gradient.astype(jnp.float32)).sum()
 
 
 def pad_to(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
-    """Pads the array with `value` at the end of each axis."""
+    """Pad the array with `value` at the end of each axis."""
     widths = [(0, to - n) for n, to in zip(array.shape, shape, strict=True)]
     return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
 
 
 def _mask_shift(mask: Array | None, count: int, padded: int) -> Array | None:
-    """Returns the shift fp32 `[padded]`: +inf for masked rows and padding, else 0.
+    """Return the shift fp32 `[padded]`: +inf for masked rows and padding, else 0.
 
     Returns None if nothing is masked or padded.
     """
@@ -160,7 +160,7 @@ def _mask_shift(mask: Array | None, count: int, padded: int) -> Array | None:
 
 
 def _split_bf16(features: Array, num_terms: int) -> Array:
-    """Splits features into concatenated bf16 terms that sum to them."""
+    """Split features into concatenated bf16 terms that sum to them."""
     terms, remainder = [], features
     for _ in range(num_terms):
         # XLA may remove a conversion to bf16 and back, but not `reduce_precision`.

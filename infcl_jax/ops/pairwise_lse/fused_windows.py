@@ -74,7 +74,7 @@ class WindowConfig:
     group_bytes: int = 128 << 20
 
     def sums(self, rows: int, columns: int, width: int, num_gemms: int, tile: tuple[int, int]) -> tuple[int, int]:
-        """Chooses the rows and columns of a window of sums.
+        """Choose the rows and columns of a window of sums.
 
         Args:
           rows: padded rows of the block.
@@ -95,7 +95,7 @@ class WindowConfig:
         fp32: bool,
         fp32_accumulators: bool,
     ) -> WindowSizes:
-        """Chooses the sizes of windows of dS.
+        """Choose the sizes of windows of dS.
 
         Args:
           block: padded rows and columns of the block.
@@ -115,13 +115,13 @@ class WindowConfig:
         return WindowSizes(*window, max(window[1], self.group_bytes // (FP32_BYTES * width) // window[1] * window[1]))
 
     def row_slice(self, rows: int, tile_rows: int) -> int:
-        """Returns the rows of a row slice in a ring; the last slice may have fewer."""
+        """Return the number of rows of a row slice in a ring."""
         if rows > self.row_slices * self.slice_rows:
             return rows
         return max(round_up(-(-rows // self.row_slices), tile_rows), self.slice_rows // 2)
 
     def best_size(self, rows: int, columns: int, limit: int, width: int, tile: tuple[int, int]) -> tuple[int, int]:
-        """Chooses the rows and columns of a window of at most `limit` pairs.
+        """Choose the rows and columns of a window of at most `limit` pairs.
 
         It minimizes the estimated time of all windows: the GEMM waves of dX and dY, and the launch overhead.
         """
@@ -160,7 +160,7 @@ class WindowConfig:
 
 
 def _candidates(rows: int, columns: int, limit: int, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yields window sizes, from the widest to the narrowest.
+    """Yield window sizes, from the widest to the narrowest.
 
     Windows have equal shares of the columns, and at most `limit` pairs unless one row of tiles has more.
     """

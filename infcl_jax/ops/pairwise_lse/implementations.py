@@ -58,14 +58,14 @@ class Implementation:
     def compute(
         self, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
     ) -> tuple[Array, Array | None, Array]:
-        """Computes log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
+        """Compute log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
         if not isinstance(self.strategy, Strategy):
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
         return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Estimates the workspace on each device.
+        """Estimate the workspace on each device.
 
         Args:
           rows: rows of the batch on each device.
@@ -151,7 +151,7 @@ def available_implementations() -> tuple[str, ...]:
 
 
 def best_implementation(dtype: Any = jnp.float32) -> str:
-    """Returns the fastest implementation for the default device.
+    """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
@@ -166,7 +166,7 @@ def best_implementation(dtype: Any = jnp.float32) -> str:
 
 
 def check_device(implementation: str, dtype: Any) -> None:
-    """Raises `ValueError` unless the default device and the dtype are supported."""
+    """Raise `ValueError` unless the default device and the dtype are supported."""
     row = TABLE[implementation]
     if not row.runs_on(compute_capability()):
         raise ValueError(

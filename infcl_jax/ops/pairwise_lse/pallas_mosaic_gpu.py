@@ -38,7 +38,7 @@ PER_SAMPLE = Tiles(columns=64, store_slots=2)
 
 
 def _traced_once(method: Callable) -> Callable:
-    """Shares one trace and one lowering between windows of equal size.
+    """Share one trace and one lowering between windows of equal size.
 
     Non-array arguments are static.
     """
@@ -48,7 +48,7 @@ def _traced_once(method: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu:
-    """Implements `fused_kernel_api.Kernels` for Hopper GPUs.
+    """`fused_kernel_api.Kernels` for Hopper GPUs.
 
     Attributes:
       forward: tile sizes of the sums with a shared scale.
@@ -79,7 +79,7 @@ class MosaicGpu:
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Implements `Kernels.sums`."""
+        """Implement `Kernels.sums`."""
         schedule = self._schedule(self.forward, operands, window, pairs)
         combine, reduce = (jnp.maximum, jnp.max) if maxima else (jnp.add, jnp.sum)
         identity = -jnp.inf if maxima else 0.0
@@ -137,7 +137,7 @@ class MosaicGpu:
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Implements `Kernels.ds`."""
+        """Implement `Kernels.ds`."""
         width = term_width(operands.x, pairs)
         tiles = next(t for widest, t in self.backward if width <= widest)
         schedule = self._schedule(tiles, operands, window, pairs)
@@ -199,7 +199,7 @@ class MosaicGpu:
 
     @_traced_once
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Implements `Kernels.positives`."""
+        """Implement `Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         width = term_width(x, pairs)
         schedule = TileSchedule(
@@ -233,7 +233,7 @@ class MosaicGpu:
 
 
 class _SubtileStore:
-    """Rounds subtiles of dS and stores them through SMEM.
+    """Writer of bf16 subtiles of dS through SMEM.
 
     Attributes:
       work: tile of the warpgroup.
@@ -242,11 +242,11 @@ class _SubtileStore:
     """
 
     def __init__(self, work: WorkTile, terms: int) -> None:
-        """Starts with all SMEM slots free."""
+        """Start with all SMEM slots free."""
         self.work, self.terms, self.stored = work, terms, 0
 
     def __call__(self, ds: Array, i: int, j: int) -> None:
-        """Stores the subtile at `[i, j]` of the tile."""
+        """Store the subtile at `[i, j]` of the tile."""
         work, num_slots = self.work, self.work.schedule.tiles.store_slots
         for term in range(self.terms):
             slot = self.stored % num_slots
@@ -265,7 +265,7 @@ class _SubtileStore:
 
 
 def _named_operands(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
-    """Returns the operands of a kernel by name, with labels and their ranges only if `labels`."""
+    """Return kernel operands by name; labels and their ranges only if `labels`."""
     skipped = () if labels else ("labels", "lowest", "highest")
     present = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
     return _window_start(window) | present
@@ -294,7 +294,7 @@ def _column_names(operands: Operands) -> list[str]:
 
 
 def _preload_columns(work: WorkTile, names: list[str]) -> list[dict[str, Array]]:
-    """Loads a column vector of each subtile for a whole task.
+    """Load a column vector of each subtile for a whole task.
 
     Returns an empty list if there is more than one vector, because registers hold only one.
     """
@@ -306,7 +306,7 @@ def _preload_columns(work: WorkTile, names: list[str]) -> list[dict[str, Array]]
 def _column_loaders(
     work: WorkTile, names: list[str], preloaded: list[dict[str, Array]] | None = None
 ) -> list[Callable[[], dict[str, Array]]]:
-    """Returns a loader of the column vectors for each subtile.
+    """Return a loader of the column vectors for each subtile.
 
     A loader returns the `preloaded` vectors if there are any. Otherwise it loads them from global memory.
     """
@@ -325,7 +325,7 @@ def _subtile_columns(schedule: TileSchedule) -> range:
 
 
 def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> tuple[Array, Array | None]:
-    """Computes the exponents of the row sums and of the column sums.
+    """Compute the exponents of the row sums and of the column sums.
 
     The second result is None if both are equal (shared scale).
     """
@@ -347,7 +347,7 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
 
 
 def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
-    """Computes dS of a subtile without the positives' weights."""
+    """Compute dS of a subtile without the positives' weights."""
     if column_weight is None:
         return row * row_weight
     if column is None:
@@ -356,13 +356,13 @@ def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight
 
 
 def _with_weight(work: WorkTile, i: int, overwrite: bool, ds: Array) -> Array:
-    """Adds the positives' weights to a subtile of dS, or overwrites it with them."""
+    """Add the positives' weights to a subtile of dS, or overwrite it with them."""
     weight = broadcast(work.load_rows("positive_weight", i), 0)
     return weight if overwrite else ds + weight
 
 
 def _column_accumulators(schedule: TileSchedule, value: float) -> tuple[Array, ...]:
-    """Returns initial accumulators of the column reduction, one per subtile of columns.
+    """Return initial accumulators of the column reduction, one per subtile of columns.
 
     An accumulator is a whole subtile in registers, reduced elementwise over subtiles of rows. Its rows are reduced
     once, at the end of the task.
@@ -372,7 +372,7 @@ def _column_accumulators(schedule: TileSchedule, value: float) -> tuple[Array, .
 
 
 def _store_columns(work: WorkTile, name: str, column_acc: tuple[Array, ...], maxima: bool = False) -> None:
-    """Reduces column accumulators over rows and stores the partial result."""
+    """Reduce column accumulators over rows and store the partial result."""
     with work.serialized():
         reduced = [acc.max(0) if maxima else acc.sum(0) for acc in column_acc]
     for j, partial in _with_offsets(reduced):

@@ -45,7 +45,7 @@ def run(
     epilogue: Callable[[WorkTile, Array, Any, Any], Any],
     finalize: Callable[[WorkTile, Any], None],
 ) -> dict[str, Array]:
-    """Computes the tiles of `x @ y.T` and calls the epilogue on each.
+    """Compute the tiles of `x @ y.T` and call the epilogue on each.
 
     Args:
       schedule: tile schedule.
@@ -72,7 +72,7 @@ def run(
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
 
         def task_of(i: Array) -> WorkTile:
-            """Returns the i-th task of this CTA, without a row tile."""
+            """Return the i-th task of this CTA, without a row tile."""
             tasks_per_segment = schedule.columns // t.cluster_columns
             task = cluster + i * schedule.grid_clusters
             segment, cluster_tile = lax.div(task, tasks_per_segment), lax.rem(task, tasks_per_segment)

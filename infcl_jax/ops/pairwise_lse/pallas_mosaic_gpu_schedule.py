@@ -52,7 +52,7 @@ class Tiles:
     store_slots: int = 0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for sizes that the hardware or the kernels do not support."""
+        """Raise `ValueError` for sizes that the hardware or the kernels do not support."""
         if self.rows % SUBTILE or self.columns % SUBTILE or self.columns > 256 or self.cluster not in (1, 2):
             raise ValueError(
                 f"expected rows and columns in multiples of {SUBTILE}, columns <= 256 and cluster 1 or 2, got {self}"
@@ -132,7 +132,7 @@ class TileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Number of row tiles; 1 on the diagonal, where each column tile has its own."""
+        """Number of row tiles per column tile."""
         return 1 if self.diagonal else self.rows // self.tiles.cta_rows
 
     @property
@@ -189,17 +189,17 @@ class WorkTile:
         return self.column_tile * self.schedule.tiles.columns
 
     def load_rows(self, name: str, i: int) -> Array:
-        """Loads `[SUBTILE]` of a row vector from row `i` of the tile."""
+        """Load `[SUBTILE]` of a row vector from row `i` of the tile."""
         rows = pl.ds(window_offset(self.refs, 0) + self.row + i, SUBTILE)
         return plgpu.load(self.refs[name].at[rows], layout=ROW_LAYOUT, optimized=False)
 
     def load_columns(self, name: str, j: int) -> Array:
-        """Loads `[SUBTILE]` of a column vector from column `j` of the tile."""
+        """Load `[SUBTILE]` of a column vector from column `j` of the tile."""
         columns = pl.ds(window_offset(self.refs, 1) + self.column + j, SUBTILE)
         return plgpu.load(self.refs[name].at[columns], layout=COLUMN_LAYOUT, optimized=False)
 
     def where_positive(self, values: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
-        """Applies `change` to the positives of the subtile at `[i, j]`.
+        """Apply `change` to the positives of the subtile at `[i, j]`.
 
         `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
         """
@@ -217,14 +217,14 @@ class WorkTile:
 
     @contextlib.contextmanager
     def serialized(self) -> Iterator[None]:
-        """Serializes the warpgroups, whose reductions over rows share one SMEM buffer."""
+        """Serialize the warpgroups, whose reductions over rows share one SMEM buffer."""
         plgpu.barrier_wait(self.refs["reduction_order"].at[self.warpgroup])
         yield
         plgpu.barrier_arrive(self.refs["reduction_order"].at[1 - self.warpgroup])
 
 
 def broadcast(vector: Array, axis: int) -> Array:
-    """Broadcasts a vector along `axis` (0: rows, 1: columns) to a subtile."""
+    """Broadcast a vector over the rows (`axis` 0) or columns (1) to a subtile."""
     return lax.broadcast_in_dim(vector, (SUBTILE, SUBTILE), [axis])
 
 

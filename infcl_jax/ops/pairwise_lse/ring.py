@@ -50,7 +50,7 @@ Accumulate = Callable[[int, Any, Any, Any, bool], tuple[Any, Any]]
 
 
 def sweep(compare: Compare, columns: Any, merge: Merge, axis_name: AxisName | None) -> tuple[Any, Any]:
-    """Rotates column blocks around the ring and merges local and remote contributions.
+    """Rotate column blocks around the ring and merge local and remote contributions.
 
     The compute of one block overlaps with two transfers: the next block and the remote contributions of the previous
     step. Only the last transfer of the remote contributions is exposed. Use this for contributions smaller than their
@@ -72,7 +72,7 @@ def sweep(compare: Compare, columns: Any, merge: Merge, axis_name: AxisName | No
 
 
 def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str, ...], *, own: bool) -> tuple[Any, Any]:
-    """Rotates once around all axes; starts with the own block if `own`.
+    """Rotate once around all axes, starting with the own block if `own`.
 
     `remote` stays on the last device that compares its block, which is one hop before its owner along every axis.
     """
@@ -109,7 +109,7 @@ def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str,
 def accumulate(
     compare: Accumulate, slices: list, local: Any, remote: list, axis_name: AxisName | None
 ) -> tuple[Any, list]:
-    """Rotates slices and their accumulators around the ring and accumulates in place.
+    """Rotate slices and their accumulators around the ring and accumulate in place.
 
     Accumulators move together with their slices, so that no device stores a contribution in addition to its
     accumulator. Use this for accumulators larger than their slices, such as gradients. The next slice arrives during
@@ -141,7 +141,7 @@ def accumulate(
 def _rotate_accumulate(
     compare: Accumulate, slices: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
 ) -> tuple[Any, list]:
-    """Rotates once around all axes; ends with the own block if `own`.
+    """Rotate once around all axes, ending with the own block if `own`.
 
     Blocks come from the furthest device to the nearest. The first slice starts on the device that compares it first.
     The other slices start one hop before it along the last axis. `remote` stays on the last device that compares its
@@ -177,7 +177,7 @@ def _rotate_accumulate(
 def _step(
     compare: Accumulate, state: tuple[list, Any, list], axes: tuple[str, ...], *, own: bool, last: bool
 ) -> tuple[list, Any, list]:
-    """Compares every slice once while the next one arrives.
+    """Compare every slice once while the next one arrives.
 
     During the compute of the last slice, the first slice of the next step arrives, unless this is the last step. The
     state is `(slices, local, remote)`, see `accumulate`.
@@ -202,7 +202,7 @@ def _step(
 
 
 def _after(done: Any, tree: Any) -> Any:
-    """Adds a data dependency on `done` to the matrices of `tree`.
+    """Add a data dependency on `done` to the matrices of `tree`.
 
     The dependency is an update of row 0 with itself, at an index computed from `done`. Without it, XLA would start all
     transfers at once and merge the GEMMs of several slices.
@@ -214,7 +214,7 @@ def _after(done: Any, tree: Any) -> Any:
 
 
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
-    """Splits a pytree of column arrays into slices.
+    """Split a pytree of column arrays into slices.
 
     Each slice comes with the index of its first column. On a single device there is one slice.
     """
@@ -226,7 +226,7 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
 
 
 def slice_columns(columns: int) -> int:
-    """Returns the number of columns of a slice; the last slice may have fewer."""
+    """Return the number of columns of a slice; the last slice may have fewer."""
     return min(columns, round_up(max(-(-columns // MAX_SLICES), min(-(-columns // 2), MIN_SLICE)), SLICE_MULTIPLE))
 
 
@@ -242,13 +242,13 @@ def rotating_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 
 def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
-    """Returns the mesh axes with several devices, slowest links first."""
+    """Return the mesh axes with several devices, slowest links first."""
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
-    """Sends arrays to the device whose coordinates along `axes` are larger by `by`.
+    """Send arrays to the device whose coordinates along `axes` are larger by `by`.
 
     XLA combines permutes with identical lists of device pairs. `number` rotates the list, so that transfers of
     different slices stay separate.
@@ -263,7 +263,7 @@ def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
 
 
 def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
-    """Computes this device's row sums, column sums and positives over all devices.
+    """Compute this device's row sums, column sums and positives over all devices.
 
     Args:
       backend: computes one block.
@@ -291,7 +291,7 @@ def backward(
     exclude: bool,
     needs_grad: NeedsGrad,
 ) -> Gradient:
-    """Computes the gradients of this device's rows, columns and scales.
+    """Compute the gradients of this device's rows, columns and scales.
 
     The column accumulators rotate with the columns.
 
@@ -338,7 +338,7 @@ def _with_columns(block: Block, operands: tuple, labels: Array | None) -> Block:
 
 
 def _merge(a: Any, b: Any) -> Any:
-    """Merges log-sum-exps and adds all other leaves."""
+    """Merge log-sum-exps and add all other leaves."""
 
     def is_log_sum(value: Any) -> bool:
         return isinstance(value, LogSum)

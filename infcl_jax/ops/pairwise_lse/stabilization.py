@@ -24,20 +24,20 @@ MIN_SCALE = 1e-6
 
 
 def shared_shift(scale: Array) -> Array:
-    """Returns the smallest shift `c >= 0` with `scale * s - c <= MAX_EXPONENT`.
+    """Return the smallest shift that bounds the exponents of normalized features.
 
-    This holds for normalized features. A vector of scales gives a vector of shifts.
+    `scale * s - shift <= MAX_EXPONENT`. A vector of scales gives a vector of shifts.
     """
     return jnp.maximum(scale - MAX_EXPONENT, jnp.zeros_like(scale))
 
 
 def is_shared(block: Block) -> bool:
-    """Returns whether one scale applies to all rows and columns."""
+    """Return whether one scale applies to all rows and columns."""
     return block.x_scale.ndim == 0
 
 
 def per_sample(block: Block, columns: bool) -> Block:
-    """Broadcasts the shared scale of a block to its rows and columns."""
+    """Broadcast the shared scale of a block to its rows and columns."""
     x_scale = jnp.broadcast_to(block.x_scale, block.x.shape[:1])
     return block._replace(
         x_scale=x_scale, y_scale=jnp.broadcast_to(block.x_scale, block.y.shape[:1]) if columns else None
@@ -45,7 +45,7 @@ def per_sample(block: Block, columns: bool) -> Block:
 
 
 def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
-    """Returns a sum with the shared shift as `LogSum`.
+    """Return a sum with the shared shift as `LogSum`.
 
     An empty sum gets the shift -inf, so that it does not affect merges.
     """
@@ -53,7 +53,7 @@ def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
 
 
 def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
-    """Returns whether all unmasked sums of up to `terms` terms are exact.
+    """Return whether all unmasked sums of up to `terms` terms are exact.
 
     An exact sum neither overflows nor loses a relevant share to underflow, see the constants of this module.
     """
@@ -63,7 +63,7 @@ def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
 
 
 def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
-    """Returns whether this device's sums over all devices, with the shared shift, are exact."""
+    """Return whether this device's sums over all devices, with the shared shift, are exact."""
     exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
         exact &= within_range(sums.column.sumexp, block.y_mask, block.x.shape[0] * devices)
@@ -71,7 +71,7 @@ def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
 
 
 def factor(sums: LogSum, weight: Array) -> Array:
-    """Returns `weight / sumexp`, 0 for an empty sum.
+    """Return `weight / sumexp`, 0 for an empty sum.
 
     With the cotangent of a log-sum-exp as `weight`, the result is the factor of its exponentials in the gradient.
     """

@@ -56,7 +56,7 @@ def blockwise(
     y_mask: Array | None,
     labels: Array,
 ) -> tuple[Array, Array | None, Array]:
-    """Computes row and column log-sum-exps and positives, with a custom VJP.
+    """Compute row and column log-sum-exps and positives, with a custom VJP.
 
     The arrays are the fields of this device's `base.Block`. The results are over all devices.
     """
@@ -79,7 +79,7 @@ class _ForwardSums(NamedTuple):
 
 
 def _sums(plan: Plan, block: Block) -> _ForwardSums:
-    """Computes the sums of this device's rows and columns over all devices."""
+    """Compute the sums of this device's rows and columns over all devices."""
     axis_name = plan.axis_name
 
     def sums(block: Block) -> Sums:
@@ -98,7 +98,7 @@ def _sums(plan: Plan, block: Block) -> _ForwardSums:
 
 
 def _unless_exact[T](exact: Array, value: T, recompute: Callable[[], T]) -> T:
-    """Returns `value` if `exact`, else `recompute()`.
+    """Return `value` if `exact`, else `recompute()`.
 
     On GPUs the host evaluates the condition, so it synchronizes on `exact`. Work enqueued before is not delayed. A loop
     with zero iterations returns `value` without a copy, unlike a conditional.
@@ -113,7 +113,7 @@ def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StaticNeedsGrad:
-    """Passes the static `NeedsGrad` from the forward to the backward rule."""
+    """Residual without arrays that holds the static `NeedsGrad` for the backward rule."""
 
     needs_grad: NeedsGrad
 
@@ -177,7 +177,7 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
 
 
 def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
-    """Multiplies by `factor` and rounds once to `dtype`.
+    """Multiply by `factor` and round once to `dtype`.
 
     If the dtype stays the same, slices are updated in place. XLA would otherwise allocate a copy of the whole array.
     """
@@ -192,7 +192,7 @@ def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
 
 
 def _power_of_two_bound(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
-    """Returns the power of two above the largest absolute cotangent.
+    """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.
     """

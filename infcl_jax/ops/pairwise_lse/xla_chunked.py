@@ -49,23 +49,23 @@ class XlaStrips:
     rows: int | None = STRIP_ROWS
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Implements `base.Backend.forward`."""
+        """Implement `base.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-        """Implements `base.Backend.accumulators`."""
+        """Implement `base.Backend.accumulators`."""
         return zero_gradients(block, needs_grad, dtype)
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
-        """Implements `base.Backend.backward`."""
+        """Implement `base.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         backward = self._shared_backward if is_shared(block) else self._general_backward
         needs_grad = NeedsGrad(*(a is not None for a in acc))
         return add_trees(acc, backward(block, cotangents, exclude, needs_grad))
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
-        """Implements `base.Backend.gradient`."""
+        """Implement `base.Backend.gradient`."""
         return acc
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
@@ -200,7 +200,7 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
 
 
 def _weighted_softmax(z: Array, sums: LogSum, d_lse: Array, valid: Array | None, axis: int) -> Array:
-    """Computes `d_lse * exp(z - lse)` without rounding the log-sum-exp.
+    """Compute `d_lse * exp(z - lse)` without rounding the log-sum-exp.
 
     `axis` is the reduced axis of the sums. The result is 0 for an empty sum, whatever `z` is.
     """
@@ -210,7 +210,7 @@ def _weighted_softmax(z: Array, sums: LogSum, d_lse: Array, valid: Array | None,
 
 
 def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
-    """Adds the positives' term of dS in the accumulation dtype.
+    """Add the positives' term of dS in the accumulation dtype.
 
     Probability minus one cancels, so rounding to the features' dtype first would leave only noise.
     """
@@ -223,7 +223,7 @@ def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
 def _feature_gradients(
     block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, needs_grad: NeedsGrad
 ) -> tuple[Array | None, Array | None]:
-    """Adds `dS.T @ x` to `d_y` and computes `d_x = dS @ y`."""
+    """Add `dS.T @ x` to `d_y` and compute `d_x = dS @ y`."""
     d_s = d_s.astype(block.x.dtype)
     if d_y is not None:
         d_y = d_y + matmul(d_s, rows.operands.x, contract=(0, 0))

@@ -2,7 +2,8 @@
 
 With a shared scale, all exponentials first use one shared shift. One exponential per pair then serves the row sum, the
 column sum and both gradients. Per-sample scales, and sums outside the exact range of the shared shift, use the general
-path: the maxima of rows and columns as shifts, and two exponentials per pair.
+path: the maxima of rows and columns as shifts, and two exponentials per pair. With per-sample scales the fused kernels
+try `shared_shift` of each scale before they compute maxima.
 """
 
 import math
@@ -26,7 +27,7 @@ MIN_SCALE = 1e-6
 def shared_shift(scale: Array) -> Array:
     """Return the smallest shift that bounds the exponents of normalized features.
 
-    `scale * s - shift <= MAX_EXPONENT`. A vector of scales gives a vector of shifts.
+    `scale * s - shift <= MAX_EXPONENT` with `shift >= 0`. A vector of scales gives a vector of shifts.
     """
     return jnp.maximum(scale - MAX_EXPONENT, jnp.zeros_like(scale))
 

@@ -65,13 +65,14 @@ def retrieval_loss(
       ValueError: shapes, dtypes, labels or masks do not match; `axis_name` is missing inside `shard_map`; concrete (not
         traced) labels and masks exclude the positive of every query, or a positive is on another device.
     """
-    mask = checked_mask("mask", mask, query.shape[0])
-    passage_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
+    row_mask = checked_mask("mask", mask, query.shape[0])
+    column_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
     if mesh is not None and labels is None and query.shape[0] != passage.shape[0]:
         raise ValueError(
             f"expected labels when there are more passages than queries on a mesh, got {query.shape[0]} queries and "
             f"{passage.shape[0]} passages"
         )
+    # With the caller's masks: under jit, checked ones are tracers, with which labels are not checked.
     if labels is not None:
         checked_labels(labels, query.shape[0], passage.shape[0], mask)
     if mesh is not None and labels is not None:
@@ -79,7 +80,7 @@ def retrieval_loss(
     _check_any_positive(labels, mask, passage_mask, query.shape[0])
     settings = _Settings(implementation, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
-    sharded = (query, passage, labels, mask, passage_mask)
+    sharded = (query, passage, labels, row_mask, column_mask)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 

@@ -85,9 +85,10 @@ def pairwise_lse(
     axis_name = axis_name or None
     # With identical masks and default labels, the row of a masked positive is masked too.
     may_mask_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
-    concrete_labels = is_concrete(labels)  # before `checked_labels`, which returns a tracer under jit
+    labels_known, given_mask = is_concrete(labels) and is_concrete(x_mask), x_mask
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
-    labels = checked_labels(labels, x.shape[0], y.shape[0], x_mask)
+    # With the caller's mask: under jit, a checked one is a tracer, with which the range of labels is not checked.
+    labels = checked_labels(labels, x.shape[0], y.shape[0], given_mask)
     if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
@@ -99,7 +100,7 @@ def pairwise_lse(
     if may_mask_positives:
         unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
         positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, inputs.y, block.labels))
-    if not concrete_labels:
+    if not labels_known:
         row, positive = _nan_out_of_range(block, row, positive)
     return PairwiseLSE(
         zero_masked(row, x_mask), zero_masked(column, y_mask) if columns else None, zero_masked(positive, x_mask)

@@ -4,6 +4,7 @@ The other configurations start from these. `docs/settings.md` and `python -m exp
 setting with its meaning.
 
 For example:
+
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart --config.batch_size=512
 """
 
@@ -15,6 +16,6 @@ from infcl_jax.settings import default_config
 def get_config() -> ConfigDict:
     """Return the default settings of `infcl_jax.settings`.
 
-    A setting that does not exist there is an error everywhere.
+    The configuration is locked: an unknown setting is an error.
     """
     return default_config()

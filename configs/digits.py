@@ -1,8 +1,8 @@
-"""Real handwritten digits with captions.
+"""A tiny CLIP model on scikit-learn's 1,797 handwritten digits, with captions.
 
-Zero-shot classification of held-out digits, from scikit-learn's 1,797 images:
+Classifies held-out digits zero-shot:
 
-    pip install 'infcl_jax[digits]'
+    pip install -e '.[digits]'
     python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
 About 95 seconds on two CPU cores. Expect zero-shot top-1 of 97 % over the ten digits.

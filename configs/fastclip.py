@@ -8,11 +8,12 @@ A fourth size, "quickstart", trains on two CPU cores.
 
 The argument is a size, followed by changes:
 
-- `experiment`: experiment of the paper that the settings come from, see below. A loss can have different settings in
+- `experiment`: the paper's experiment whose settings are used, see below. A loss can have different settings in
   different experiments.
 - `loss`: "fastclip_v3" by default. "fastclip_v3_const" is FastCLIP-v3 with a constant gamma.
 - `optimizer`: "adamw" by default. Only the experiment "optimizer" has "sgd", "lamb" and "lion".
-- `mode`: "reference" by default, since the published settings were tuned with it; or "published".
+- `mode`: "reference" by default, the loss of the authors' code, with which the published settings were tuned; or
+  "published", the loss of the papers.
 
 | size | data, samples | model | batch | epochs |
 | --- | --- | --- | --- | --- |
@@ -21,7 +22,7 @@ The argument is a size, followed by changes:
 | large | CC12M, 9.1 M | ViT-B/32 | 2048 | 33 |
 | xlarge | LAION, 315 M | ViT-B/16 | 5120 | 42 |
 
-| experiment | of the paper | losses | sizes |
+| experiment | table of the paper | losses | sizes |
 | --- | --- | --- | --- |
 | temperature (default) | Table 9: temperature updates | clip, fastclip_v0 to fastclip_v3 | medium, large, xlarge |
 | schedule | Table 8: schedule of gamma | sogclr, isogclr, fastclip_v1 to _v3, _v3_const | medium, large, xlarge |
@@ -29,7 +30,7 @@ The argument is a size, followed by changes:
 | shapes (default) | none | all | quickstart |
 
 At xlarge the only losses are clip and fastclip_v3. "clip" is the paper's OpenCLIP. The momentum of SGD is beta1.
-The temperature of FastCLIP-v0 has the learning rate of all parameters, as in the authors' scripts.
+FastCLIP-v0 trains its temperature with the learning rate of all other parameters, as in the authors' scripts.
 
 "quickstart" takes about 3 minutes on two CPU cores. The others expect datasets in TFDS's array_record format in the
 folders `cc3m`, `cc12m` and `laion` of `data_dir`. Their step counts follow from the paper's numbers of samples.
@@ -54,7 +55,7 @@ class _Loss(NamedTuple):
       gamma: inner learning rate, constant or final value of the cosine; None for CLIP's loss, which has none.
       gamma_epochs: epochs of the cosine schedule; None: constant gamma.
       rho: weight of the temperatures in the loss.
-      temperature_rate: learning rate of the global or per-sample temperatures; None: that of all parameters.
+      temperature_rate: learning rate of the global or per-sample temperatures; None: that of the other parameters.
     """
 
     temperature: float
@@ -64,7 +65,8 @@ class _Loss(NamedTuple):
     temperature_rate: float | None = None
 
 
-_SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. adamw: learning rate and weight decay.
+# Table 7. adam: beta1, beta2, eps. adamw: learning rate, weight decay. state_eps: constant added to the sample state u.
+_SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {
         "data": ("shapes/quickstart", 8192),
         "model": "tiny-shapes",
@@ -73,7 +75,7 @@ _SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. ad
         "adam": (0.9, 0.98, 1e-8),
         "adamw": (1e-3, 0.1),
         "warmup_steps": 100,
-        "eps": 3e-3,
+        "state_eps": 3e-3,
     },
     "medium": {
         "data": ("cc3m", 2_700_000),
@@ -83,7 +85,7 @@ _SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. ad
         "adam": (0.9, 0.999, 1e-8),
         "adamw": (1e-3, 0.1),
         "warmup_steps": 10_000,
-        "eps": 1e-14,
+        "state_eps": 1e-14,
     },
     "large": {
         "data": ("cc12m", 9_100_000),
@@ -93,7 +95,7 @@ _SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. ad
         "adam": (0.9, 0.98, 1e-6),
         "adamw": (4e-4, 0.1),
         "warmup_steps": 10_000,
-        "eps": 1e-14,
+        "state_eps": 1e-14,
     },
     "xlarge": {
         "data": ("laion", 315_000_000),
@@ -103,9 +105,10 @@ _SIZES: dict[str, dict[str, Any]] = {  # Table 7. adam: beta1, beta2 and eps. ad
         "adam": (0.9, 0.98, 1e-6),
         "adamw": (2e-4, 0.2),
         "warmup_steps": 13_000,
-        "eps": 1e-6,
+        "state_eps": 1e-6,
     },
 }
+# Entries shared by several experiments.
 _CLIP = {"clip": _Loss(0.07)}
 _MEDIUM_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 18, rho=6.5, temperature_rate=2e-4)}
 _LARGE_V3 = {"fastclip_v3": _Loss(0.07, 0.2, 16, rho=8.5, temperature_rate=1e-4)}
@@ -170,7 +173,7 @@ _OPTIMIZERS = {
 
 
 def get_config(argument: str = "quickstart") -> ConfigDict:
-    """Return the settings of a size and experiment.
+    """Return the settings of a size and an experiment of the paper.
 
     `docs/settings.md` explains them.
 
@@ -208,7 +211,7 @@ def get_config(argument: str = "quickstart") -> ConfigDict:
     optimizer.learning_rate, optimizer.weight_decay = optimizers[chosen["optimizer"]]
     optimizer.beta1, optimizer.beta2, optimizer.eps = size["adam"]
     optimizer.warmup_steps = size["warmup_steps"]
-    config.global_contrastive.mode, config.global_contrastive.eps = chosen["mode"], size["eps"]
+    config.global_contrastive.mode, config.global_contrastive.eps = chosen["mode"], size["state_eps"]
     _set_loss(config, chosen["loss"], losses[chosen["loss"]])
     if name == "quickstart":
         config.augmentation.scale = (1.0, 1.0)

@@ -2,7 +2,7 @@
 
     python -m experiments.plan --config=configs/saved.py:runs/quickstart
 
-`experiments.evaluate` starts from it by default.
+`experiments.evaluate` uses it by default.
 """
 
 from ml_collections import ConfigDict

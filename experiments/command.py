@@ -24,7 +24,7 @@ from infcl_jax.training import load_config
 
 register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and pictures.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and plots.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the settings as a configuration file, and exit.")
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
@@ -33,7 +33,7 @@ _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 
 def chosen_config() -> ConfigDict:
-    """Return the configuration of `--config`, with the command line's changes.
+    """Return the configuration of `--config` with its overrides.
 
     Raises:
       ValueError: `--config` is missing, or a setting is wrong.
@@ -67,7 +67,6 @@ def run(
       saved_config: use the run's saved configuration as the default of `--config`.
       config: function that returns the configuration for `--print_config`.
     """
-
     run_without_workdir(lambda: command(given_workdir()), saved_config=saved_config, config=config)
 
 
@@ -83,7 +82,6 @@ def run_without_workdir(
       saved_config: use the run's saved configuration as the default of `--config`.
       config: function that returns the configuration for `--print_config`.
     """
-
     command_line.run(
         lambda: print(format_python(config())) if _PRINT_CONFIG.value else command(),
         parser=functools.partial(_parse_flags, saved_config),
@@ -93,7 +91,7 @@ def run_without_workdir(
 
 
 def chosen_changes() -> dict[str, Any]:
-    """Return the settings given as `--config.NAME=VALUE`, by name."""
+    """Return the overrides `--config.NAME=VALUE`, by dotted name."""
     chosen_config()
     flag: Any = flags.FLAGS["config"]
     return dict(flag.override_values)
@@ -107,6 +105,26 @@ def chosen_file() -> str | None:
     return None if name.startswith(f"{saved.__file__}:") else name
 
 
+def start_devices(config: ConfigDict) -> Mesh:
+    """Initialize JAX over all processes and return the mesh of all devices.
+
+    Also enables the persistent compilation cache.
+
+    Raises:
+      ValueError: a batch size is not a multiple of the device count, or the cluster settings are incomplete. Also if
+        JAX has started with another number of simulated devices, or the folder `compilation_cache` is not writable.
+    """
+    if config.cpu_devices > 1:
+        _simulate_devices(config.cpu_devices)
+    distributed.initialize()
+    mesh = distributed.data_mesh()
+    for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
+        if size < 1 or size % mesh.size:
+            raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
+    compilation_cache.enable(config.compilation_cache, say)
+    return mesh
+
+
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     """Parse the flags, with a one-line error for misspelled settings."""
     if not _HELP.isdisjoint(argv):
@@ -115,20 +133,23 @@ def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
-        sys.exit(_message(_misplaced(argv) or error))
+        sys.exit(_message(_nested_key_error(argv) or error))
 
 
 def _help() -> str:
     """Format the command's docstring, its flags and the table of settings."""
     entries = []
-    for module in (sys.argv[0], __name__, command_line.__name__):
+    for module in (sys.argv[0], __name__, command_line.__name__):  # absl names the main module by its path
         for flag in flags.FLAGS.get_flags_for_module(module):
             entries += format_entry(f"--{flag.name}", flag.default, flag.help)
     return "\n".join([(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:", *entries, "", format_help()])
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
-    """Add the run's saved configuration as the default of `--config`."""
+    """Add the run's saved configuration as the default of `--config`.
+
+    Reads `--workdir` with a parser of its own, because parsing `--config` loads the file.
+    """
     given = flags.FlagValues()
     for name in ("config", "workdir"):
         flags.DEFINE_string(name, None, "", flag_values=given)
@@ -142,10 +163,10 @@ def _with_saved_config(argv: list[str]) -> list[str]:
     return [argv[0], f"--config={saved.__file__}:{workdir}", *argv[1:]]
 
 
-def _misplaced(argv: list[str]) -> ValueError | None:
-    """Return the error for a key below a single value.
+def _nested_key_error(argv: list[str]) -> ValueError | None:
+    """Return the error of an override such as `--config.seed.key`, if there is one.
 
-    An example is `--config.seed.key`. ml_collections would index the value and report Python's error.
+    `seed` is a single value, not a group. ml_collections would index it and report Python's error.
     """
     names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
     for name, parent in itertools.product(names, SETTINGS):
@@ -155,7 +176,7 @@ def _misplaced(argv: list[str]) -> ValueError | None:
 
 
 def _message(error: Exception) -> str:
-    """Format an error as one line, with advice if it has none."""
+    """Format an error for the user: one line, except for a memory table."""
     text = str(error)
     if isinstance(error, OutOfMemory):
         return f"error: {text}"  # keeps the lines of its memory table
@@ -173,33 +194,13 @@ def _message(error: Exception) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Strip the quotes of a `KeyError` message, whose `str()` is a repr."""
+    """Strip the quotes of a `KeyError` message: a repr, or a repr of reprs."""
     while text[:1] in ("'", '"'):
         try:
             text = ast.literal_eval(text)
         except SyntaxError:
             break
     return text
-
-
-def start_devices(config: ConfigDict) -> Mesh:
-    """Initialize JAX over all processes and return the mesh of all devices.
-
-    Also enables the persistent compilation cache.
-
-    Raises:
-      ValueError: a batch size is not a multiple of the device count, the cluster settings are incomplete, JAX has
-        started with another number of simulated devices, or the folder `compilation_cache` is not writable.
-    """
-    if config.cpu_devices > 1:
-        _simulate_devices(config.cpu_devices)
-    distributed.initialize()
-    mesh = distributed.data_mesh()
-    for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
-        if size < 1 or size % mesh.size:
-            raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
-    compilation_cache.enable(config.compilation_cache, say)
-    return mesh
 
 
 def _simulate_devices(count: int) -> None:

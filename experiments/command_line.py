@@ -1,6 +1,6 @@
 """Entry point of commands and benchmarks: flags and one-line errors.
 
-Imports neither JAX nor `infcl_jax`, so that benchmarks without the data pipeline can use it.
+Imports neither JAX nor `infcl_jax`, which `experiments.benchmarks.open_clip` does not need.
 """
 
 import sys
@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Parse the flags and call `command()`.
 
-    User errors exit with status 1 and their message on stderr, or with `--traceback` as they are.
+    User errors exit with status 1 and their message on stderr. With `--traceback` they are raised.
 
     Args:
       command: function without arguments.

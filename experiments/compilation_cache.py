@@ -26,12 +26,12 @@ class AtomicCache(lru_cache.LRUCache):
 
     JAX 0.11.2 writes an entry in place (`LRUCache.put`: open, truncate, write). It locks only with
     `jax_compilation_cache_max_size`, for which it needs the package filelock. Three things go wrong without the lock:
-      - Readers see half an entry. With two writers of a 4 MB entry, 91 % of reads were torn (2 cores, 2026-11-23).
+      - Readers see torn entries. With two writers of a 4 MB entry, 91 % of reads were torn (2 cores, 2026-11-23).
       - Two writers interleave in one file.
-      - A killed writer leaves a torn entry for good, because `put` skips an existing file.
-    zlib's checksum turns a torn entry into a warning and a compilation. From Python 3.14 on JAX compresses with zstd,
-    without a checksum. A rename is atomic: readers see a whole entry or none. The last writer wins, so a torn entry of
-    another program is replaced. XLA's autotuning cache in the same folder renames as well.
+      - A killed writer leaves its torn entry forever, because `put` skips an existing file.
+    Up to Python 3.13, zlib's checksum turns a torn entry into a warning and a compilation. From 3.14 on JAX compresses
+    with zstd, without a checksum. Here a rename makes each write atomic, and the last writer replaces a torn entry.
+    XLA's autotuning cache in the same folder renames as well.
     """
 
     def put(self, key: str, value: bytes) -> None:
@@ -50,9 +50,9 @@ class AtomicCache(lru_cache.LRUCache):
 def enable(setting: str | None, say: Callable[[str], None]) -> None:
     """Enable JAX's persistent compilation cache, with atomic writes.
 
-    Runs of several processes have no cache by default. On GPUs, XLA shares autotuning among the processes that compile
-    a program. A process that loads the program from the cache would leave a compiling process waiting. Hosts with
-    separate home directories would differ at every start, because only process 0 writes.
+    Runs of several processes have no cache by default. On GPUs, XLA shares autotuning results among the processes that
+    compile a program, so a cache hit on one process leaves the others waiting. Hosts with separate home directories
+    would differ at every start, because only process 0 writes.
 
     Args:
       setting: parent folder. None: JAX's own setting (`JAX_COMPILATION_CACHE_DIR`), or else the user's cache folder.
@@ -64,17 +64,17 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
     """
     jax_cache.LRUCache = AtomicCache  # type: ignore[misc]
     if setting in _OFF:
-        _point_jax_to(None)
+        _set_jax_folder(None)
     elif setting is not None:
-        _use(Path(setting))
-    elif _undecided() and jax.process_count() == 1:
+        _use_host_folder(Path(setting))
+    elif _folder_unset() and jax.process_count() == 1:
         try:
-            _use(user_folder())
+            _use_host_folder(user_folder())
         except ValueError as error:  # the default folder is optional, so its errors do not stop the run
             say(f"no compilation cache: {error}")
 
 
-def _undecided() -> bool:
+def _folder_unset() -> bool:
     """Return whether JAX's cache is enabled but has no folder."""
     return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
 
@@ -91,8 +91,7 @@ def user_folder() -> Path:
 def host_key() -> str:
     """Return the cache subfolder of this platform, jaxlib, process count and CPU.
 
-    XLA:CPU programs are machine code for the CPU that compiled them. Another CPU that shares the home directory may
-    stop at SIGILL.
+    XLA:CPU programs are machine code for one CPU model. Another model that shares the home directory may raise SIGILL.
     """
     cpu = hashlib.sha256(_cpu().encode()).hexdigest()[:12]
     return f"{jax.default_backend()}-jaxlib{jaxlib.__version__}-{jax.process_count()}p-{cpu}"
@@ -108,7 +107,7 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), *(f"{n.strip()}:{v}" for n, _, v in fields if n.strip() in _CPU_FIELDS)])
 
 
-def _use(parent: Path) -> None:
+def _use_host_folder(parent: Path) -> None:
     """Set JAX's cache folder to this host's subfolder of `parent`.
 
     Raises:
@@ -118,7 +117,7 @@ def _use(parent: Path) -> None:
         folder = parent.expanduser() / host_key()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            _point_jax_to(folder)
+            _set_jax_folder(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ValueError(
@@ -127,6 +126,6 @@ def _use(parent: Path) -> None:
         ) from error
 
 
-def _point_jax_to(folder: Path | None) -> None:
+def _set_jax_folder(folder: Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax_cache.reset_cache()  # JAX reads its cache folder only once

@@ -4,8 +4,8 @@ Measures zero-shot accuracy, retrieval and the whole-split loss, and plots the c
 
     python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
 
-Settings are those of the run. The command line can change the data, the devices and the evaluation: the settings marked
-"evaluation" in docs/settings.md.
+Starts from the settings of the run. The command line can change those that docs/settings.md marks with "evaluation":
+data, devices and evaluation.
 """
 
 import json
@@ -27,7 +27,7 @@ from infcl_jax.settings import (
     check_fixed,
     flattened,
     format_changes,
-    naming,
+    name_changes,
 )
 from infcl_jax.training import METRICS_FILE, Checkpointer, prepare_workdir
 
@@ -36,7 +36,7 @@ CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 
-def draw_curves(workdir: Path, suite: Suite) -> None:
+def save_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
         plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
@@ -72,12 +72,12 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
         step = checkpoints.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {workdir} yet; train further before evaluating")
-        with naming(changed):
+        with name_changes(changed):
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
         command.say(line)
     results = suite(state.variables, grid_path=workdir / GRID_FILE)
-    draw_curves(workdir, suite)
+    save_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
     say_results(step, results)
@@ -91,8 +91,8 @@ def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[Con
 
     Args:
       workdir: directory of the run.
-      changes: changed settings by dotted name, such as `{"evaluation.gallery": 100}`. `docs/settings.md` marks those
-        that can change with "evaluation".
+      changes: changed settings by dotted name, such as `{"evaluation.gallery": 100}`. `docs/settings.md` marks the
+        settings that can change with "evaluation".
 
     Returns:
       The settings, and those that differ from the run's, see `changed_settings`.
@@ -118,17 +118,18 @@ def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[Con
 def given_changes() -> dict[str, Any]:
     """Return the changes of the command line, by dotted name.
 
-    Includes every `--config.NAME=VALUE`. Of `--config=FILE` it includes the model and what an evaluation can change.
+    Includes every override `--config.NAME=VALUE`. Of `--config=FILE` it includes the settings that an evaluation can
+    change, and the model, so that another model than the run's is an error.
     """
-    given = command.chosen_changes()
+    overrides = command.chosen_changes()
     if command.chosen_file() is None:
-        return given
+        return overrides
     chosen = flattened(command.chosen_config())
-    return {k: v for k, v in chosen.items() if k == "model" or SETTINGS[k].evaluated} | given
+    return {k: v for k, v in chosen.items() if k == "model" or SETTINGS[k].evaluated} | overrides
 
 
 def _resolved_config() -> ConfigDict:
-    """Return the settings of the evaluation that the flags ask for."""
+    """Return the settings of this evaluation, for `--print_config`."""
     config, _ = changed_config(command.given_workdir(), given_changes())
     return config
 

@@ -46,12 +46,13 @@ def plan_from_flags() -> None:
         if flag.value is not None and not flag.value > 0:
             raise ValueError(f"expected --{name} > 0, got {flag.value}")
     config = command.chosen_config()
+    # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
     with contextlib.nullcontext() if _DEVICE.value is None else use_abstract_mesh(device_named(_DEVICE.value).mesh):
-        report(*planned(config))
+        report(*workload_from_flags(config))
 
 
-def planned(config: ConfigDict) -> tuple[Workload, int | None]:
-    """Return the workload and the memory limit of one device.
+def workload_from_flags(config: ConfigDict) -> tuple[Workload, int | None]:
+    """Return the run's workload and the memory limit of one device.
 
     Args:
       config: settings of the run.

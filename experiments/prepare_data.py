@@ -7,35 +7,21 @@ prepare). Other names are looked up in the TFDS catalog. Some of its datasets ne
 reading.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
 import tensorflow_datasets as tfds
-from absl import app, flags, logging
+from absl import flags
 
+from experiments import command_line
 from infcl_jax.data import prepare
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prepare the dataset of the flags.
-
-    User errors exit with status 1 and one line on stderr.
-    """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    logging.set_verbosity(logging.WARNING)
+def main() -> None:
+    """Prepare the dataset that the flags name."""
     tfds.disable_progress_bar()
-    try:
-        print(prepare(_DATASET.value, _DATA_DIR.value))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
+    print(prepare(_DATASET.value, _DATA_DIR.value))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

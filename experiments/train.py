@@ -21,7 +21,7 @@ from infcl_jax.data import TrainIterator
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
-from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, naming
+from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
 from infcl_jax.training import (
     Checkpointer,
     MetricWriter,
@@ -73,7 +73,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         data = run.training_data(config, source)
         suite = run.evaluation_suite(config, mesh)
         state = run.initial_state(config, mesh, source)
-        with naming(changed):
+        with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state, data)
         start = int(state.step)
         if start > config.total_steps:
@@ -87,14 +87,14 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
             command.say(line)
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
         with writer, contextlib.closing(data), Preemption() as preemption:
-            steps = Run(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
+            loop = TrainLoop(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
             try:
-                results = steps.fit(state, start) if start < config.total_steps else steps.finish(state)
+                results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
-    evaluate.draw_curves(workdir, suite)
+    evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
     return results
 
@@ -117,7 +117,7 @@ def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, p
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainLoop:
     """Training and evaluation loop of a run.
 
     Attributes:
@@ -147,7 +147,7 @@ class Run:
 
         Args:
           state: train state at `start`.
-          start: number of completed steps.
+          start: number of completed steps, below `total_steps`.
 
         Returns:
           Results of the last evaluation.
@@ -185,7 +185,7 @@ class Run:
         return results
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """Evaluate a run that has no steps left."""
+        """Evaluate a finished run and save its settings."""
         results = self.suite(state.variables)
         self.save_config()
         return results

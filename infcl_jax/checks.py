@@ -33,6 +33,9 @@ def check_implementation(implementation: str | None, known: Sequence[str]) -> No
         raise ValueError(f"expected implementation to be one of {tuple(known)} or None, got {implementation!r}")
 
 
-def is_known(array: jax.Array | None) -> bool:
-    """Return whether this process can read the values at trace time."""
+def is_concrete(array: jax.Array | None) -> bool:
+    """Return whether this process can read the values at trace time.
+
+    An absent array (None) is concrete.
+    """
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)

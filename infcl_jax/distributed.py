@@ -13,11 +13,11 @@ DATA_AXIS = "data"
 XLA_FLAGS = {
     # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
     "xla_gpu_collective_permute_mode": "peer",
-    # Bytes (8 GiB): all transfers of one hop are combined into one.
+    # Bytes (8 GiB): combines all transfers of one rotation around the ring into one.
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
-    # Disables Triton GEMMs in favor of cuBLAS, which accumulates a GEMM in place.
+    # Disables Triton GEMMs in favor of cuBLAS, which accumulates into its output in place.
     "xla_gpu_enable_triton_gemm": "false",
-    # MiB: disables merging of GEMMs, whose merged result would have to be sliced.
+    # MiB: 0 disables merging of GEMMs, whose merged result would have to be sliced.
     "xla_gpu_dot_merger_threshold_mb": "0",
 }
 # Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
@@ -29,19 +29,18 @@ def initialize(environ: Mapping[str, str] | None = None) -> None:
     """Set XLA flags and the memory fraction, and join a multi-process run.
 
     Call this before JAX initializes its devices. Flags that the environment variable `XLA_FLAGS` already sets keep
-    their values. JAX preallocates `memory_share()` of GPU memory. Joining the other processes happens once; later
-    calls skip it.
+    their values. JAX then preallocates `memory_share()` of GPU memory. A process that has joined does not join again.
 
-    The environment describes the cluster. Explicit settings take precedence: `COORDINATOR_ADDRESS` (host:port of
-    process 0), `NUM_PROCESSES` and `PROCESS_ID`. Otherwise `jax.distributed.initialize` detects SLURM, Open MPI and
-    other clusters, provided they announce more than one task.
+    The environment variables `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID` take
+    precedence. Otherwise, if SLURM or Open MPI has started more than one task, `jax.distributed.initialize` detects
+    the cluster.
 
     Args:
-      environ: environment variables to read; `os.environ` by default.
+      environ: environment variables that describe the cluster; `os.environ` by default.
 
     Raises:
-      ValueError: some but not all of the three explicit settings are present, or `PROCESS_ID` and `NUM_PROCESSES` are
-        not integers with `0 <= PROCESS_ID < NUM_PROCESSES`.
+      ValueError: some but not all of the three variables are set, or `PROCESS_ID` and `NUM_PROCESSES` are not integers
+        with `0 <= PROCESS_ID < NUM_PROCESSES`.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.split("=")[0] for flag in flags}
@@ -71,10 +70,12 @@ def memory_share() -> float:
 
 
 def _given_share() -> str | None:
+    """Return the memory fraction set in the environment, if any."""
     return next(filter(None, map(os.environ.get, _SHARE_NAMES)), None)
 
 
 def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[str, int, int]:
+    """Return coordinator address, number of processes and process ID."""
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"expected all of {', '.join(names)} or none of them; missing: {', '.join(missing)}")
@@ -85,6 +86,7 @@ def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[s
 
 
 def _cluster_tasks(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that the cluster announces; 1 without a cluster."""
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         # An interactive SLURM shell sets SLURM_NTASKS but is not a task. Only srun sets SLURM_STEP_ID.
         if environ.get(name, "").isdecimal() and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ):
@@ -130,7 +132,7 @@ def shard_batch(mesh: Mesh, tree: Any) -> Any:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Replicate host arrays on every device of the mesh.
+    """Copy host arrays to every device of the mesh.
 
     Every process must pass the same values.
     """

@@ -1,4 +1,4 @@
-"""Builders of a run from its configuration, see `docs/settings.md`."""
+"""Parts of a run, built from its configuration (see `docs/settings.md`)."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def sample_source(config: ConfigDict) -> Source | None:
 
 
 def _num_samples(config: ConfigDict, source: Source | None) -> int:
-    """Count the samples of a loss with sample state; 0 for other losses."""
+    """Count the samples in the sample state; 0 for losses without it."""
     if "samples" not in loss_class(config.loss).inputs:
         return 0
     if source is None:
@@ -93,7 +93,7 @@ def _num_samples(config: ConfigDict, source: Source | None) -> int:
 
 
 def training_data(config: ConfigDict, source: Source) -> TrainIterator:
-    """Create the endless iterator over this process's share of the training batches.
+    """Create the endless iterator over this process's rows of training batches.
 
     Args:
       config: settings of the run.
@@ -139,10 +139,11 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
 
 
 def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-    """Return the batch of the next step, placed as `config.grad_cache.residency` says.
+    """Return the batch of the next step in the memory that `grad_cache.residency` names.
 
     Returns:
-      Images, texts and, for global losses, int32 sample indices: arrays on the devices or the host, or `Replay`.
+      "image", "text" and, for losses with sample state, "index" (int32 sample indices). The values are global arrays
+      on the devices, this process's NumPy arrays, or `Replay`.
     """
     cache = config.grad_cache
     if cache.residency == "replay":
@@ -157,11 +158,11 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
     """Initialize parameters, optimizer state and sample state on the devices.
 
-    The sample state of global losses is sharded over the devices.
+    The sample state is sharded over the devices.
 
     Args:
       config: settings of the run.
-      mesh: devices.
+      mesh: devices that hold the state.
       source: training data; None is enough for losses without sample state.
     """
     model = read_model_config(config)
@@ -187,15 +188,15 @@ def workload(
     implementation: str | None = None,
     source: Source | None = None,
 ) -> Workload:
-    """Return the memory-relevant settings of a run, for `infcl_jax.planner`.
+    """Return the settings of a run that determine its memory, for `infcl_jax.planner`.
 
-    `grad_cache.keep = -1` is resolved to the largest number of stored activations that fits.
+    `grad_cache.keep = -1` becomes the number of stored chunks that fits, see `store_activations`.
 
     Args:
       config: settings of the run.
-      devices: number of devices that share the batch.
-      memory_limit: bytes per device that JAX may use; None if unknown.
-      implementation: implementation of the CLIP loss if the configuration names none; None: the best on this device.
+      devices: number of devices over which the batch is sharded.
+      memory_limit: bytes that JAX may use on a device; None if unknown.
+      implementation: implementation of the loss if the configuration names none; None: the best on this device.
       source: training data; None is enough for losses without sample state.
 
     Raises:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from experiments import command_line
 from experiments.benchmarks import harness, timing
 from experiments.benchmarks.timing import Gemm, Program
-from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding_for, takes_packed
+from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding_for, prefers_packed
 
 RECORDS_FILE = "benchmark_attention.jsonl"
 
@@ -34,16 +34,33 @@ _HEADS = flags.DEFINE_integer("heads", 12, "Heads.", lower_bound=1)
 _CHANNELS = flags.DEFINE_integer("channels", 64, "Channels d per head.", lower_bound=1)
 _CAUSAL = flags.DEFINE_bool("causal", False, "Apply a causal mask.")
 
-# Tensors [b, t, heads, d] that have to be read or written, and GEMMs of t^2 d multiplications per head: of the forward
-# pass alone, and of forward and backward pass. The backward pass recomputes QK.
+# Least HBM traffic in tensors [b, t, heads, d], and GEMMs of t^2 d multiplications per head: forward, and forward and
+# backward together. The backward pass recomputes QK.
 _FORWARD_TENSORS, _ALL_TENSORS = 4, 12
 _FORWARD_GEMMS, _ALL_GEMMS = 2, 7
 _SAMPLED = 4  # sequences compared with float64
 
+_COLUMNS = (
+    ("implementation", "implementation", "s"),
+    ("b", "batch", ",d"),
+    ("t", "positions", ",d"),
+    *harness.PASSES,
+    ("forward TB/s", "forward_tbytes", ".3g"),
+    ("TB/s", "tbytes", ".3g"),
+    ("memory MiB", "memory_mib", ",.1f"),
+    ("error", "forward_error", ".1e"),
+    ("gradient error", "gradient_error", ".1e"),
+    ("status", "status", "s"),
+)
+_FIGURES = (
+    *(key for _, key, _ in harness.PASSES),
+    *("forward_tbytes", "tbytes", "memory_mib", "forward_error", "gradient_error"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Benchmark cases: every implementation at every batch size and length.
+    """Benchmark cases: every implementation, batch size and sequence length.
 
     Attributes:
       implementations: implementations of `infcl_jax.ops.attention.api.attend`.
@@ -67,7 +84,7 @@ class Settings:
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark of the flags.
+    """Run the benchmark with the settings of the flags.
 
     Raises:
       ValueError: a flag is wrong or missing, or an implementation does not run on the device.
@@ -112,12 +129,6 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     return records
 
 
-_FIGURES = (
-    *(key for _, key, _ in harness.PASSES),
-    *("forward_tbytes", "tbytes", "memory_mib", "forward_error", "gradient_error"),
-)
-
-
 def _measure(
     settings: Settings, implementation: AttentionImplementation, b: int, t: int, gemm: Gemm
 ) -> Iterator[dict[str, float]]:
@@ -126,7 +137,7 @@ def _measure(
     padding = padding_for(shape, settings.dtype, implementation)
     operands = draw((b, t, *shape[2:]), settings.dtype)
     *qkv, do = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in operands)
-    if takes_packed(shape, settings.dtype, implementation):
+    if prefers_packed(shape, settings.dtype, implementation):
         qkv = [jnp.concatenate(qkv, axis=2)]
     run = functools.partial(attend, causal=settings.causal, padding=padding, implementation=implementation)
 
@@ -138,9 +149,9 @@ def _measure(
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     exact = exact_attention(*[x[:_SAMPLED] for x in operands], causal=settings.causal)
     o, *gradients = with_gradients()
-    if len(gradients) == 1:
+    if len(gradients) == 1:  # of queries, keys and values packed along the heads
         gradients = jnp.split(gradients[0], 3, axis=2)
-    errors = [_relative_error(x[:_SAMPLED, :t], want) for x, want in zip((o, *gradients), exact, strict=True)]
+    errors = [_relative_error(x[:_SAMPLED, :t], expected) for x, expected in zip((o, *gradients), exact, strict=True)]
     yield {"forward_error": errors[0], "gradient_error": max(errors[1:])}
     figures = {}
     for program, prefix, tensors, gemms in (
@@ -174,7 +185,7 @@ def exact_attention(
       query: `[b, t, heads, d]` queries.
       key: `[b, t, heads, d]` keys.
       value: `[b, t, heads, d]` values.
-      cotangent: `[b, t, heads, d]` gradient of the output.
+      cotangent: `[b, t, heads, d]` cotangents of the output.
       causal: whether to apply a causal mask.
 
     Returns:
@@ -200,20 +211,6 @@ def exact_attention(
 def _relative_error(actual: jax.Array, exact: np.ndarray) -> float:
     """Return the distance relative to the exact value, in the Euclidean norm."""
     return float(np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact))
-
-
-_COLUMNS = (
-    ("implementation", "implementation", "s"),
-    ("b", "batch", ",d"),
-    ("t", "positions", ",d"),
-    *harness.PASSES,
-    ("forward TB/s", "forward_tbytes", ".3g"),
-    ("TB/s", "tbytes", ".3g"),
-    ("memory MiB", "memory_mib", ",.1f"),
-    ("error", "forward_error", ".1e"),
-    ("gradient error", "gradient_error", ".1e"),
-    ("status", "status", "s"),
-)
 
 
 if __name__ == "__main__":

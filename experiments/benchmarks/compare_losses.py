@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.compare_losses --config=configs/fastclip.py:quickstart --workdir=runs/losses \
         --seeds=0,1,2 --compare=clip --compare=fastclip_v3 --compare=clip,optimizer.temperature_learning_rate=None
 
-The last of these losses is CLIP's as usual: its temperature has the learning rate of all parameters. Each run trains by
+The last `--compare` is CLIP as usual: the temperature has the learning rate of the other parameters. Each run trains by
 `experiments.train` in its own folder, so the same command continues an interrupted comparison. Writes `losses.json`
 with the last evaluation of every run, and `losses.png` with accuracy and recall over the steps (thin: each seed, bold:
 their mean). Takes half an hour on two CPU cores.
@@ -23,7 +23,7 @@ from infcl_jax.settings import parse_overrides
 from infcl_jax.training import METRICS_FILE, read_metrics
 
 _COMPARED = flags.DEFINE_multi_string(
-    "compare", ["clip", "fastclip_v3"], "A loss and further changed settings: loss,key=value."
+    "compare", ["clip", "fastclip_v3"], "A loss with changed settings: loss,key=value,..."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 
@@ -56,27 +56,30 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
     curves: Curves = {loss: [] for loss in losses}
     for loss in losses:
         for seed in seeds:
-            run = _changed(config, loss)
-            run.seed = seed
-            path = folder / f"{loss.replace(',', '-')}-{seed}"
-            train.train(run, path)
-            curves[loss].append([line for line in read_metrics(path / METRICS_FILE) if METRICS.keys() <= line.keys()])
+            run_config = _changed(config, loss)
+            run_config.seed = seed
+            run_folder = folder / f"{loss.replace(',', '-')}-{seed}"
+            train.train(run_config, run_folder)
+            curves[loss].append(
+                [line for line in read_metrics(run_folder / METRICS_FILE) if METRICS.keys() <= line.keys()]
+            )
     final = {loss: [{name: lines[-1][name] for name in METRICS} for lines in runs] for loss, runs in curves.items()}
     (folder / RESULTS_FILE).write_text(json.dumps(final, indent=2) + "\n")
-    draw(curves, folder / PICTURE_FILE)
+    plot(curves, folder / PICTURE_FILE)
     for loss, runs in final.items():
         command.say(f"{loss}: " + "  ".join(summary(label, [r[name] for r in runs]) for name, label in METRICS.items()))
     return curves
 
 
 def _changed(config: ConfigDict, loss: str) -> ConfigDict:
-    run = config.copy_and_resolve_references()
-    run.loss, _, changes = loss.partition(",")
+    """Return `config` with a loss and its changed settings, such as "clip,batch_size=128"."""
+    changed = config.copy_and_resolve_references()
+    changed.loss, _, changes = loss.partition(",")
     try:
-        run.update_from_flattened_dict(parse_overrides(changes, "--compare"))
+        changed.update_from_flattened_dict(parse_overrides(changes, "--compare"))
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected --compare with settings of the configuration, got {changes!r}: {error}") from error
-    return run
+    return changed
 
 
 def summary(label: str, values: Sequence[float]) -> str:
@@ -90,7 +93,7 @@ def summary(label: str, values: Sequence[float]) -> str:
     return f"{label} {mean:.1f} % ({low:.1f} to {high:.1f})"
 
 
-def draw(curves: Curves, path: Path) -> None:
+def plot(curves: Curves, path: Path) -> None:
     """Plot each metric over the steps: every seed thin, their mean bold."""
     figure = Figure(figsize=(5 * len(METRICS), 4))
     for axes, (name, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):

@@ -1,6 +1,6 @@
 """Float64 reference of the CLIP loss, with its gradients at sampled rows.
 
-Runs on the devices, one slice of the pairs at a time. Shares no code with `infcl_jax.losses` and `infcl_jax.ops`.
+Runs on the devices, a few rows at a time. Shares no code with `infcl_jax.losses` and `infcl_jax.ops`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from infcl_jax.distributed import DATA_AXIS
 
 Array = jax.Array | np.ndarray
 
-_PAIRS = 2**26  # pairs compared at a time; a float64 matrix of them takes 0.5 GiB
+_PAIRS = 2**26  # pairs compared at a time on a device; their float64 similarities take 0.5 GiB
 _SHARDED, _REPLICATED = PartitionSpec(DATA_AXIS), PartitionSpec()
 
 
@@ -60,7 +60,7 @@ def exact_gradients(mesh: Mesh, image: jax.Array, text: jax.Array, scale: jax.Ar
 def relative_errors(mesh: Mesh, results: tuple, exact: Gradients, rows: np.ndarray) -> dict[str, float]:
     """Compute the relative errors of a loss and its gradients.
 
-    Errors are distances from the reference in the Euclidean norm, relative to the reference.
+    An error is the Euclidean norm of the difference from the reference, divided by the norm of the reference.
 
     Args:
       mesh: devices.
@@ -86,7 +86,7 @@ def relative_errors(mesh: Mesh, results: tuple, exact: Gradients, rows: np.ndarr
 def _exact_gradients(mesh: Mesh, image: jax.Array, text: jax.Array, scale: jax.Array, rows: Array) -> Gradients:
     scale = scale.astype(jnp.float64)
     sweep = jax.shard_map(
-        _row_sums, mesh=mesh, in_specs=(_SHARDED, _SHARDED, _REPLICATED), out_specs=(_SHARDED, _SHARDED)
+        _row_statistics, mesh=mesh, in_specs=(_SHARDED, _SHARDED, _REPLICATED), out_specs=(_SHARDED, _SHARDED)
     )
     row_lse, row_mean = sweep(image, text, scale)
     col_lse, col_mean = sweep(text, image, scale)
@@ -99,8 +99,8 @@ def _exact_gradients(mesh: Mesh, image: jax.Array, text: jax.Array, scale: jax.A
     )
 
 
-def _row_sums(own: jax.Array, other: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute log-sum-exp and softmax-weighted similarity of each local row over all columns.
+def _row_statistics(own: jax.Array, other: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute log-sum-exp and mean similarity of each local row.
 
     Args:
       own: `[b/n, D]` row features of this device.
@@ -108,21 +108,22 @@ def _row_sums(own: jax.Array, other: jax.Array, scale: jax.Array) -> tuple[jax.A
       scale: float64 logit scale.
 
     Returns:
-      Float64 `[b/n]` log-sum-exps, and float64 `[b/n]` mean similarities under the softmax.
+      Float64 `[b/n]` log-sum-exps over all columns, and float64 `[b/n]` softmax-weighted mean similarities.
     """
     columns = lax.all_gather(other, DATA_AXIS, tiled=True).astype(jnp.float64)
 
-    def compare(row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def statistics(row: jax.Array) -> tuple[jax.Array, jax.Array]:
         similarity = columns @ row.astype(jnp.float64)
         lse = jax.nn.logsumexp(scale * similarity)
         return lse, jnp.exp(scale * similarity - lse) @ similarity
 
-    return lax.map(compare, own, batch_size=max(1, _PAIRS // len(columns)))
+    return lax.map(statistics, own, batch_size=max(1, _PAIRS // len(columns)))
 
 
 def _gradient_of_rows(
     own: jax.Array, other: jax.Array, own_lse: jax.Array, other_lse: jax.Array, scale: jax.Array, rows: Array
 ) -> jax.Array:
+    """Compute the float64 `[samples, D]` gradients of the sampled rows of `own`."""
     b, columns = len(own), other.astype(jnp.float64)
     logits = scale * own[rows].astype(jnp.float64) @ columns.T
     p = (jnp.exp(logits - own_lse[rows][:, None]) + jnp.exp(logits - other_lse[None, :])) / 2

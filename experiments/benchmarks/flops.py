@@ -12,11 +12,11 @@ def forward_flops(config: CLIPConfig) -> int:
 
     | matrix product | FLOPs |
     | --- | --- |
-    | queries, keys and values | `6 t w^2` |
+    | projections to queries, keys and values | `6 t w^2` |
     | output projection | `2 t w^2` |
-    | all scores and all weighted values, causal or not | `4 t^2 w` |
+    | QK and PV, causal or not | `4 t^2 w` |
     | MLP | `4 t w h` |
-    | projection to D features, once per tower | `2 w D` |
+    | projection to D features, once per sample | `2 w D` |
     | embedding of n patches of p^2 pixels, once per image | `6 n p^2 w` |
 
     For images t is 1 + n, without the patches that patch dropout removes. For texts t is the context length. If a tower
@@ -28,7 +28,7 @@ def forward_flops(config: CLIPConfig) -> int:
     """
     vision, text = config.vision, config.text
     if not isinstance(vision, VisionConfig):
-        raise ValueError(f"expected a Vision Transformer to count operations of, got {type(vision).__name__}")
+        raise ValueError(f"expected a Vision Transformer, whose FLOPs can be counted, got {type(vision).__name__}")
     patches = (vision.image_size // vision.patch_size) ** 2
     visible = max(1, int(patches * (1 - vision.patch_dropout)))
     embedding = 6 * patches * vision.patch_size**2 * vision.width

@@ -1,6 +1,6 @@
 """Flags, devices, tables, records and plots of the benchmarks.
 
-Needs only JAX and the losses, neither the data pipeline nor `ml_collections`.
+Needs neither the data pipeline nor `ml_collections`.
 """
 
 import datetime
@@ -135,14 +135,14 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 
 def collect(names: Iterable[str], figures: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Collect the figures of one case, complete or until memory runs out.
+    """Collect the figures of one case until memory runs out.
 
     Args:
       names: names of all figures.
       figures: iterator that yields figures as they are measured.
 
     Returns:
-      Figures by name, None where missing, and the status: "ok" or "out of memory".
+      Figures by name, None where missing, and "status": "ok" or "out of memory".
     """
     results: dict[str, Any] = dict.fromkeys(names) | {"status": "ok"}
     try:

@@ -34,22 +34,40 @@ RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
 
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
-_FEATURES = flags.DEFINE_list("features", "512", "Feature widths D.")
+_FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
 _SAMPLES = flags.DEFINE_integer(
     "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
 
+_COLUMNS = (
+    ("implementation", "implementation", "s"),
+    ("b", "batch", ",d"),
+    ("D", "feature_dim", "d"),
+    *harness.PASSES,
+    ("memory MiB", "memory_mib", ",.1f"),
+    ("loss error", "loss_error", ".1e"),
+    ("image error", "image_error", ".1e"),
+    ("text error", "text_error", ".1e"),
+    ("scale error", "scale_error", ".1e"),
+    ("status", "status", "s"),
+)
+_FIGURES = (
+    *(key for _, key, _ in harness.PASSES),
+    *("forward_memory_mib", "memory_mib"),
+    *(f"{name}_error" for name in Gradients._fields),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Benchmark cases: every implementation at every width and batch size.
+    """Benchmark cases: every implementation, dimension and batch size.
 
     Attributes:
       implementations: names of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
       batch: global batch sizes b, multiples of the device count.
-      features: feature widths D.
+      features: feature dimensions D.
       dtype: dtype of the features.
       scale: logit scale.
       repeats: timed runs of each program; the median is reported.
@@ -66,7 +84,7 @@ class Settings:
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark of the flags.
+    """Run the benchmark with the settings of the flags.
 
     Raises:
       ValueError: a flag is wrong or missing, or does not fit the devices.
@@ -105,17 +123,17 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         case = Case.draw(b, dim, settings, mesh)
         exact = exact_gradients(mesh, *case.operands, case.rows) if settings.samples else None
         for implementation in settings.implementations:
-            about_case = {"implementation": implementation, "batch": b, "feature_dim": dim}
-            about_case |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
+            case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim}
+            case_settings |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
             figures = measure(case, implementation, settings.repeats, gemm, exact)
-            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, about_case, figures))
+            records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
     if is_lead():
-        draw(records, output / PICTURE_FILE)
+        plot(records, output / PICTURE_FILE)
     return records
 
 
 def forward_flops(b: int, dim: int) -> int:
-    """Count the nominal FLOPs of the loss, `2 b^2 D`: one product."""
+    """Count the nominal FLOPs of the loss, `2 b^2 D`: one GEMM."""
     return 2 * b * b * dim
 
 
@@ -148,7 +166,7 @@ class Case(NamedTuple):
 
         Args:
           b: global batch size.
-          dim: feature width D.
+          dim: feature dimension D.
           settings: benchmark cases.
           mesh: devices.
         """
@@ -186,13 +204,6 @@ def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gr
     return harness.collect(_FIGURES, _measure(case, implementation, repeats, gemm, exact))
 
 
-_FIGURES = (
-    *(key for _, key, _ in harness.PASSES),
-    *("forward_memory_mib", "memory_mib"),
-    *(f"{name}_error" for name in Gradients._fields),
-)
-
-
 def _measure(
     case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None
 ) -> Iterator[dict[str, float]]:
@@ -216,24 +227,10 @@ def _measure(
     yield {"tflops": rate, "gemm_fraction": rate / gemm.tflops}
 
 
-_COLUMNS = (
-    ("implementation", "implementation", "s"),
-    ("b", "batch", ",d"),
-    ("D", "feature_dim", "d"),
-    *harness.PASSES,
-    ("memory MiB", "memory_mib", ",.1f"),
-    ("loss error", "loss_error", ".1e"),
-    ("image error", "image_error", ".1e"),
-    ("text error", "text_error", ".1e"),
-    ("scale error", "scale_error", ".1e"),
-    ("status", "status", "s"),
-)
-
-
-def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot time and memory over the batch size.
 
-    Colors are implementations, line styles are widths.
+    Colors are implementations, line styles are feature dimensions.
     """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle("{device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))

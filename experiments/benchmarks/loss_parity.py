@@ -3,9 +3,9 @@ r"""Compare the training losses of every implementation and of gradient caching.
     python -m experiments.benchmarks.loss_parity --config=configs/digits.py --workdir=runs/parity \
         --config.total_steps=100
 
-Trains the same small run once for each; the losses must be equal. Writes `parity.json` with the loss of every step, and
-`parity.png` with the curves and their relative differences from the first. Reproduces the loss comparison of Cheng et
-al., "Breaking the Memory Barrier" (Inf-CL).
+Trains the same small run once for each; the losses must agree up to rounding. Writes `parity.json` with the loss of
+every step, and `parity.png` with the curves and their relative differences from the first. Reproduces the loss
+comparison of Cheng et al., "Breaking the Memory Barrier" (Inf-CL).
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def compare(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS_FILE).write_text(json.dumps(curves))
-        draw(curves, folder / PICTURE_FILE)
+        plot(curves, folder / PICTURE_FILE)
     return {name: float(deviation(curve, next(iter(curves.values()))).max()) for name, curve in curves.items()}
 
 
@@ -103,7 +103,7 @@ def deviation(curve: Sequence[float], reference: Sequence[float]) -> np.ndarray:
     return np.abs(np.asarray(curve) - reference) / np.abs(reference)
 
 
-def draw(curves: dict[str, list[float]], path: Path) -> None:
+def plot(curves: dict[str, list[float]], path: Path) -> None:
     """Plot the losses and their relative differences from the first curve."""
     figure = Figure(figsize=(12, 4))
     left, right = figure.subplots(1, 2)

@@ -65,7 +65,7 @@ class Settings:
             raise ValueError(f"expected --batch to be multiples of --accum_freq={self.accum_freq}, got {self.batch}")
 
 
-def packages() -> tuple[Any, Any]:
+def import_packages() -> tuple[Any, Any]:
     """Import PyTorch and OpenCLIP.
 
     Returns:
@@ -81,7 +81,7 @@ def packages() -> tuple[Any, Any]:
 
 
 class Training:
-    """Training of a model on one fixed batch.
+    """Training of an OpenCLIP model on one fixed batch.
 
     Each call is an optimizer step.
 
@@ -90,7 +90,7 @@ class Training:
     """
 
     def __init__(self, settings: Settings) -> None:
-        torch, open_clip = packages()
+        torch, open_clip = import_packages()
         self._torch, self.device = torch, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -117,15 +117,13 @@ class Training:
     def __call__(self) -> None:
         """Run one optimizer step."""
         self._optimizer.zero_grad()
-        cached = self._features() if len(self._microbatches) > 1 else []
-        for number, (images, texts) in enumerate(self._microbatches):
+        cached = self._encode_without_gradients() if len(self._microbatches) > 1 else []
+        for i, (images, texts) in enumerate(self._microbatches):
             with self._autocast():
                 output = self._model(images, texts)
                 scale = output.pop("logit_scale")
                 features = {
-                    name: self._torch.cat(
-                        [*(c[name] for c in cached[:number]), own, *(c[name] for c in cached[number + 1 :])]
-                    )
+                    name: self._torch.cat([*(c[name] for c in cached[:i]), own, *(c[name] for c in cached[i + 1 :])])
                     for name, own in output.items()
                 }
                 loss = self._loss(**features, logit_scale=scale)
@@ -149,7 +147,7 @@ class Training:
         """Peak memory of the tensors in MiB; None on the CPU."""
         return self._torch.cuda.max_memory_allocated() / 2**20 if self.device.type == "cuda" else None
 
-    def _features(self) -> list[dict[str, Any]]:
+    def _encode_without_gradients(self) -> list[dict[str, Any]]:
         """Encode all microbatches without gradients."""
         with self._torch.no_grad(), self._autocast():
             outputs = [self._model(images, texts) for images, texts in self._microbatches]
@@ -195,7 +193,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     Returns:
       The record. If memory runs out, its status is "out of memory" and its figures are None.
     """
-    torch, open_clip = packages()
+    torch, open_clip = import_packages()
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
@@ -233,7 +231,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
-    """Run the benchmark of the flags.
+    """Run the benchmark with the settings of the flags.
 
     Args:
       values: flags of this command.
@@ -262,7 +260,7 @@ def run(cases: Sequence[Settings], output: Path) -> None:
       cases: benchmark cases.
       output: folder of the JSON lines, which are appended.
     """
-    packages()
+    import_packages()
     output.mkdir(parents=True, exist_ok=True)
     print(_line([heading for heading, *_ in _COLUMNS]), flush=True)
     for settings in cases:

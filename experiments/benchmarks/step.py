@@ -46,9 +46,26 @@ def _define_cache_flag(field: dataclasses.Field) -> flags.FlagHolder:
 
 _CACHE = {field.name: _define_cache_flag(field) for field in dataclasses.fields(GradCacheConfig)}
 
+_COLUMNS = (
+    ("b", "batch", ",d"),
+    ("step ms", "step_ms", ",.2f"),
+    ("images/s", "images_per_second", ",.1f"),
+    ("images/s/device", "images_per_second_per_device", ",.1f"),
+    ("TFLOP/s", "tflops", ".3g"),
+    ("% of GEMM", "gemm_fraction", ".1%"),
+    ("encode ms", "encode_ms", ",.2f"),
+    ("loss ms", "loss_ms", ",.2f"),
+    ("backward ms", "backward_ms", ",.2f"),
+    ("update ms", "update_ms", ",.2f"),
+    ("data ms", "data_ms", ",.2f"),
+    ("memory MiB", "memory_mib", ",.1f"),
+    ("peak MiB", "peak_memory_mib", ",.1f"),
+    ("status", "status", "s"),
+)
+
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark of the flags.
+    """Run the benchmark with the settings of the flags.
 
     Raises:
       ValueError: a flag is wrong or missing, or does not fit the devices.
@@ -93,15 +110,15 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for case in cases:
-        about_case = {"batch": case.b, "flops_per_pair": flops}
-        about_case |= {
+        case_settings = {"batch": case.b, "flops_per_pair": flops}
+        case_settings |= {
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
-        about_case |= dataclasses.asdict(settings.cache)
+        case_settings |= dataclasses.asdict(settings.cache)
         figures = harness.collect(FIGURES, case.figures(gemm))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, about_case, figures))
+        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
     if is_lead():
-        draw(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
+        plot(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records
 
 
@@ -109,25 +126,7 @@ def _title(settings: Settings) -> str:
     return ", ".join(filter(None, (settings.model, settings.model_overrides, settings.loss, str(settings.cache))))
 
 
-_COLUMNS = (
-    ("b", "batch", ",d"),
-    ("step ms", "step_ms", ",.2f"),
-    ("images/s", "images_per_second", ",.1f"),
-    ("images/s/device", "images_per_second_per_device", ",.1f"),
-    ("TFLOP/s", "tflops", ".3g"),
-    ("% of GEMM", "gemm_fraction", ".1%"),
-    ("encode ms", "encode_ms", ",.2f"),
-    ("loss ms", "loss_ms", ",.2f"),
-    ("backward ms", "backward_ms", ",.2f"),
-    ("update ms", "update_ms", ",.2f"),
-    ("data ms", "data_ms", ",.2f"),
-    ("memory MiB", "memory_mib", ",.1f"),
-    ("peak MiB", "peak_memory_mib", ",.1f"),
-    ("status", "status", "s"),
-)
-
-
-def draw(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Plot images per second and memory over the batch size.
 
     Args:

@@ -39,7 +39,7 @@ from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
 _SEED = 0
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
-# Chunks of random images in memory from which a replayed batch is drawn.
+# Size of the pool of random images that replayed batches are drawn from, in chunks.
 _POOL_CHUNKS = 2
 # Dataset size for the sample state of global contrastive losses: that of CC3M.
 _SAMPLES = 2_700_000
@@ -107,10 +107,10 @@ class _Training:
 
 
 @dataclasses.dataclass
-class _FedTraining(_Training):
+class _StreamingTraining(_Training):
     """Training with host-to-device transfer of each batch, as in `experiments.train`.
 
-    The transfer runs one step ahead.
+    The transfer overlaps with the previous step.
     """
 
     mesh: Mesh
@@ -154,7 +154,7 @@ class Case:
         steps_per_epoch = max(1, _SAMPLES // b)
         loss_fn = make_loss(settings.loss, mesh, settings.implementation, steps_per_epoch=steps_per_epoch)
         case = cls(settings, mesh, b, loss_fn)
-        case._train_step(settings.cache)  # raises for residency "replay"
+        case._train_step(settings.cache)  # raises if the loss does not support the residency
         return case
 
     def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:
@@ -196,7 +196,7 @@ class Case:
             return
         try:
             yield {"data_ms": 1e3 * self._exposed_transfer(train, pairs, seconds)}
-        except jax.errors.JaxRuntimeError as error:  # the step fits, this comparison need not
+        except jax.errors.JaxRuntimeError as error:  # the step fits, but the second batch or program may not
             if not harness.is_out_of_memory(error):
                 raise
 
@@ -277,7 +277,7 @@ class Case:
         return jax.jit(run) if cache.residency == "device" else run
 
     def _loss_program(self, train: _Training, features: dict[str, jax.Array]) -> Program:
-        """Compile the loss with its gradients of features and scale."""
+        """Compile the loss with its gradients over features and scale."""
 
         def loss(image: jax.Array, text: jax.Array, scale: jax.Array, inputs: dict[str, Any]) -> jax.Array:
             return evaluate_loss(self.loss_fn, CLIPOutput(image, text, scale, bias), inputs)[0]
@@ -291,17 +291,17 @@ class Case:
     def _exposed_transfer(self, train: _Training, pairs: Any, seconds: float) -> float:
         """Measure the exposed host-to-device transfer of a step, in seconds.
 
-        This is the extra time of a step whose batch comes from host memory instead of device memory.
+        It is the time of a step with the batch in host memory minus that of a step with the batch in device memory.
 
         Args:
-          train: training of the case. Its state is used.
+          train: training of the case. Its state is donated.
           pairs: batch of this process on the host.
           seconds: time of the step of the case.
         """
         cache, repeats = self.settings.cache, self.settings.repeats
         if cache.residency == "device":
-            fed = _FedTraining(train.step, train.state, pairs, self.mesh)
-            return timing.seconds(fed, repeats, _STEP_SECONDS) - seconds
+            streaming = _StreamingTraining(train.step, train.state, pairs, self.mesh)
+            return timing.seconds(streaming, repeats, _STEP_SECONDS) - seconds
         on_devices = dataclasses.replace(cache, residency="device")
         resident = _Training(self._train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
         return seconds - timing.seconds(resident, repeats, _STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""Time of compiled programs, and the reference GEMM."""
+"""Timing and memory of compiled programs, and the reference GEMM."""
 
 import math
 import statistics
@@ -18,8 +18,8 @@ _TIMED_SECONDS = 0.05
 def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS) -> float:
     """Measure the median time of a call over several runs.
 
-    The calls of a run are queued without synchronization, which hides launch overhead. On the CPU each call is waited
-    for: launch overhead is negligible there, and queued collectives of simulated devices can deadlock over threads.
+    The calls of a run are queued without synchronization, so launches overlap with execution. On the CPU each call is
+    synchronized: queued collectives of simulated devices can deadlock, because they compete for threads.
 
     Args:
       call: function that returns the arrays to wait for.
@@ -31,7 +31,7 @@ def seconds(call: Callable[[], Any], repeats: int, least: float = _TIMED_SECONDS
     """
     if not repeats:
         return _elapsed(call, 1)
-    jax.block_until_ready(call())  # warm-up: loads the program, connects the devices
+    jax.block_until_ready(call())  # warm-up: loads the program, sets up communicators
     first = _elapsed(call, 1)
     # Every process makes the same number of calls, else their collectives deadlock.
     calls = int(multihost_utils.broadcast_one_to_all(np.int32(math.ceil(least / first))))
@@ -79,7 +79,7 @@ class Program:
 
 
 class Gemm(NamedTuple):
-    """Reference GEMM: a square bf16 matrix product, the ceiling of all rates.
+    """Reference GEMM: a square bf16 matrix product, to which rates are compared.
 
     Attributes:
       size: rows and columns of both factors.
@@ -96,7 +96,7 @@ class Gemm(NamedTuple):
 def measure_gemm(repeats: int) -> Gemm:
     """Measure the reference GEMM on one device of this process.
 
-    The factors are random: 8192^3, or 1024^3 on the CPU.
+    The size is 8192^3, or 1024^3 on the CPU, with random factors.
 
     Args:
       repeats: timed runs.

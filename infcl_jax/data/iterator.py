@@ -1,4 +1,4 @@
-"""Resumable training data iterator: concatenates chunks read by threads or worker processes."""
+"""Resumable iterator of training batches, read in chunks by threads or worker processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class BatchReader:
-    """Process-local batch that is read chunk by chunk instead of stored.
+    """Process-local batch that is read in chunks instead of stored.
 
     Chunks can be read repeatedly.
 
     Attributes:
-      rows: rows of the batch.
+      rows: rows of this process in the batch.
       chunk_rows: rows per chunk.
-      read_chunk: `read_chunk(number) -> Batch` of `chunk_rows` rows; deterministic.
+      read_chunk: deterministic function from a chunk's number in the batch to its `chunk_rows` rows.
       threads: executor that reads the chunks.
     """
 
@@ -54,6 +54,15 @@ class TrainIterator(grain.DatasetIterator):
 
     Its state is the number of batches it has returned. The state does not depend on the number of processes or workers,
     so a run can resume on another machine. It is JSON-serializable, as grain's checkpoint handler for orbax expects.
+
+    Args:
+      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows.
+      chunks_per_batch: chunks of one batch of this process.
+      rows_per_chunk: rows of a chunk.
+      identity: values that a restored state must share, such as the dataset size.
+      num_workers: worker processes; 0: threads of this process.
+      num_threads: reading threads without workers, and of `next_reader`.
+      prefetch_batches: batches to prefetch.
     """
 
     def __init__(
@@ -96,7 +105,8 @@ class TrainIterator(grain.DatasetIterator):
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
-        # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that.
+        # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
+        # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
         self._finalizer = weakref.finalize(self, _close_all, self._batches)
 
@@ -164,8 +174,10 @@ class TrainIterator(grain.DatasetIterator):
 
 
 def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ignore SIGINT in a worker process."""
-    # The terminal sends SIGINT to all processes. The training process may still need a batch before it saves.
+    """Ignore SIGINT in a worker process.
+
+    The terminal sends SIGINT to all processes, but the training process may need another batch before it saves.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -35,8 +35,8 @@ _logger = logging.getLogger(__name__)
 class _Reader:
     """Reader of (example, index) pairs that replaces bad records by good ones.
 
-    A bad record is replaced by the next good record. The replacement depends on the data alone, so a resumed run reads
-    the same examples. Each process, and each worker process, counts its own bad records.
+    The next good record replaces a bad one, whatever was read before, so a resumed run reads the same examples. Each
+    training process and each worker process counts its own bad records.
     """
 
     def __init__(self, source: Source, max_bad_records: int):
@@ -74,7 +74,7 @@ class _Reader:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainChunk:
-    """Make one chunk of a batch from (global row, sample index) pairs."""
+    """Function that makes one chunk of a batch from (global row, sample index) pairs."""
 
     reader: _Reader
     tokenizer: Tokenizer
@@ -149,7 +149,7 @@ def train_iterator(
       source: source of examples.
       tokenizer: tokenizer of the captions.
       image_size: side S of the images, in pixels.
-      batch_size: GLOBAL batch size B, over all processes.
+      batch_size: global batch size B, over all processes.
       seed: seed of order, augmentation and choice of captions, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
       process_count: number of processes that share each batch; each gets b = B / process_count rows.
@@ -167,7 +167,7 @@ def train_iterator(
     Raises:
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
         out of range.
-      BadRecordError: the iterator found more than `max_bad_records` bad records, or no good record to replace one.
+      BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
     local_size = _local_size(batch_size, process_index, process_count)
     if batch_size > len(source):
@@ -195,7 +195,7 @@ def train_iterator(
 
 
 def _chunk_size(local_size: int) -> int:
-    """Largest divisor of `local_size` that is at most `_CHUNK`."""
+    """Return the largest divisor of `local_size` that is at most `_CHUNK`."""
     return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
 
 
@@ -274,7 +274,7 @@ def eval_batches(
       source: source of examples.
       tokenizer: tokenizer of the captions.
       image_size: side S of the center-cropped images, in pixels.
-      batch_size: GLOBAL batch size B, over all processes; it may exceed the source.
+      batch_size: global batch size B, over all processes; it may exceed the source.
       process_index: index of this process, in [0, process_count).
       process_count: number of processes that share each batch; each gets b = B / process_count rows.
 

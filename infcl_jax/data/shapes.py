@@ -75,27 +75,27 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-# Relations as seen from the second object: "{second} with {first} above it".
+# The position of the first object relative to the second: "{second} with {first} above it".
 _REVERSED = {"left of": "to its left", "right of": "to its right", "above": "above it", "below": "below it"}
 
 ONE_FORMS = (
-    "a {size} {color} {shape} {place}",
-    "{place}, a {size} {color} {shape}",
-    "{size} {color} {shape} {place} on {background}",
+    "a {size} {color} {shape} {position}",
+    "{position}, a {size} {color} {shape}",
+    "{size} {color} {shape} {position} on {background}",
 )
 TWO_FORMS = (
     "{first} {relation} {second}",
     "{second} with {first} {reversed}",
     "{first} {relation} {second} on {background}",
 )
-# Forms for one and two objects. They name only color and shape, so only these distinguish images.
+# Forms for one and for two objects that name only color and shape.
 BRIEF_FORMS = ("a {color} {shape}", "{first} and {second}")
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Approximate signed distance to a five-pointed star.
+    """Compute the approximate signed distance to a five-pointed star.
 
-    Folding the plane by symmetry leaves half a point, whose edge is a line from tip to notch.
+    Symmetry folds the plane to half a point, whose edge is a line from the tip to the notch.
     """
     sector = 2 * math.pi / 5
     angle = np.abs((np.arctan2(x, y) + sector / 2) % sector - sector / 2)
@@ -111,7 +111,7 @@ def _cross(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.minimum(np.maximum(x - 0.28, y - 0.95), np.maximum(x - 0.95, y - 0.28))
 
 
-# Approximate signed distances to shapes of about unit radius, y up: negative inside, in units of the radius.
+# Approximate signed distances to shapes of about unit radius: negative inside, in units of the radius, y up.
 _DISTANCES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "circle": lambda x, y: np.hypot(x, y) - 0.9,
     "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.8,
@@ -138,10 +138,16 @@ TEMPLATES: tuple[str, ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Thing:
+class SceneObject:
     """Object of a scene: named attributes and geometry.
 
-    `angle` is in radians, counterclockwise.
+    Attributes:
+      shape: key of `_DISTANCES`, such as "circle".
+      color: key of `_COLORS`, such as "red".
+      center: (x, y), in image sides.
+      radius: radius, in image sides.
+      angle: counterclockwise rotation, in radians.
+      rgb: jittered color.
     """
 
     shape: str
@@ -161,17 +167,22 @@ class Thing:
 class Scene:
     """Background with one or two objects.
 
-    One object has a `size` and a `place`. Two objects have a `relation`, such as "left of", of the first to the second.
-    `background_rgb` is the color at the image center. `slope` is the relative change of its brightness per image side,
-    along x and y.
+    Attributes:
+      objects: one or two objects.
+      background: key of `_BACKGROUNDS`, such as "navy".
+      background_rgb: jittered color at the image center.
+      slope: relative change of the background's brightness per image side, along x and y.
+      size: "small" or "large"; None with two objects.
+      position: key of `_POSITIONS`, such as "top"; None with two objects.
+      relation: key of `_RELATIONS`, such as "left of", from the first to the second object; None with one object.
     """
 
-    things: tuple[Thing, ...]
+    objects: tuple[SceneObject, ...]
     background: str
     background_rgb: _RGB
     slope: tuple[float, float]
     size: str | None = None
-    place: str | None = None
+    position: str | None = None
     relation: str | None = None
 
 
@@ -181,7 +192,7 @@ class Sample(NamedTuple):
     Attributes:
       image: uint8 [S, S, 3].
       caption: ASCII caption that names the color and shape of every object. Unless brief, it also names the size and
-        place of a single object or the relation of two objects, and in some forms the background.
+        position of a single object or the relation of two objects, and in some forms the background.
       label: index into `CLASS_NAMES`, -1 for scenes with two objects.
     """
 
@@ -191,14 +202,11 @@ class Sample(NamedTuple):
 
 
 class _Draws:
-    """Random draws of one sample.
-
-    The Philox stream is keyed by (split, index), so no two samples share a stream.
-    """
+    """Random numbers of one sample, from a Philox stream keyed by (split, index)."""
 
     def __init__(self, split: str, index: int):
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+            raise ValueError(f"expected a split among {', '.join(SPLITS)}, got {split!r}")
         key = np.array([SPLITS.index(split), index], dtype=np.uint64)
         # One call for all draws: a scalar draw costs as much as the whole vector.
         self._uniform = iter(np.random.Generator(np.random.Philox(key=key)).random(64).tolist())
@@ -215,16 +223,17 @@ class _Draws:
         red, green, blue = (min(max(value * light + self.uniform(-6, 6), 0.0), 255.0) for value in rgb)
         return red, green, blue
 
-    def thing(
+    def scene_object(
         self, name: str, center: tuple[float, float], jitter: tuple[float, float], radii: tuple[float, float]
-    ) -> Thing:
+    ) -> SceneObject:
         color, shape = name.split(" ")
         x, y = (c + self.uniform(-j, j) for c, j in zip(center, jitter, strict=True))
         angle = self.uniform(-0.2, 0.2)
-        return Thing(shape, color, (x, y), self.uniform(*radii), angle, self.shade(_COLORS[color]))
+        return SceneObject(shape, color, (x, y), self.uniform(*radii), angle, self.shade(_COLORS[color]))
 
 
 def _scene(split: str, index: int, draws: _Draws) -> Scene:
+    """Draw a scene; `backdrop` holds the color and the slope of its background."""
     background = draws.choice(tuple(_BACKGROUNDS))
     backdrop = (draws.shade(_BACKGROUNDS[background]), (draws.uniform(-0.15, 0.15), draws.uniform(-0.15, 0.15)))
     if split == "zero_shot":
@@ -233,31 +242,31 @@ def _scene(split: str, index: int, draws: _Draws) -> Scene:
         name = draws.choice(CLASS_NAMES)
         if draws.choice((False, True)):
             return _pair(name, background, backdrop, draws)
-    size, place = draws.choice(tuple(_RADII)), draws.choice(tuple(_POSITIONS))
-    thing = draws.thing(name, _POSITIONS[place], (0.035, 0.035), _RADII[size])
-    return Scene((thing,), background, *backdrop, size=size, place=place)
+    size, position = draws.choice(tuple(_RADII)), draws.choice(tuple(_POSITIONS))
+    only = draws.scene_object(name, _POSITIONS[position], (0.035, 0.035), _RADII[size])
+    return Scene((only,), background, *backdrop, size=size, position=position)
 
 
 def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]], draws: _Draws) -> Scene:
     other = CLASS_NAMES[(CLASS_NAMES.index(name) + draws.choice(range(1, len(CLASS_NAMES)))) % len(CLASS_NAMES)]
     relation = draws.choice(tuple(_RELATIONS))
     dx, dy = _RELATIONS[relation]
-    # Jitter along the relation is small enough for the objects to at most touch. Jitter across it can be larger.
+    # Along the relation, jitter is small enough that the objects at most touch.
     jitter = (0.04, 0.10) if dx else (0.10, 0.04)
-    first = draws.thing(name, (0.5 + 0.23 * dx, 0.5 + 0.23 * dy), jitter, _PAIR_RADII)
-    second = draws.thing(other, (0.5 - 0.23 * dx, 0.5 - 0.23 * dy), jitter, _PAIR_RADII)
+    first = draws.scene_object(name, (0.5 + 0.23 * dx, 0.5 + 0.23 * dy), jitter, _PAIR_RADII)
+    second = draws.scene_object(other, (0.5 - 0.23 * dx, 0.5 - 0.23 * dy), jitter, _PAIR_RADII)
     return Scene((first, second), background, *backdrop, relation=relation)
 
 
 def sample_scene(split: str, index: int) -> Scene:
-    """Draw the scene of a sample.
+    """Compute the scene of a sample.
 
     Args:
       split: one of `SPLITS`.
       index: non-negative.
 
     Returns:
-      The scene that `render` draws.
+      The scene that `render` draws, without its image.
 
     Raises:
       ValueError: the split is unknown.
@@ -266,27 +275,27 @@ def sample_scene(split: str, index: int) -> Scene:
 
 
 def phrases(attribute: str) -> tuple[str, ...]:
-    """Phrases for a discrete attribute such as "cyan", "top" or "above"."""
+    """Return the synonyms of an attribute such as "cyan", "top" or "above"."""
     return _SYNONYMS.get(attribute, (attribute,))
 
 
-def _describe(thing: Thing, draws: _Draws) -> str:
-    color, shape = draws.choice(phrases(thing.color)), draws.choice(phrases(thing.shape))
+def _describe(item: SceneObject, draws: _Draws) -> str:
+    color, shape = draws.choice(phrases(item.color)), draws.choice(phrases(item.shape))
     return f"a {color} {shape}"
 
 
 def _caption(scene: Scene, draws: _Draws, *, brief: bool) -> str:
     background = draws.choice(phrases(scene.background))
     if scene.relation is not None:
-        first, second = (_describe(thing, draws) for thing in scene.things)
+        first, second = (_describe(item, draws) for item in scene.objects)
         relation = draws.choice(phrases(scene.relation))
         form = BRIEF_FORMS[1] if brief else draws.choice(TWO_FORMS)
         return form.format(
             first=first, second=second, relation=relation, reversed=_REVERSED[scene.relation], background=background
         )
-    assert scene.size is not None and scene.place is not None
-    (thing,) = scene.things
-    keys = {"size": scene.size, "color": thing.color, "shape": thing.shape, "place": scene.place}
+    assert scene.size is not None and scene.position is not None
+    (only,) = scene.objects
+    keys = {"size": scene.size, "color": only.color, "shape": only.shape, "position": scene.position}
     words = {slot: draws.choice(phrases(key)) for slot, key in keys.items()}
     form = BRIEF_FORMS[0] if brief else draws.choice(ONE_FORMS)
     return form.format(background=background, **words)
@@ -294,6 +303,7 @@ def _caption(scene: Scene, draws: _Draws, *, brief: bool) -> str:
 
 @functools.cache
 def _grid(image_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the coordinates of the pixel centers: x [1, S] and y [S, 1]."""
     centers = (np.arange(image_size, dtype=np.float32) + np.float32(0.5)) / np.float32(image_size)
     return centers[None, :], centers[:, None]
 
@@ -311,12 +321,12 @@ def draw(scene: Scene, image_size: int) -> np.ndarray:
     x, y = _grid(image_size)
     light = 1.0 + scene.slope[0] * (x - 0.5) + scene.slope[1] * (y - 0.5)
     canvas = light[..., None] * np.array(scene.background_rgb, np.float32)
-    for thing in scene.things:
-        right, up = (x - thing.center[0]) / thing.radius, (thing.center[1] - y) / thing.radius
-        cos, sin = math.cos(thing.angle), math.sin(thing.angle)
-        distance = _DISTANCES[thing.shape](cos * right + sin * up, cos * up - sin * right)
-        coverage = np.clip(0.5 - distance * (thing.radius * image_size), 0.0, 1.0)[..., None]
-        canvas += coverage * (np.array(thing.rgb, np.float32) - canvas)
+    for item in scene.objects:
+        right, up = (x - item.center[0]) / item.radius, (item.center[1] - y) / item.radius
+        cos, sin = math.cos(item.angle), math.sin(item.angle)
+        distance = _DISTANCES[item.shape](cos * right + sin * up, cos * up - sin * right)
+        coverage = np.clip(0.5 - distance * (item.radius * image_size), 0.0, 1.0)[..., None]
+        canvas += coverage * (np.array(item.rgb, np.float32) - canvas)
     return np.clip(canvas + 0.5, 0.0, 255.0).astype(np.uint8)
 
 
@@ -340,6 +350,6 @@ def render(split: str, index: int, image_size: int) -> Sample:
     """
     draws = _Draws(split, index)
     scene = _scene(split, index, draws)
-    label = CLASS_NAMES.index(scene.things[0].name) if len(scene.things) == 1 else -1
+    label = CLASS_NAMES.index(scene.objects[0].name) if len(scene.objects) == 1 else -1
     brief = split == "train" and draws.choice((False, True))
     return Sample(draw(scene, image_size), _caption(scene, draws, brief=brief), label)

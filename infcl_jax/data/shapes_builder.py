@@ -1,4 +1,4 @@
-"""TFDS dataset of shapes, rendered on all cores and used without TensorFlow."""
+"""TFDS dataset of shapes, rendered on all cores without TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from PIL import Image
 from infcl_jax.data import shapes
 
 
-def _encode_block(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
+def _encode_group(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
+    """Render samples, with their images as PNG bytes."""
     examples = []
     for index in indices:
         image, caption, label = shapes.render(split, index, image_size)
@@ -29,8 +30,10 @@ def _encode_block(split: str, indices: range, image_size: int) -> list[dict[str,
 
 
 def _exit_with_parent() -> None:
-    """Exit a pool process when its parent exits."""
-    # A killed parent cannot shut down its pool, whose processes would wait forever.
+    """Exit a pool process when its parent exits.
+
+    A killed parent cannot shut down its pool, whose processes would wait forever.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -41,19 +44,19 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _encode_all(split: str, count: int, image_size: int, block: int = 512) -> Iterator[list[dict[str, Any]]]:
-    """Yield blocks of encoded examples in order, encoded on all cores."""
-    blocks = [range(start, min(start + block, count)) for start in range(0, count, block)]
+def _encode_all(split: str, count: int, image_size: int, group: int = 512) -> Iterator[list[dict[str, Any]]]:
+    """Yield groups of encoded examples in order, encoded on all cores."""
+    groups = [range(start, min(start + group, count)) for start in range(0, count, group)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores == 1 or len(blocks) < 8:  # too few blocks to amortize starting the processes
-        yield from (_encode_block(split, indices, image_size) for indices in blocks)
+    if cores == 1 or len(groups) < 8:  # too few groups to amortize starting the processes
+        yield from (_encode_group(split, indices, image_size) for indices in groups)
         return
     context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
     with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=_exit_with_parent) as pool:
         pending: collections.deque[concurrent.futures.Future] = collections.deque()
         try:
-            for indices in blocks:
-                pending.append(pool.submit(_encode_block, split, indices, image_size))
+            for indices in groups:
+                pending.append(pool.submit(_encode_group, split, indices, image_size))
                 if len(pending) > 4 * cores:  # bounds the memory when writing is slower than encoding
                     yield pending.popleft().result()
             while pending:
@@ -107,7 +110,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
         config = self.builder_config
         key = 0
-        for block in _encode_all(split, getattr(config, split), config.image_size):
-            for example in block:
+        for group in _encode_all(split, getattr(config, split), config.image_size):
+            for example in group:
                 yield key, example
                 key += 1

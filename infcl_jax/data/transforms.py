@@ -13,13 +13,13 @@ from PIL import Image
 
 _BICUBIC = Image.Resampling.BICUBIC
 _CROP_TRIES = 10  # draws of a crop box, as in torchvision
-_MAX_ASPECT_RATIO = 100  # longer images are cropped before resizing; bounds the resized image to 20 MB at 224 pixels
+_MAX_ASPECT_RATIO = 100  # longer images are cropped first, which bounds a resized image of 224 pixels to 20 MB
 
 
 def _check_image(image: np.ndarray) -> None:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(
-            f"image must be uint8 [height, width, 3], got {image.dtype} {list(image.shape)}; convert it in the source"
+            f"expected an image of uint8 [H, W, 3], got {image.dtype} {list(image.shape)}; convert it in the source"
         )
 
 
@@ -27,8 +27,8 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
     """Resize the short side (bicubic, antialiased), then crop the central square.
 
     Equals torchvision's `Resize(size, interpolation=BICUBIC)` and `CenterCrop(size)` on PIL images, pixel for pixel,
-    for aspect ratios up to 100. A longer image is first cropped, because the resized image would take
-    4 * size^2 * aspect ratio bytes.
+    for aspect ratios up to 100. A longer image is cropped first, because the resized image would take
+    `4 * size**2 * aspect_ratio` bytes.
 
     Args:
       image: uint8 [H, W, 3].
@@ -46,8 +46,8 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
     short = min(image.shape[:2])
     image = _center_crop(image, _MAX_ASPECT_RATIO * short)
     height, width, _ = image.shape
-    # As in torchvision, the long side is rounded down and a half-pixel margin to the even number. Pillow's
-    # `resize(box=...)` needs no large image, but its pixels differ by up to 24 levels.
+    # torchvision rounds the long side down, and a margin of half pixels to the even number. Pillow's `resize(box=...)`
+    # would avoid the large image, but its pixels differ by up to 24 of 255 levels.
     resized = np.asarray(Image.fromarray(image).resize((size * width // short, size * height // short), _BICUBIC))
     return np.ascontiguousarray(_center_crop(resized, size))
 
@@ -73,7 +73,7 @@ def random_resized_crop(
     Args:
       image: uint8 [H, W, 3].
       size: side S of the result, in pixels.
-      rng: source of randomness.
+      rng: random generator.
       scale: range of the box's area, as a fraction of the image's.
       ratio: range of the box's width over height, log-uniform.
 
@@ -94,13 +94,13 @@ def random_crop_box(
 ) -> tuple[int, int, int, int]:
     """Draw a crop box from the distribution of torchvision's `RandomResizedCrop`.
 
-    Area and aspect ratio are the first of ten draws that fits the image, and the position is uniform. If none fits,
-    the box is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
+    Area and aspect ratio are the first of ten draws that fit the image. The position is uniform. If no draw fits, the
+    box is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
 
     Args:
       height: image height, in pixels.
       width: image width, in pixels.
-      rng: source of randomness.
+      rng: random generator.
       scale: range of the box's area, as a fraction of the image's.
       ratio: range of the box's width over height, log-uniform.
 
@@ -127,7 +127,7 @@ def random_shift(image: np.ndarray, max_shift: int, rng: np.random.Generator) ->
     Args:
       image: uint8 [H, W, 3].
       max_shift: maximum shift along each axis, in pixels; 0 returns the image itself.
-      rng: source of randomness.
+      rng: random generator.
 
     Returns:
       uint8 [H, W, 3].
@@ -170,11 +170,11 @@ class Augmentation:
             if not pair or not all(isinstance(bound, int | float) for bound in value):
                 raise ValueError(f"expected augmentation.{name} to be two numbers (low, high), got {value!r}")
         if not 0.0 < self.scale[0] <= self.scale[1] <= 1.0:
-            raise ValueError(f"scale must be (low, high) with 0 < low <= high <= 1, got {self.scale}")
+            raise ValueError(f"expected augmentation.scale with 0 < low <= high <= 1, got {self.scale}")
         if not 0.0 < self.ratio[0] <= self.ratio[1]:
-            raise ValueError(f"ratio must be (low, high) with 0 < low <= high, got {self.ratio}")
+            raise ValueError(f"expected augmentation.ratio with 0 < low <= high, got {self.ratio}")
         if self.shift < 0:
-            raise ValueError(f"shift must be at least 0 pixels, got {self.shift}")
+            raise ValueError(f"expected augmentation.shift of at least 0 pixels, got {self.shift}")
 
     def __call__(self, image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
         """Transform one image: uint8 [H, W, 3] to uint8 [size, size, 3]."""

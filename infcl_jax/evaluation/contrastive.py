@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import infcl_jax
 from infcl_jax.distributed import replicate, to_host
 from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.losses import clip_loss
 
 _MAX_BATCHES = 16  # bounds the time of `batch_loss` at small batch sizes
 
@@ -21,15 +21,15 @@ def split_loss(
     """Compute the exact symmetric contrastive loss over a whole split.
 
     Every other sample of the split is a negative. Unlike a mean over evaluation batches, the loss does not depend on
-    the batch size, so it compares runs trained with different batch sizes. It grows with the logarithm of the size of
-    the split. Padding rows are masked. The loss is that of CLIP (arXiv:2103.00020, figure 3).
+    the batch size, so it compares runs trained with different batch sizes. Its chance level is the logarithm of the
+    size of the split. The loss is that of CLIP (arXiv:2103.00020, figure 3).
 
     Args:
         image: [N, D] normalized image features, the same on every process; row i and row i of `text` are a pair.
         text: [N, D] normalized text features.
         logit_scale: factor of the similarities, the exponential of the model's logit scale parameter.
         mesh: mesh with an axis "data", over which the pairs are sharded.
-        implementation: backend of `infcl_jax.clip_loss`.
+        implementation: backend of `clip_loss`.
 
     Returns:
         The mean loss of both directions in nats, the same on every process.
@@ -55,16 +55,16 @@ def batch_loss(
 ) -> float:
     """Compute the mean contrastive loss of batches of a split.
 
-    It is comparable with the training loss of the same batch size. The batches are the first of one fixed random order,
-    at most 16.
+    It is comparable with the training loss of the same batch size. At most 16 batches are drawn without replacement
+    from the split, the same at every call.
 
     Args:
         image: [N, D] normalized image features, see `split_loss`.
         text: [N, D] normalized text features.
         logit_scale: factor of the similarities.
         mesh: mesh with an axis "data".
-        batch_size: pairs per batch, at most N.
-        implementation: backend of `infcl_jax.clip_loss`.
+        batch_size: pairs per batch, over all devices, at most N.
+        implementation: backend of `clip_loss`.
 
     Returns:
         The mean loss in nats, the same on every process.
@@ -84,4 +84,4 @@ def batch_loss(
 def _loss(
     image: jax.Array, text: jax.Array, scale: jax.Array, mask: jax.Array, *, mesh: Mesh, implementation: str | None
 ) -> jax.Array:
-    return infcl_jax.clip_loss(image, text, scale, mesh=mesh, mask=mask, implementation=implementation)
+    return clip_loss(image, text, scale, mesh=mesh, mask=mask, implementation=implementation)

@@ -31,7 +31,7 @@ class Features:
         image: float32 [N, D], image features.
         text: float32 [N, D], text features.
         label: int32 [N], class of the sample, -1 without class.
-        index: int64 [N], index of the sample in its source.
+        index: int64 [N], index of the sample in its source, ascending.
     """
 
     image: np.ndarray
@@ -119,7 +119,7 @@ def shard_rows(mesh: Mesh, array: np.ndarray, *, fill: float = 0, multiple: int 
         mesh: mesh with an axis "data".
         array: [n, ...], the same on every process.
         fill: value of the padding rows.
-        multiple: number that divides the rows of every device.
+        multiple: the rows on each device become a multiple of this number.
 
     Returns:
         Global array [m, ...] sharded over "data"; m is n rounded up to a multiple of `mesh.size * multiple`.
@@ -148,7 +148,7 @@ def pad_rows(array: np.ndarray, rows: int, *, fill: float = 0) -> np.ndarray:
 def l2_normalize(features: np.ndarray) -> np.ndarray:
     """Normalize vectors along the last axis to unit length, as float32.
 
-    Zero vectors stay zero. Non-finite vectors become NaN.
+    Zero vectors stay zero. Infinite entries become NaN.
     """
     wide = np.asarray(features, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -172,7 +172,7 @@ def _padded_rows(batch: Batch, mesh: Mesh) -> int:
 
 
 def _device_fields(batch: Batch, rows: int) -> dict[str, np.ndarray]:
-    """Pad the fields of a batch to `rows` rows without 64-bit dtypes."""
+    """Pad the fields to `rows` rows; the index becomes int32 words."""
     # JAX without x64 truncates int64 to int32. Two 32-bit words per row represent any index exactly.
     words = np.ascontiguousarray(batch["index"], np.int64).view(np.int32).reshape(-1, 2)
     fields = {

@@ -46,7 +46,7 @@ def plot_curves(
     Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
     leave gaps.
 
-    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks its chance level,
+    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks each chance level,
     ln(pairs). Losses with the same chance level are comparable.
 
     Args:
@@ -86,7 +86,7 @@ def plot_retrieval_grid(
     """Plot the most similar images of each caption.
 
     Each row shows a caption, the rank of its correct image, and the most similar images. A frame marks the correct
-    image, as the legend says. The plot is 260 + 120 * columns pixels wide and 40 + 120 * Q pixels high.
+    image. The plot is 260 + 120 * columns pixels wide and 40 + 120 * Q pixels high.
 
     Args:
         captions: Q query captions.
@@ -139,7 +139,7 @@ def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, fl
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    # Below the axes: no corner is free of curves, and matplotlib's search for one is slow on long runs.
+    # Below the axes: curves can fill every corner, and loc="best" is slow with many points.
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
 
 

@@ -3,14 +3,15 @@
 import re
 from collections.abc import Mapping
 
+# Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")
 _KINDS = {"r": "R@k", "top": "top-k accuracy"}
 
 
 def format_table(results: Mapping[str, float]) -> str:
-    """Format results as a table.
+    """Format results as a table of tasks (rows) by k (columns).
 
-    A row is a task, a column is a k. Losses have rows of their own.
+    Losses follow in rows of their own.
 
     Args:
       results: metrics of `infcl_jax.evaluation.Suite`.
@@ -26,6 +27,7 @@ def format_table(results: Mapping[str, float]) -> str:
             rows.setdefault(label, {})[f"k = {match['k']}"] = f"{100 * value:.1f} %"
         else:
             others[f"{_words(name)} (nats)" if name.endswith("loss") else _words(name)] = f"{value:.4f}"
+    # column[4:] is the number after "k = ".
     columns = sorted({column for row in rows.values() for column in row}, key=lambda column: int(column[4:]))
     width = max(map(len, (*rows, *others)), default=0)
     lines = [_line(label, [row.get(column, "") for column in columns], width) for label, row in rows.items()]

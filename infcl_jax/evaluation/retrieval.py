@@ -19,8 +19,9 @@ from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
 # summation, so without a tolerance it would rank equal features arbitrarily.
 TIE_TOLERANCE = 1e-6
 
-_QUERY_BLOCK = 2048  # maximum query rows per block
-_GALLERY_BLOCK = 4096  # maximum gallery rows per tile of a device
+# Maximum rows and columns of a tile of the similarity matrix: 2048 x 4096 in float32 are 32 MiB on each device.
+_QUERY_ROWS = 2048
+_GALLERY_ROWS = 4096
 
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def retrieval_recall(
     """Compute recall at k in both directions by cosine similarity.
 
     Text to image, a caption is a hit if fewer than k other images are at least as similar to it as its own image. Image
-    to text, an image is a hit if fewer than k captions of other images are at least as similar to it as the best of its
-    own captions. Captions of the same image never count against each other.
+    to text, an image is a hit if fewer than k captions of other images are at least as similar to it as its best own
+    caption. Captions of the same image never count against each other.
 
     This is the protocol of COCO and Flickr30k (Karpathy & Fei-Fei 2015, section 4.1; CLIP, arXiv:2103.00020, table 13).
     There, each image has five captions, and any of them in the top k is a hit.
@@ -47,7 +48,7 @@ def retrieval_recall(
     captions finds its image first. Drop repeated captions or raise k to avoid the bound. The lead process logs a
     warning with the bound, once per process and gallery.
 
-    A device holds one tile of the similarity matrix, its shard of the gallery and one block of queries. A k that is at
+    A device holds its shard of the gallery, up to 2048 queries and one tile of the similarity matrix. A k that is at
     least the size of the gallery always gives 1.
 
     Args:
@@ -63,24 +64,24 @@ def retrieval_recall(
     Raises:
         ValueError: the shapes do not match, `text_image` is outside [0, N), an image has no caption, or a k is < 1.
     """
-    owner = _check(image, text, ks, text_image)
+    text_image = _check(image, text, ks, text_image)
     image, text = l2_normalize(image), l2_normalize(text)
-    positive = paired_similarity(text, image[owner])
-    best = np.full(len(image), -np.inf, np.float32)
+    positive = paired_similarity(text, image[text_image])
+    best = np.full(len(image), -np.inf, np.float32)  # best positive of each image
     with np.errstate(invalid="ignore"):  # the maximum propagates NaN, and a NaN threshold is a miss
-        np.maximum.at(best, owner, positive)
+        np.maximum.at(best, text_image, positive)
     if is_lead():
-        _warn_of_repeats(text, owner)
+        _warn_of_repeats(text, text_image)
     image_row = np.arange(len(image), dtype=np.int32)
     rivals = {
-        "image_to_text": count_rivals(image, image_row, best, text, owner, mesh),
-        "text_to_image": count_rivals(text, owner, positive, image, image_row, mesh),
+        "image_to_text": count_rivals(image, image_row, best, text, text_image, mesh),
+        "text_to_image": count_rivals(text, text_image, positive, image, image_row, mesh),
     }
     return {f"{name}_r{k}": float(np.mean(count < k)) for name, count in rivals.items() for k in ks}
 
 
 def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float, float]:
-    """Count captions shared between images and bound recall at 1.
+    """Count captions shared between images, and bound recall at 1.
 
     Ties are misses, so an image whose captions are all shared cannot find its own caption first. A caption shared by
     several images finds at most one of them first.
@@ -99,7 +100,7 @@ def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float
     shared = images[caption] > 1
     max_copies = np.zeros_like(images)  # largest number of copies of a caption that belong to one image
     np.maximum.at(max_copies, pairs[0], copies)
-    with_unshared = len(np.unique(text_image[~shared]))
+    with_unshared = len(np.unique(text_image[~shared]))  # images with a caption of their own
     return int(shared.sum()), with_unshared / len(np.unique(text_image)), float(max_copies.sum() / len(text))
 
 
@@ -142,8 +143,8 @@ def count_rivals(
     Rivals are gallery rows of other groups whose similarity to the query is at least its threshold.
 
     If the threshold is the similarity of the correct match, the count is the zero-based rank of the match, with ties as
-    misses. The gallery is sharded over the mesh. Blocks of queries are replicated, and the counts of all devices are
-    summed.
+    misses. The gallery is sharded over the mesh. The queries are replicated, up to 2048 at a time, and the counts of
+    all devices are summed.
 
     Args:
         query: float32 [Q, D], unit vectors.
@@ -156,49 +157,50 @@ def count_rivals(
     Returns:
         int32 [Q], number of rivals of each query, the same on every process.
     """
-    rows = -(-len(gallery) // mesh.size)
-    tiles = -(-rows // _GALLERY_BLOCK)
-    tile = -(-rows // tiles)
-    sharded = shard_rows(mesh, gallery, multiple=tile)
-    sharded_group = shard_rows(mesh, gallery_group.astype(np.int32), fill=-1, multiple=tile)
-    block = min(_QUERY_BLOCK, len(query))
+    block_rows = -(-len(gallery) // mesh.size)
+    tiles = -(-block_rows // _GALLERY_ROWS)
+    tile_rows = -(-block_rows // tiles)  # equal tiles, so that little of the last one is padding
+    sharded = shard_rows(mesh, gallery, multiple=tile_rows)
+    sharded_group = shard_rows(mesh, gallery_group.astype(np.int32), fill=-1, multiple=tile_rows)
+    size = min(_QUERY_ROWS, len(query))
     fields = (query, query_group.astype(np.int32), threshold)
     counts = []
-    for start in range(0, len(query), block):
-        queries = replicate(mesh, tuple(pad_rows(field[start : start + block], block) for field in fields))
-        counts.append(np.asarray(_count_block(queries, sharded, sharded_group, mesh=mesh, tile=tile)))
+    for start in range(0, len(query), size):
+        queries = replicate(mesh, tuple(pad_rows(field[start : start + size], size) for field in fields))
+        counts.append(np.asarray(_count_replicated(queries, sharded, sharded_group, mesh=mesh, tile_rows=tile_rows)))
     return np.concatenate(counts)[: len(query)]
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "tile"))
-def _count_block(
-    queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array, *, mesh: Mesh, tile: int
+@functools.partial(jax.jit, static_argnames=("mesh", "tile_rows"))
+def _count_replicated(
+    queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array, *, mesh: Mesh, tile_rows: int
 ) -> jax.Array:
-    """Count the rivals of one block of queries.
+    """Count the rivals of replicated queries in a sharded gallery.
 
     Args:
-        queries: features [B, D], groups [B] and thresholds [B], replicated.
+        queries: features [Q, D], groups [Q] and thresholds [Q], replicated.
         gallery: [G, D], sharded over "data".
         group: [G], sharded over "data"; -1 for padding.
         mesh: mesh with an axis "data".
-        tile: gallery rows per tile of the similarity matrix.
+        tile_rows: gallery rows per tile of the similarity matrix; divides the rows of every device.
 
     Returns:
-        int32 [B].
+        int32 [Q], replicated.
     """
 
     def local(queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array) -> jax.Array:
         query, query_group, threshold = queries
 
-        def count(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-            similarity = jnp.einsum("qd,gd->qg", query, block[0], precision=jax.lax.Precision.HIGHEST)
+        def count(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+            tile_gallery, tile_group = tile
+            similarity = jnp.einsum("qd,gd->qg", query, tile_gallery, precision=jax.lax.Precision.HIGHEST)
             # ~(a < b) instead of a >= b: comparisons with NaN are false, and NaN must count as a rival.
             rival = ~(similarity < (threshold - TIE_TOLERANCE)[:, None])
-            other_group = (block[1] >= 0)[None, :] & (block[1][None, :] != query_group[:, None])
+            other_group = (tile_group >= 0)[None, :] & (tile_group[None, :] != query_group[:, None])
             return jnp.sum(rival & other_group, axis=1, dtype=jnp.int32)
 
-        blocks = (gallery.reshape(-1, tile, gallery.shape[1]), group.reshape(-1, tile))
-        return jax.lax.psum(jnp.sum(jax.lax.map(count, blocks), axis=0), "data")
+        tiles = (gallery.reshape(-1, tile_rows, gallery.shape[1]), group.reshape(-1, tile_rows))
+        return jax.lax.psum(jnp.sum(jax.lax.map(count, tiles), axis=0), "data")
 
     specs = (P(), P("data"), P("data"))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(queries, gallery, group)
@@ -213,18 +215,22 @@ def _check(image: np.ndarray, text: np.ndarray, ks: Sequence[int], text_image: n
     if text_image is None:
         if len(image) != len(text):
             raise ValueError(
-                f"expected one caption an image, got {len(image)} images and {len(text)} captions; "
+                f"expected one caption per image, got {len(image)} images and {len(text)} captions; "
                 "pass text_image, the image row of each caption"
             )
         return np.arange(len(text), dtype=np.int32)
-    owner = np.asarray(text_image)
-    if owner.shape != (len(text),) or not np.issubdtype(owner.dtype, np.integer):
-        raise ValueError(f"expected integer text_image of shape ({len(text)},), got {owner.dtype} {owner.shape}")
-    if owner.min() < 0 or owner.max() >= len(image):
-        raise ValueError(f"expected text_image in [0, {len(image)}), got values in [{owner.min()}, {owner.max()}]")
-    without_caption = np.flatnonzero(np.bincount(owner, minlength=len(image)) == 0)
+    text_image = np.asarray(text_image)
+    if text_image.shape != (len(text),) or not np.issubdtype(text_image.dtype, np.integer):
+        raise ValueError(
+            f"expected integer text_image of shape ({len(text)},), got {text_image.dtype} {text_image.shape}"
+        )
+    if text_image.min() < 0 or text_image.max() >= len(image):
+        raise ValueError(
+            f"expected text_image in [0, {len(image)}), got values in [{text_image.min()}, {text_image.max()}]"
+        )
+    without_caption = np.flatnonzero(np.bincount(text_image, minlength=len(image)) == 0)
     if len(without_caption):
         raise ValueError(
             f"expected a caption for every image, got none for {len(without_caption)} (first: row {without_caption[0]})"
         )
-    return owner.astype(np.int32)
+    return text_image.astype(np.int32)

@@ -73,7 +73,7 @@ class Suite:
           data_dir: directory of the prepared datasets.
           mesh: mesh with an axis "data".
           implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
-          train_batch_size: batch size of a training loss to compare with; None: no such loss.
+          train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -82,11 +82,11 @@ class Suite:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
         self._train_batch_size = train_batch_size
-        self._gallery = self._zero_shot = None
+        self._retrieval_source = self._zero_shot_source = None
         if config.retrieval_dataset:
-            self._gallery = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
+            self._retrieval_source = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
         if config.zero_shot_dataset:
-            self._zero_shot = load_source(config.zero_shot_dataset, config.zero_shot_split, data_dir)
+            self._zero_shot_source = load_source(config.zero_shot_dataset, config.zero_shot_split, data_dir)
             self._classes = classes(config.zero_shot_dataset, data_dir)
             if self._classes is None:
                 raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
@@ -94,9 +94,9 @@ class Suite:
     @property
     def chance_losses(self) -> dict[str, float]:
         """Chance levels ln(pairs) of the training and validation losses, by name, in nats."""
-        size, pairs = self._train_batch_size, 0 if self._gallery is None else len(self._gallery)
-        numbers = {"loss": size, "validation/batch_loss": size, "validation/loss": pairs}
-        return {name: math.log(number) for name, number in numbers.items() if number}
+        size, split_size = self._train_batch_size, 0 if self._retrieval_source is None else len(self._retrieval_source)
+        pairs = {"loss": size, "validation/batch_loss": size, "validation/loss": split_size}
+        return {name: math.log(number) for name, number in pairs.items() if number}
 
     def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
         """Evaluate a model.
@@ -106,26 +106,26 @@ class Suite:
           grid_path: output file for a plot of retrieval results; None: no plot.
 
         Returns:
-          Metrics of the configured datasets: `zero_shot/top1`, `zero_shot/top5`, `retrieval/image_to_text_r<k>` and
-          `retrieval/text_to_image_r<k>` for k = 1, 5, 10 as fractions, and `validation/loss` in nats. The
-          last is the loss of the whole split as one batch. `validation/batch_loss` is the loss of batches of
-          `train_batch_size` pairs, if the split has that many.
+          Metrics of the configured datasets. As fractions: `zero_shot/top1`, `zero_shot/top5`, and
+          `retrieval/image_to_text_r<k>` and `retrieval/text_to_image_r<k>` for k = 1, 5, 10. In nats: `validation/loss`
+          of the whole split as one batch, and `validation/batch_loss` of batches of `train_batch_size` pairs, if the
+          split has that many.
         """
         metrics: dict[str, float] = {}
-        if self._gallery is not None:
-            features = self._encode(self._gallery, variables)
+        if self._retrieval_source is not None:
+            features = self._encode(self._retrieval_source, variables)
             scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
-            pairs = features.image, features.text, float(scale), self._mesh
-            metrics["validation/loss"] = split_loss(*pairs, self._implementation)
+            inputs = features.image, features.text, float(scale), self._mesh
+            metrics["validation/loss"] = split_loss(*inputs, self._implementation)
             size = self._train_batch_size
             if size is not None and size <= len(features.image):
-                metrics["validation/batch_loss"] = batch_loss(*pairs, size, self._implementation)
+                metrics["validation/batch_loss"] = batch_loss(*inputs, size, self._implementation)
             image, text = features.image[: self._config.gallery], features.text[: self._config.gallery]
             recall = retrieval_recall(image, text, self._mesh)
             metrics |= {f"retrieval/{name}": value for name, value in recall.items()}
             if grid_path is not None and is_lead():
                 self._draw_grid(image, text, grid_path)
-        if self._zero_shot is not None:
+        if self._zero_shot_source is not None:
             metrics |= {f"zero_shot/{name}": value for name, value in self._classify(variables).items()}
         return metrics
 
@@ -139,7 +139,7 @@ class Suite:
             self._mesh,
             batch_size=self._config.batch_size,
         )
-        features = self._encode(self._zero_shot, variables)
+        features = self._encode(self._zero_shot_source, variables)
         return zero_shot_accuracy(features.image, features.label, embeddings, self._mesh)
 
     def _encode(self, source: Source, variables: Any) -> Features:
@@ -161,13 +161,14 @@ class Suite:
 
     def _draw_grid(self, image: np.ndarray, text: np.ndarray, path: str | Path) -> None:
         queries = range(min(GRID_QUERIES, len(text)))
-        captions = [self._gallery[i]["caption"] for i in queries]
-        plot_retrieval_grid(captions, _Images(self._gallery, len(image)), text[: len(queries)] @ image.T, path)
+        captions = [self._retrieval_source[i]["caption"] for i in queries]
+        images = _Images(self._retrieval_source, len(image))
+        plot_retrieval_grid(captions, images, text[: len(queries)] @ image.T, path)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Images(Sequence[np.ndarray]):
-    """First images of a source, read on access."""
+    """First `length` images of a source, read on access."""
 
     source: Source
     length: int

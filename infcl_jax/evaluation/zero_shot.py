@@ -16,10 +16,10 @@ Template = str | Callable[[str], str]
 
 
 class Tokenizer(Protocol):
-    """Tokenizer of n texts as int32 [n, context_length]."""
+    """Interface of a tokenizer, such as `infcl_jax.data.ByteTokenizer`."""
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Encode texts as int32 [n, context_length]."""
+        """Encode n texts as int32 [n, context_length]."""
 
 
 def class_embeddings(
@@ -45,7 +45,7 @@ def class_embeddings(
         class_names: C class names.
         templates: T prompt templates. A template is a string with "{}" for the class name, or a function of the name.
         mesh: mesh with an axis "data"; prompts are encoded on all its devices.
-        batch_size: prompts encoded at once over all devices, rounded up to a multiple of the mesh size.
+        batch_size: prompts encoded at once, over all devices; rounded up to a multiple of the mesh size.
 
     Returns:
         float32 [C, D], unit vectors, the same on every process.
@@ -102,8 +102,8 @@ def zero_shot_accuracy(
     label = labels[labeled].astype(np.int32)
     image, classes = l2_normalize(image_features[labeled]), l2_normalize(class_embeddings)
     positive = paired_similarity(image, classes[label])
-    rank = count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
-    return {f"top{k}": float(np.mean(rank < k)) for k in topk}
+    rivals = count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
+    return {f"top{k}": float(np.mean(rivals < k)) for k in topk}
 
 
 def _fill(template: Template, name: str) -> str:

@@ -32,18 +32,20 @@ def cached_value_and_grad(
 ) -> ValueAndGrad:
     """Value and gradient of a full-batch loss with gradient caching.
 
-    The first pass encodes every chunk without storing activations. The loss then gives the cotangents of the features.
-    The second pass recomputes every chunk with activations and accumulates the gradients of the parameters. The result
-    is the exact gradient of `loss_fn(params, {name: features})`. Gao et al., "Scaling Deep Contrastive Learning Batch
-    Size under Memory Limited Setup" (GradCache), section 3.3.
+    The first pass encodes every chunk without storing activations. The backward pass of the loss gives the cotangents
+    of the features. The second pass encodes every chunk again, now with activations, and accumulates the gradients of
+    the parameters. The result is the exact gradient of `loss_fn(params, {name: features})`.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), section
+    3.3.
 
     Encoders must be pure functions, so they cannot update running statistics. An encoder that mixes rows, such as batch
-    norm in training, uses the statistics of one device's shard of a chunk instead of those of the batch. The gradient
-    is then the exact gradient of this chunked function.
+    norm in training, mixes those of one device's shard of a chunk instead of those of the batch. The result is then the
+    exact gradient of this chunked function.
 
-    Randomness: both passes call an encoder with `fold_in(fold_in(rng, encoder), shard)`. `encoder` is its position in
-    `encoders`. `shard` numbers the devices' shards of chunks in the order of the batch's rows: on one device the chunk
-    number, on device d of n with k chunks `d k + chunk`. It does not depend on `residency` or `keep`.
+    Randomness: both passes call an encoder with the key `fold_in(fold_in(rng, encoder), shard)`. `encoder` is the index
+    of the encoder in `encoders`. `shard` is the index of a device's shard of a chunk in the order of the batch's rows:
+    `d k + chunk` on device d with k chunks. The key does not depend on `residency` or `keep`.
 
     With residency "device", values derived from the parameters alone, such as casts, are computed once for all chunks
     if the encoder names them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
@@ -57,7 +59,7 @@ def cached_value_and_grad(
       ...     return clip_loss(f["image"], f["text"], jnp.exp(params["params"]["logit_scale"]), mesh=mesh)
       >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
       >>> step = jax.jit(cached_value_and_grad(encoders, loss, chunk_size=256, sharding=sharding))
-      >>> value, gradients = step(params, {"image": images, "text": tokens})  # sharded over the devices of the mesh
+      >>> value, gradients = step(params, {"image": images, "text": tokens})  # arrays with this sharding
 
     Args:
       encoders: `{name: encode(params, chunk, rng) -> features}`. `chunk` is a slice of the batch entry of that name.
@@ -68,31 +70,31 @@ def cached_value_and_grad(
         the loss's own use of `params`, such as a logit scale.
       chunk_size: rows encoded at once, over all devices; or `{name: rows}`. A smaller last chunk is compiled
         separately.
-      keep: number of chunks, or `{name: number}`, that store activations in the first pass and skip the second. If it
-        is at least the number of chunks, nothing is recomputed. With residency "device" every such chunk is compiled
-        separately, so compile time grows with `keep`. One chunk of twice the size needs the same memory as two and runs
-        faster, but doubles the size of the recomputed chunks too.
+      keep: number of chunks, or `{name: number}`, whose activations are stored instead of recomputed. If it is at least
+        the number of chunks, nothing is recomputed. With residency "device" every such chunk is compiled separately, so
+        compile time grows with `keep`. One chunk of twice the size needs the memory of two and runs faster, but a
+        larger `chunk_size` also enlarges the chunks that are recomputed.
       keep_names: names of checkpointed values (`checkpoint_name`) that all other chunks store, so that the second pass
         recomputes less. Choose values that are small and expensive to recompute: a transformer's residual stream is an
-        eighth of its activations and saves 5/12 of the forward GEMMs, those that lead into it. Names that an encoder
-        does not use have no effect.
-      frozen: names of frozen encoders, which run once and get no gradient, as with `stop_gradient` on their parameters.
-        Precomputed features need no encoder: pass them as a batch entry that `loss_fn` reads.
+        eighth of its activations and saves 5/12 of the forward GEMMs: the output projections of attention and MLP.
+        Names that an encoder does not use have no effect.
+      frozen: names of frozen encoders, which run once, with `stop_gradient` on their parameters. Precomputed features
+        need no encoder: pass them as a batch entry that `loss_fn` reads.
       has_aux: whether `loss_fn` returns `(scalar, aux)`, as in `jax.value_and_grad`.
-      residency: memory that holds the batch. With "device" it is in device memory, and everything is one computation
-        to be called under `jax.jit`. With "host" entries are NumPy arrays or `Replay`, at most three chunks are in
-        device memory at a time, and the returned function must not be jitted. It returns before the gradients are
-        ready; do not modify the batch's arrays until they are. Each process passes its own rows. Each chunk that stores
-        activations holds its own copy of values derived from the parameters, such as casts.
+      residency: memory that holds the batch. With "device" it is device memory, and the returned function is one
+        computation to be called under `jax.jit`. With "host" it is host memory: entries are NumPy arrays or `Replay`,
+        each process passes its own rows, and at most three chunks are in device memory at a time. The returned function
+        must not be jitted. It returns before the gradients are ready; do not modify the batch's arrays until they are.
+        Each chunk with stored activations stores its own copy of values derived from the parameters, such as casts.
       sharding: `NamedSharding(mesh, P(axes))` of the batch's leading axis; None for one device. Rows never move between
         devices, and gradients are reduced over devices once per step. The parameters are replicated over `axes`.
-        Without it, XLA gathers every chunk of a sharded batch, and every device encodes all of it. A batch on several
-        devices without `sharding` therefore causes a warning.
+        Without `sharding`, every device gathers and encodes every chunk of a sharded batch, so such a batch causes a
+        warning.
 
     Returns:
       `f(params, batch, rng=None) -> (loss, gradients)`, or `((loss, aux), gradients)` with `has_aux`. `batch` is
       `{name: pytree of arrays with one leading axis}`; entries may differ in length. Gradients have the floating dtypes
-      of `params` and are accumulated over chunks in at least fp32. Without `rng`, encoders get None.
+      of `params` and are accumulated over chunks in at least fp32. Without `rng`, encoders get None as their key.
 
     Raises:
       ValueError: arguments do not match each other. When called: the batch does not match the encoders, or the rows or
@@ -123,19 +125,20 @@ def cached_value_and_grad(
 def _cached_encoders(
     encoders: Mapping[str, EncodeFn], chunk_size: Any, keep: Any, keep_names: Collection[str], frozen: Collection[str]
 ) -> tuple[CachedEncoder, ...]:
+    """Check the settings and distribute them to the encoders."""
     if not encoders:
         raise ValueError("expected at least one encoder, got none")
     for option, names in (("frozen", frozen), ("keep_names", keep_names)):
         if isinstance(names, str):
             raise ValueError(f"expected {option} to be a collection of names, got {names!r}; use {(names,)!r}")
     _check_names("frozen", frozen, encoders)
-    sizes = _per_encoder("chunk_size", chunk_size, encoders, least=1)
+    chunk_sizes = _per_encoder("chunk_size", chunk_size, encoders, least=1)
     stored_chunks = _per_encoder("keep", keep, encoders, least=0)
-    stored_chunks |= dict.fromkeys(frozen, 0)  # a frozen encoder has no second pass
+    stored_chunks |= dict.fromkeys(frozen, 0)  # without a second pass, nothing is stored for it
     stored_names = {name: () if name in frozen else tuple(keep_names) for name in encoders}
     return tuple(
-        CachedEncoder(name, number, encode, sizes[name], stored_chunks[name], stored_names[name], name in frozen)
-        for number, (name, encode) in enumerate(encoders.items())
+        CachedEncoder(name, index, encode, chunk_sizes[name], stored_chunks[name], stored_names[name], name in frozen)
+        for index, (name, encode) in enumerate(encoders.items())
     )
 
 

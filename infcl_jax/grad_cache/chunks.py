@@ -1,7 +1,7 @@
 """Layout of a batch: one block of rows per device, split into chunks.
 
 Device d of n holds the block of rows `[d b/n, (d+1) b/n)` of a batch of size b. A chunk of size c consists of one shard
-of c/n rows per device: chunk i is rows `[i c/n, (i+1) c/n)` of every block. Rows therefore never move between devices.
+of c/n rows per device: chunk i has rows `[i c/n, (i+1) c/n)` of every block. Rows therefore never move between devices.
 The last chunk is smaller if c does not divide b.
 """
 
@@ -32,7 +32,7 @@ class Layout:
 
     Attributes:
       rows: rows of the block.
-      size: rows of a full chunk on this device.
+      size: rows of a full chunk's shard.
     """
 
     rows: int
@@ -44,11 +44,11 @@ class Layout:
         return math.ceil(self.rows / self.size)
 
     def chunk_slice(self, number: int) -> slice:
-        """Rows of a chunk within the block."""
+        """Rows of the block in chunk `number`."""
         return slice(number * self.size, min(self.rows, (number + 1) * self.size))
 
     def runs(self, keep: int) -> Iterator[tuple[range, int, bool]]:
-        """Yield runs of equal chunks: chunk numbers, chunk size, whether activations are stored."""
+        """Yield runs of equal chunks: chunk numbers, rows per shard, whether activations are stored."""
         full = self.rows // self.size
         stored = min(keep, full)
         yield range(stored), self.size, True
@@ -57,7 +57,7 @@ class Layout:
 
 
 def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> np.ndarray:
-    """Rows of the batch in one chunk, in the chunk's order.
+    """Indices of one chunk's rows in the batch, in the chunk's order.
 
     Example:
       >>> chunk_rows(1, rows=12, chunk_size=4, devices=2)
@@ -66,7 +66,7 @@ def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> np.
     Args:
       number: chunk number, from 0.
       rows: global batch size b.
-      chunk_size: global rows of a chunk, as in `cached_value_and_grad`.
+      chunk_size: rows of a chunk over all devices, as in `cached_value_and_grad`.
       devices: number of devices n over which the batch is sharded.
 
     Returns:
@@ -107,7 +107,7 @@ def leading_rows(name: str, entry: Any) -> int:
 
 
 def widen(tree: Any) -> Any:
-    """Cast arrays to the accumulation dtype of gradients, at least fp32."""
+    """Cast arrays to their accumulation dtype, at least fp32."""
     return jax.tree.map(lambda a: a.astype(accumulation_dtype(a.dtype)), tree)
 
 
@@ -117,7 +117,7 @@ class CachedEncoder:
 
     Attributes:
       name: name of the batch entry and of the features.
-      number: position among the encoders.
+      index: index of the encoder, folded into its PRNG keys.
       encode: `(params, chunk, rng) -> features`.
       chunk_size: rows encoded at once, over all devices.
       keep: number of chunks whose activations are stored.
@@ -126,7 +126,7 @@ class CachedEncoder:
     """
 
     name: str
-    number: int
+    index: int
     encode: EncodeFn
     chunk_size: int
     keep: int
@@ -134,29 +134,29 @@ class CachedEncoder:
     frozen: bool
 
     def checkpoint(self, encode: Callable[..., Any], *names: str, **options: Any) -> Callable[..., Any]:
-        """Rematerialize `encode` in its backward pass, except `keep_names` and further checkpointed values.
+        """Rematerialize `encode` in its backward pass, except for named values.
 
         Args:
           encode: function of one chunk.
-          *names: names of further checkpointed values to store.
+          *names: names of checkpointed values to store besides `keep_names`.
           **options: options of `jax.checkpoint`.
         """
         policy = jax.checkpoint_policies.save_only_these_names(*names, *self.keep_names)
         return jax.checkpoint(encode, policy=policy, **options)
 
-    def features(self, params: Any, chunk: Any, rng: Array | None, number: Array | int) -> Any:
+    def features(self, params: Any, chunk: Any, rng: Array | None, shard: Array | int) -> Any:
         """Encode one device's shard of a chunk.
 
         Args:
           params: model parameters.
           chunk: this device's rows of the chunk.
           rng: PRNG key of the step, or None.
-          number: number of this shard among the shards of all devices, in the order of the batch's rows.
+          shard: index of the shard in the order of the batch's rows, over all devices and chunks.
 
         Raises:
           ValueError: the features are not floating, or their number of rows differs from the chunk's.
         """
-        key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, self.number), number)
+        key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, self.index), shard)
         features = self.encode(params, chunk, key)
         rows = leading_rows(self.name, chunk)
         for leaf in jax.tree.leaves(features):
@@ -169,10 +169,15 @@ class CachedEncoder:
 
 
 class Devices:
-    """Devices over which a batch is sharded.
+    """Devices over which a batch is sharded, one block of rows each.
 
     Args:
       sharding: sharding of the batch's leading axis; None for one device.
+
+    Attributes:
+      sharding: the argument.
+      count: number of blocks n.
+      local_count: number of blocks of this process.
 
     Raises:
       ValueError: `sharding` is not a `NamedSharding` of the leading axis alone.
@@ -190,14 +195,14 @@ class Devices:
         axes = sharding.spec[0]
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
         self.count = math.prod(sharding.mesh.shape[axis] for axis in self.axes)
-        # Along the other mesh axes the batch is replicated (the parameters may be sharded there).
+        # Blocks are replicated along the other mesh axes, over which the parameters may be sharded.
         self.local_count = self.count * len(sharding.addressable_devices) // len(sharding.device_set)
 
     def copies(self, params: Any) -> Any:
         """Broadcast the parameters to one copy per device, `[n, ...]`.
 
         Each device then accumulates its own gradients. The transpose of the broadcast is a single reduction per step
-        instead of one per chunk. On one device the parameters stay as they are.
+        instead of one per chunk. On one device it is a no-op.
         """
         if self.sharding is None:
             return params
@@ -213,7 +218,7 @@ class Devices:
         """Call `function(device, params, rows, shared)` on every device.
 
         Args:
-          function: per-device function without collectives.
+          function: function of one device, without collectives.
           copies: per-device parameters from `copies`.
           rows: pytree of arrays `[b, ...]`.
           shared: pytree of replicated arrays.
@@ -255,7 +260,7 @@ class Devices:
         blocks = array.reshape(self.local_count, -1, *array.shape[1:])[:, block_slice]
         shape = (self.count * blocks.shape[1], *array.shape[1:])
         indices = self.sharding.addressable_devices_indices_map(shape).values()
-        starts = sorted({rows.start or 0 for rows, *_ in indices})
+        starts = sorted({rows.start or 0 for rows, *_ in indices})  # first row of each of this process's blocks
         return jax.make_array_from_callback(
             shape, self.sharding, lambda index: blocks[starts.index(index[0].start or 0)]
         )

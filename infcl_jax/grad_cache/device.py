@@ -62,10 +62,10 @@ def _encode_block(
             continue
         encode_one: Callable[[Array], Any] = functools.partial(encode, size=size)
         if not stored:
-            # DERIVED values (such as casts) do not depend on the chunk, so saving them hoists them out of the loops. A
-            # loop already keeps XLA from merging both passes by CSE; a single chunk needs `prevent_cse`.
+            # DERIVED values (such as casts) do not depend on the chunk, so storing them hoists them out of the loop.
+            # CSE would merge both passes of a chunk outside of a loop, so a single chunk needs `prevent_cse`.
             encode_one = encoder.checkpoint(encode_one, DERIVED, prevent_cse=len(numbers) == 1)
-        if len(numbers) == 1 or stored:  # a loop would copy stored activations into arrays stacked over chunks
+        if len(numbers) == 1 or stored:  # a loop would copy stored activations to arrays stacked over chunks
             features.extend(encode_one(jnp.int32(number)) for number in numbers)
         else:
             stacked = lax.map(encode_one, jnp.arange(numbers.start, numbers.stop, dtype=jnp.int32))
@@ -83,9 +83,9 @@ def value_and_grad(
 ) -> tuple[tuple[Array, Any], Any]:
     """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
-    The second pass is the transpose of a loop over chunks with a rematerialized encoder. This transpose accumulates the
-    gradients in its carry, in the dtype of the parameters passed to the loop. The parameters are therefore widened to
-    fp32 outside the loop and cast back inside.
+    The second pass is the transpose of a loop over chunks with a rematerialized encoder. It accumulates gradients in
+    the dtype of the parameters passed to the loop. The parameters are therefore widened to at least fp32 outside the
+    loop and cast back inside.
     """
 
     def narrow(wide: Any) -> Any:
@@ -94,12 +94,13 @@ def value_and_grad(
     def loss_of_batch(wide: Any) -> tuple[Array, Any]:
         copies, features = devices.copies(wide), dict(batch)
         for encoder in encoders:
-            narrowing = dataclasses.replace(encoder, encode=_compose(encoder.encode, narrow))
-            features[encoder.name] = encode_batch(narrowing, devices, copies, batch[encoder.name], rng)
+            encoder_of_wide = dataclasses.replace(encoder, encode=_compose(encoder.encode, narrow))
+            features[encoder.name] = encode_batch(encoder_of_wide, devices, copies, batch[encoder.name], rng)
         return loss(narrow(wide), features)
 
     return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
 
 
 def _compose(encode: EncodeFn, narrow: Callable[[Any], Any]) -> EncodeFn:
+    """Return `encode` as a function of wide parameters."""
     return lambda wide, chunk, key: encode(narrow(wide), chunk, key)

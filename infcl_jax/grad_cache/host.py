@@ -1,7 +1,7 @@
 """Gradient caching driven from the host, for batches larger than device memory.
 
-The batch is in host memory, or its chunks are read once per pass. Each chunk runs small compiled functions; the
-transfer of the next chunk overlaps the computation of the current one.
+The batch is in host memory, or `Replay` reads its chunks once per pass. The host calls compiled functions of one chunk.
+The transfer of the next chunk overlaps the computation of the current one.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class Replay:
     Attributes:
       rows: rows of the entry in this process.
       load: `load(number) -> chunk`, a deterministic function of the chunk number. It returns a pytree of host arrays
-        with this process's shard of the rows `chunk_rows(number, ...)`. Do not modify the arrays before the gradients
-        have been computed: the transfer is asynchronous, and a device may use them without a copy.
+        with this process's rows among `chunk_rows(number, ...)`, in that order. Do not modify the arrays before the
+        gradients are computed: the transfer is asynchronous, and a device may use them without a copy.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class HostDriver:
     Args:
       encoders: encoders with their caching settings.
       loss: loss of the features of the whole batch.
-      devices: devices of the computation.
+      devices: devices over which the batch is sharded.
     """
 
     def __init__(self, encoders: Sequence[CachedEncoder], loss: LossFn, devices: Devices) -> None:
@@ -49,7 +49,7 @@ class HostDriver:
         self._zeros = jax.jit(
             lambda copies: jax.tree.map(jnp.zeros_like, widen(copies)), out_shardings=devices.sharding
         )
-        self._stages = {encoder.name: _Stages(encoder, devices) for encoder in encoders}
+        self._compiled = {encoder.name: _CompiledEncoder(encoder, devices) for encoder in encoders}
         self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss))
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
 
@@ -64,14 +64,15 @@ class HostDriver:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             raise ValueError('expected residency "host" to be called outside jit; it compiles its own functions')
         copies = self._copies(params)
-        inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._stages}
+        inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._compiled}
         passes = {
-            t.name: _Passes(self._stages[t.name], self._devices, copies, batch[t.name], rng) for t in self._encoders
+            name: _Passes(compiled, self._devices, copies, batch[name], rng)
+            for name, compiled in self._compiled.items()
         }
         features = {name: encoder_passes.encode() for name, encoder_passes in passes.items()}
-        trained = {t.name: features.pop(t.name) for t in self._encoders if not t.frozen}
+        trained = {encoder.name: features.pop(encoder.name) for encoder in self._encoders if not encoder.frozen}
         result, direct, cotangents = self._loss(params, trained, inputs | features)
-        del features, trained  # free them: the second pass needs only their gradients
+        del features, trained  # the second pass needs their cotangents only
         sums = self._zeros(copies)
         for name, cotangent in cotangents.items():
             sums = passes[name].accumulate_gradients(sums, cotangent)
@@ -84,6 +85,12 @@ class HostDriver:
 
 
 def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -> tuple[tuple[Array, Any], Any, Any]:
+    """Compute the loss and its gradients.
+
+    Returns:
+      `(loss, aux)`, the gradients of the loss's own use of `params`, and the cotangents of trained features.
+    """
+
     def loss_of_trained(params: Any, trained: Any) -> tuple[Array, Any]:
         return loss(params, inputs | trained)
 
@@ -91,29 +98,29 @@ def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -
     return result, direct, cotangents
 
 
-class _Stages:
+class _CompiledEncoder:
     """Compiled functions of one encoder.
 
-    Their argument `position` is `(rng, chunk number, number of chunks)`.
+    Their argument `rng_inputs` is `(rng, chunk number, number of chunks)`, from which the encoder's key is derived.
     """
 
     def __init__(self, encoder: CachedEncoder, devices: Devices) -> None:
         self.encoder = encoder
 
-        def encode_shard(device: Array | int, params: Any, chunk: Any, position: Any) -> Any:
-            rng, number, count = position
+        def encode_shard(device: Array | int, params: Any, chunk: Any, rng_inputs: Any) -> Any:
+            rng, number, count = rng_inputs
             return encoder.features(params, chunk, rng, device * count + number)
 
-        def encode(copies: Any, chunk: Any, position: Any) -> Any:
-            return devices.run(encode_shard, copies, chunk, position)
+        def encode(copies: Any, chunk: Any, rng_inputs: Any) -> Any:
+            return devices.run(encode_shard, copies, chunk, rng_inputs)
 
-        def encode_storing(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
-            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, position), copies)
+        def encode_storing(copies: Any, chunk: Any, rng_inputs: Any) -> tuple[Any, Any]:
+            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, rng_inputs), copies)
             return features, _remove_arrays(pullback, copies)
 
-        def encode_storing_names(copies: Any, chunk: Any, position: Any) -> tuple[Any, Any]:
+        def encode_storing_names(copies: Any, chunk: Any, rng_inputs: Any) -> tuple[Any, Any]:
             checkpointed = encoder.checkpoint(encode)
-            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, position), copies)
+            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, rng_inputs), copies)
             return features, _remove_arrays(pullback, (copies, chunk))
 
         def accumulate(sums: Any, pullback: Any, cotangents: Any) -> Any:
@@ -123,13 +130,13 @@ class _Stages:
             return accumulate(sums, _restore_arrays(pullback, copies), cotangents)
 
         def accumulate_recomputed(
-            sums: Any, pullback: Any, copies: Any, chunk: Any, position: Any, cotangents: Any
+            sums: Any, pullback: Any, copies: Any, chunk: Any, rng_inputs: Any, cotangents: Any
         ) -> tuple[Any, Array]:
             if pullback is None:
-                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, position), copies)
-            # The host waits on the second result, because the sums are donated to the next chunk. It must be computed:
-            # an argument returned unchanged would be ready at once.
-            return accumulate(sums, _restore_arrays(pullback, (copies, chunk)), cotangents), position[1] + 1
+                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, rng_inputs), copies)
+            # The host waits for the second result, since the sums are donated to the next call. The result must be
+            # computed: an argument returned unchanged would be ready at once.
+            return accumulate(sums, _restore_arrays(pullback, (copies, chunk)), cotangents), rng_inputs[1] + 1
 
         def join(chunks: list[Any]) -> Any:
             return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
@@ -152,25 +159,25 @@ class _Stages:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
-    """Static stand-in for an array of a pullback that the caller still has.
+    """Static stand-in for an argument that a pullback refers to.
 
-    A compiled function would return such an array as a copy.
+    A compiled function would return a copy of that argument.
     """
 
-    number: int
+    index: int
 
 
 def _remove_arrays(pullback: Any, arrays: Any) -> Any:
     """Replace `arrays` in the pytree of a pullback by placeholders."""
-    numbers = {id(array): number for number, array in enumerate(jax.tree.leaves(arrays))}
-    return jax.tree.map(lambda a: _Placeholder(numbers[id(a)]) if id(a) in numbers else a, pullback)
+    indices = {id(array): index for index, array in enumerate(jax.tree.leaves(arrays))}
+    return jax.tree.map(lambda a: _Placeholder(indices[id(a)]) if id(a) in indices else a, pullback)
 
 
 def _restore_arrays(pullback: Any, arrays: Any) -> Any:
     """Replace the placeholders of `_remove_arrays` by `arrays`."""
     leaves = jax.tree.leaves(arrays)
     return jax.tree.map(
-        lambda a: leaves[a.number] if isinstance(a, _Placeholder) else a,
+        lambda a: leaves[a.index] if isinstance(a, _Placeholder) else a,
         pullback,
         is_leaf=lambda a: isinstance(a, _Placeholder),
     )
@@ -183,17 +190,19 @@ def _concatenate(chunks: list[Any]) -> Any:
 class _Passes:
     """First and second pass of one encoder over one batch."""
 
-    def __init__(self, stages: _Stages, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> None:
-        encoder = stages.encoder
-        self._stages, self._devices, self._copies, self._rng, self._entry = stages, devices, copies, rng, entry
+    def __init__(
+        self, compiled: _CompiledEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None
+    ) -> None:
+        encoder = compiled.encoder
+        self._compiled, self._devices, self._copies, self._rng, self._entry = compiled, devices, copies, rng, entry
         rows = entry.rows if isinstance(entry, Replay) else leading_rows(encoder.name, entry)
-        whole = rows * devices.count // devices.local_count
-        self._layout = make_layout(encoder.name, whole, encoder.chunk_size, devices.count)
+        global_rows = rows * devices.count // devices.local_count
+        self._layout = make_layout(encoder.name, global_rows, encoder.chunk_size, devices.count)
         self._keep = min(encoder.keep, self._layout.count)
         self._pullbacks: list[Any] = []
 
     def encode(self) -> Any:
-        """Encode the whole entry and store the pullbacks of its chunks."""
+        """Encode the whole entry and store the pullback of each chunk."""
         chunks: list[Any] = []
 
         def encode_one(number: int, chunk: Any) -> Any:
@@ -203,19 +212,19 @@ class _Passes:
             return features
 
         self._stream(range(self._layout.count), encode_one)
-        return self._stages.join(chunks)
+        return self._compiled.join(chunks)
 
     def accumulate_gradients(self, sums: Any, cotangents: Any) -> Any:
         """Add this encoder's gradients to `sums`, which is donated."""
         for number in range(self._keep):
-            sums = self._stages.accumulate_stored(
+            sums = self._compiled.accumulate_stored(
                 sums, self._pullbacks.pop(0), self._copies, self._slice_chunk(cotangents, number)
             )
 
         def accumulate_one(number: int, chunk: Any) -> Any:
             nonlocal sums
-            arguments = self._copies, chunk, self._position(number), self._slice_chunk(cotangents, number)
-            sums, done = self._stages.accumulate_recomputed(sums, self._pullbacks.pop(0), *arguments)
+            arguments = self._copies, chunk, self._rng_inputs(number), self._slice_chunk(cotangents, number)
+            sums, done = self._compiled.accumulate_recomputed(sums, self._pullbacks.pop(0), *arguments)
             return done
 
         self._stream(range(self._keep, self._layout.count), accumulate_one)
@@ -225,20 +234,20 @@ class _Passes:
         """Encode one chunk.
 
         Returns:
-          Features and pullback; None for the pullback if the chunk stores nothing.
+          Features and pullback; the pullback is None if no values are stored.
         """
-        arguments = self._copies, chunk, self._position(number)
+        arguments = self._copies, chunk, self._rng_inputs(number)
         if number < self._keep:
-            return self._stages.encode_storing(*arguments)
-        if self._stages.encoder.keep_names:
-            return self._stages.encode_storing_names(*arguments)
-        return self._stages.encode(*arguments), None
+            return self._compiled.encode_storing(*arguments)
+        if self._compiled.encoder.keep_names:
+            return self._compiled.encode_storing_names(*arguments)
+        return self._compiled.encode(*arguments), None
 
     def _stream(self, numbers: range, compute: Callable[[int, Any], Any]) -> None:
         """Call `compute(number, chunk)` for every chunk and prefetch the next one.
 
-        Dispatch is asynchronous, so without the wait the host would transfer all chunks at once. Waiting for the
-        previous chunk leaves one computation running and at most three chunks in device memory.
+        Dispatch is asynchronous, so the host would transfer all chunks at once if it did not wait for the previous
+        chunk's result. This leaves at most three chunks in device memory: previous, current and next.
         """
         upcoming = self._load(numbers[0]) if numbers else None
         previous = None
@@ -256,14 +265,14 @@ class _Passes:
         if not isinstance(self._entry, Replay):
             return self._devices.put(self._entry, block_slice)
         rows = self._devices.local_count * (block_slice.stop - block_slice.start)
-        name, chunk = self._stages.encoder.name, self._entry.load(number)
+        name, chunk = self._compiled.encoder.name, self._entry.load(number)
         if (got := leading_rows(name, chunk)) != rows:
             raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         return self._devices.put(chunk)
 
-    def _position(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
+    def _rng_inputs(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
         return self._rng, np.int32(number), np.int32(self._layout.count)
 
     def _slice_chunk(self, cotangents: Any, number: int) -> Any:
         block_slice = self._layout.chunk_slice(number)
-        return self._stages.slice_chunk(cotangents, np.int32(block_slice.start), block_slice.stop - block_slice.start)
+        return self._compiled.slice_chunk(cotangents, np.int32(block_slice.start), block_slice.stop - block_slice.start)

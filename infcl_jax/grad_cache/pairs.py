@@ -39,9 +39,10 @@ def pairwise_scores_lse(
 ) -> PairScores:
     """Row and column log-sum-exps of learned pair scores.
 
-    Only one tile of pairs has its activations in memory at a time, and the backward pass recomputes every tile. The
-    result is exact and differentiable in `params`, `x` and `y`. Memory beyond one tile is linear in rows and columns.
-    GradCache, section 5.
+    Memory holds the activations of one tile of pairs at a time, since the backward pass recomputes every tile. Further
+    memory is linear in rows and columns. The result is exact and differentiable in `params`, `x` and `y`.
+
+    Source: GradCache, section 5.
 
     Example:
       >>> def score(params, x, y):  # a small network over all pairs of a tile
@@ -53,12 +54,12 @@ def pairwise_scores_lse(
     Args:
       score_fn: pure function `score_fn(params, x_rows, y_rows) -> scores`. The scores are floating logits
         `[rows of x, rows of y]` with any scale applied. A pair's score must not depend on other pairs; -inf excludes a
-        pair. Only `params`, `x` and `y` get gradients, values in a closure do not.
+        pair. Gradients reach `params`, `x` and `y` only, not values in a closure.
       params: pytree of floating arrays.
-      x: floating array or pytree with leading axis bx, on one device.
-      y: floating array or pytree with leading axis by, on one device.
+      x: pytree of floating arrays `[bx, ...]` on one device.
+      y: pytree of floating arrays `[by, ...]` on one device.
       tile: rows and columns of a tile, or one number for both.
-      labels: int `[bx]`, column of each row's positive; row i by default.
+      labels: int `[bx]`, column of each row's positive pair; None for column i of row i.
 
     Returns:
       `PairScores` of all pairs.
@@ -82,22 +83,31 @@ def pairwise_scores_lse(
 
 
 class _TileRows(NamedTuple):
-    """Rows of one tile of x or y; all tiles of it when stacked.
+    """Rows of one tile of x or y, or stacked rows of all tiles.
 
-    `row_index` is -1 for padding.
+    Attributes:
+      indices: index of each row in x or y, -1 for padding.
+      values: rows of each array of the pytree.
+      label: for x, index in y of each row's positive.
     """
 
-    row_index: Array
+    indices: Array
     values: Any
     label: Array | None = None
 
 
 class _LseCotangents(NamedTuple):
-    """Log-sum-exps of rows or columns and their cotangents, by tile."""
+    """Log-sum-exps of rows or columns and their cotangents, by tile.
+
+    Attributes:
+      log_sum: log-sum-exps.
+      d_lse: cotangents of the log-sum-exps.
+      d_positive: for rows, cotangents of the positive scores.
+    """
 
     log_sum: LogSum
-    weight: Array
-    positive: Array | None = None
+    d_lse: Array
+    d_positive: Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -115,15 +125,15 @@ def _forward(
     def row_tile(column_sums: LogSum, row: _TileRows) -> tuple[LogSum, tuple[LogSum, Array]]:
         def pair_tile(carry: tuple[LogSum, Array], column: _TileRows) -> tuple[tuple[LogSum, Array], LogSum]:
             sums, positive = carry
-            scores = _valid(row, column, score_fn(params, row.values, column.values).astype(dtype), -jnp.inf)
+            scores = _mask_padding(row, column, score_fn(params, row.values, column.values).astype(dtype), -jnp.inf)
             positive = positive + jnp.where(_is_positive(row, column), scores, jnp.zeros_like(scores)).sum(1)
             return (sums.merge(_log_sum(scores, 1)), positive), _log_sum(scores, 0)
 
-        start = (_empty_log_sum(row.row_index.shape, dtype), jnp.zeros(row.row_index.shape, dtype))
+        start = (_empty_log_sum(row.indices.shape, dtype), jnp.zeros(row.indices.shape, dtype))
         row_result, tile_sums = lax.scan(pair_tile, start, columns)
         return column_sums.merge(tile_sums), row_result
 
-    column_sums, (row_sums, positive) = lax.scan(row_tile, _empty_log_sum(columns.row_index.shape, dtype), rows)
+    column_sums, (row_sums, positive) = lax.scan(row_tile, _empty_log_sum(columns.indices.shape, dtype), rows)
     bx, by = labels.shape[0], leading_rows("y", y)
     result = PairScores(_flat(row_sums.log(), bx), _flat(column_sums.log(), by), _flat(positive, bx))
     return result, (params, x, y, labels, row_sums, column_sums)
@@ -132,29 +142,31 @@ def _forward(
 def _backward(score_fn: ScoreFn, sizes: tuple[int, int], saved: Any, cotangents: PairScores) -> tuple:
     params, x, y, labels, row_sums, column_sums = saved
     rows, columns = _sides(sizes, x, y, labels)
-    row_weights = _LseCotangents(row_sums, _tiles(cotangents.row, sizes[0]), _tiles(cotangents.positive, sizes[0]))
-    column_weights = _LseCotangents(column_sums, _tiles(cotangents.col, sizes[1]))
+    row_cotangents = _LseCotangents(row_sums, _tiles(cotangents.row, sizes[0]), _tiles(cotangents.positive, sizes[0]))
+    column_cotangents = _LseCotangents(column_sums, _tiles(cotangents.col, sizes[1]))
 
     def row_tile(carry: tuple, row_inputs: tuple[_TileRows, _LseCotangents]) -> tuple[tuple, Any]:
         d_params, d_columns = carry
-        row, row_weight = row_inputs
+        row, row_cotangent = row_inputs
 
         def pair_tile(carry: tuple, column_inputs: tuple[_TileRows, _LseCotangents]) -> tuple[tuple, Any]:
-            column, column_weight = column_inputs
-            scores, pull = jax.vjp(score_fn, params, row.values, column.values)
-            wide = scores.astype(row_weight.weight.dtype)
-            d_scores = row_weight.weight[:, None] * _softmax(wide, row_weight.log_sum, 1)
-            d_scores += column_weight.weight[None, :] * _softmax(wide, column_weight.log_sum, 0)
-            d_scores += jnp.where(_is_positive(row, column), row_weight.positive[:, None], jnp.zeros_like(d_scores))
-            d_params, d_row, d_column = pull(_valid(row, column, d_scores, 0).astype(scores.dtype))
+            column, column_cotangent = column_inputs
+            scores, pullback = jax.vjp(score_fn, params, row.values, column.values)
+            wide = scores.astype(row_cotangent.d_lse.dtype)
+            d_scores = row_cotangent.d_lse[:, None] * _softmax(wide, row_cotangent.log_sum, 1)
+            d_scores += column_cotangent.d_lse[None, :] * _softmax(wide, column_cotangent.log_sum, 0)
+            d_scores += jnp.where(
+                _is_positive(row, column), row_cotangent.d_positive[:, None], jnp.zeros_like(d_scores)
+            )
+            d_params, d_row, d_column = pullback(_mask_padding(row, column, d_scores, 0).astype(scores.dtype))
             return _add(carry, (d_params, d_row)), widen(d_column)
 
         start = (d_params, _zeros(row.values))
-        (d_params, d_row), d_tile = lax.scan(pair_tile, start, (columns, column_weights))
+        (d_params, d_row), d_tile = lax.scan(pair_tile, start, (columns, column_cotangents))
         return (d_params, _add(d_columns, d_tile)), d_row
 
     start = (_zeros(params), _zeros(columns.values))
-    (d_params, d_y), d_x = lax.scan(row_tile, start, (rows, row_weights))
+    (d_params, d_y), d_x = lax.scan(row_tile, start, (rows, row_cotangents))
     d_x, d_y = (jax.tree.map(lambda g, a: _flat(g, a.shape[0]), g, a) for g, a in ((d_x, x), (d_y, y)))
     gradients = jax.tree.map(lambda g, a: g.astype(a.dtype), (d_params, d_x, d_y), (params, x, y))
     return (*gradients, None)
@@ -164,16 +176,16 @@ _pair_scores.defvjp(_forward, _backward)
 
 
 def _sides(sizes: tuple[int, int], x: Any, y: Any, labels: Array) -> tuple[_TileRows, _TileRows]:
-    """Split x and y into tiles.
+    """Split x (the rows) and y (the columns) into tiles.
 
     The last tile is padded with copies of the last row, which are valid inputs of any score function.
     """
 
     def side(values: Any, size: int, label: Array | None) -> _TileRows:
         count = leading_rows("x or y", values)
-        index = _tiles(jnp.arange(count, dtype=jnp.int32), size, constant_values=-1)
+        indices = _tiles(jnp.arange(count, dtype=jnp.int32), size, constant_values=-1)
         padded = jax.tree.map(lambda a: _tiles(a, size, mode="edge"), values)
-        return _TileRows(index, padded, None if label is None else _tiles(label, size))
+        return _TileRows(indices, padded, None if label is None else _tiles(label, size))
 
     return side(x, sizes[0], labels), side(y, sizes[1], None)
 
@@ -185,7 +197,7 @@ def _tiles(a: Array, size: int, **padding: Any) -> Array:
 
 
 def _flat(a: Array, count: int) -> Array:
-    """Invert `_tiles` for b = `count`."""
+    """Reshape `[tiles, size, ...]` to `[count, ...]` without padding."""
     return a.reshape(-1, *a.shape[2:])[:count]
 
 
@@ -193,13 +205,14 @@ def _head(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda a: a[:count], tree)
 
 
-def _valid(row: _TileRows, column: _TileRows, values: Array, fill_value: float) -> Array:
-    valid = (row.row_index >= 0)[:, None] & (column.row_index >= 0)[None, :]
+def _mask_padding(row: _TileRows, column: _TileRows, values: Array, fill_value: float) -> Array:
+    """Replace the values of pairs that include padding."""
+    valid = (row.indices >= 0)[:, None] & (column.indices >= 0)[None, :]
     return jnp.where(valid, values, jnp.full_like(values, fill_value))
 
 
 def _is_positive(row: _TileRows, column: _TileRows) -> Array:
-    return row.label[:, None] == column.row_index[None, :]
+    return row.label[:, None] == column.indices[None, :]
 
 
 def _log_sum(scores: Array, axis: int) -> LogSum:
@@ -209,7 +222,7 @@ def _log_sum(scores: Array, axis: int) -> LogSum:
 
 
 def _softmax(scores: Array, log_sum: LogSum, axis: int) -> Array:
-    """Softmax of one tile, normalized by the log-sum-exp over the whole axis."""
+    """Softmax of one tile along `axis`, normalized over all tiles."""
     normalizer = jnp.where(log_sum.sumexp > 0, log_sum.sumexp, jnp.ones_like(log_sum.sumexp))
     terms = jnp.exp(scores - jnp.expand_dims(finite_shift(log_sum.shift), axis))
     return terms / jnp.expand_dims(normalizer, axis)
@@ -220,8 +233,10 @@ def _empty_log_sum(shape: tuple[int, ...], dtype: Any) -> LogSum:
 
 
 def _zeros(tree: Any) -> Any:
+    """Zero accumulators, in at least fp32."""
     return jax.tree.map(jnp.zeros_like, widen(tree))
 
 
 def _add(wide: Any, tree: Any) -> Any:
+    """Accumulate `tree` in the dtypes of `wide`."""
     return jax.tree.map(lambda w, a: w + a.astype(w.dtype), wide, tree)

@@ -17,7 +17,7 @@ from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput
 
-# Inputs of a loss with sample state, besides the model output.
+# Inputs of a loss with sample state, in addition to the model output.
 SAMPLE_INPUTS = ("index", "samples", "step")
 
 
@@ -26,7 +26,7 @@ class LossOutput(NamedTuple):
 
     Attributes:
       value: scalar loss.
-      rows: new rows of the sample state; None for losses without sample state.
+      rows: the batch's new rows of the sample state; None for losses without sample state.
       logit_scale: scalar inverse temperature for the metrics; None: the logit scale of the model.
     """
 
@@ -45,7 +45,7 @@ class Loss(abc.ABC):
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
       inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
       implementations: implementations that the loss supports.
-      workspace: loss whose workspace the memory planner takes; None: this one.
+      workspace: name of the loss whose workspace the memory planner assumes; None: its own.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -90,14 +90,19 @@ class Loss(abc.ABC):
 
         Args:
           num_samples: number of samples in the dataset.
-          init_logit_scale: initial logit scale of the model, the logarithm of the inverse temperature.
+          init_logit_scale: initial parameter of the model, the logarithm of the inverse temperature.
         """
         del num_samples, init_logit_scale
         return None
 
     def write(self, samples: SampleState, index: Array, rows: SampleState) -> SampleState:
-        """Write the rows of a batch into the sample state.
+        """Write the new rows of a batch into the sample state.
 
         The update is in place if `samples` is donated.
+
+        Args:
+          samples: sample state of the whole dataset.
+          index: int `[b]`, sample of each row.
+          rows: new rows, `LossOutput.rows`.
         """
         return write_samples(samples, index, rows, mesh=self.mesh)

@@ -1,4 +1,4 @@
-"""Shared loss code: dispatch over a mesh, global reductions, argument checks."""
+"""Common code of the losses: dispatch over a mesh, global reductions, argument checks."""
 
 import functools
 import math
@@ -26,15 +26,15 @@ def over_mesh(
     """Call `loss(settings, axis_name, sharded, shared)` on each device's rows.
 
     Args:
-      loss: module-level function to run inside `shard_map`. It returns the same scalar on every device.
+      loss: module-level function to run inside `shard_map`. Its results are sharded over rows or equal on all devices.
       settings: static, hashable settings. Eager calls with equal settings share one compiled program.
       sharded: pytree of arrays `[b, ...]`; None for absent arrays.
       shared: pytree of replicated arrays.
       axis_name: mesh axis (or axes) over which the batch is sharded; the mesh's first axis by default. Without a mesh:
         axis of the enclosing `shard_map`, or None for one device.
       mesh: device mesh when called outside `shard_map`; None inside it.
-      sharded_result: True if the result is sharded over rows, False if it is replicated; a tuple of flags for a tuple
-        of results.
+      sharded_result: True for a result sharded over rows, False for one equal on all devices; a tuple of flags for a
+        tuple of results.
 
     Raises:
       ValueError: the mesh has no such axis, or the batch size is not divisible by its device count.
@@ -48,7 +48,7 @@ def over_mesh(
                 f"expected a batch that {devices} devices can share evenly, got {array.shape[0]} rows; pad it and pass "
                 "a mask that is False for the padding"
             )
-    if AxisType.Explicit in mesh.axis_types:  # the sharding is part of the type, so shard_map requires this one
+    if AxisType.Explicit in mesh.axis_types:  # then shard_map rejects arrays of another sharding
         rows = NamedSharding(mesh, PartitionSpec(axis_name))
         sharded = jax.tree.map(lambda a: jax.sharding.reshard(a, rows), sharded)
     return _mapped(loss, settings, axis_name, mesh, sharded_result)(sharded, shared)
@@ -56,9 +56,9 @@ def over_mesh(
 
 @functools.cache
 def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, mesh: Mesh, sharded_result: Any) -> Any:
-    """Map `loss` over the mesh.
+    """Map `loss` over the mesh, under `jit`.
 
-    Jitted even for eager calls, because an eager `shard_map` cannot run a `custom_vjp`.
+    An eager `shard_map` cannot run a `custom_vjp`.
     """
     rows = PartitionSpec(axis_name)
     mapped = jax.shard_map(
@@ -71,7 +71,7 @@ def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, m
 
 
 def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
-    """Resolve the batch axis (or axes) and count its devices.
+    """Return the batch axis (or axes) of a mesh and its device count.
 
     The mesh's first axis is the default.
 
@@ -116,16 +116,13 @@ def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
 def cross_entropy(negative_lse: Array, positive: Array) -> Array:
     """Elementwise `log(exp(negative_lse) + exp(positive)) - positive`, in nats.
 
-    Softplus keeps full relative precision for a confident row. In fp32 the direct difference of two logits near 100
-    has a rounding error of 8e-6 and its gradient one of 1e-7, however small the true values are.
+    Softplus keeps full relative precision for a confident row. In fp32, the direct difference of two logits near 100
+    has a rounding error of 8e-6, however small the loss is. Its gradient has one of 1e-7.
     """
     return jax.nn.softplus(negative_lse - positive)
 
 
 def check_pairs(image: Array, text: Array) -> None:
-    """Raise `ValueError` unless image and text have equal shapes `[b, D]`.
-
-    Row i of one side can then be the positive of row i of the other.
-    """
+    """Raise `ValueError` unless image and text have equal shapes `[b, D]`."""
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(f"expected image and text features of the same shape [b, D], got {image.shape}, {text.shape}")

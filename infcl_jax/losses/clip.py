@@ -27,16 +27,16 @@ def clip_loss(
     The loss is `mean_i((row_i + col_i) / 2 - scale * s_ii)` with similarities `s_ij = <image_i, text_j>`. Here `row_i`
     and `col_i` are the log-sum-exp of row i and column i of `scale * s`.
 
-    The loss is exact, differentiable in the features and the scale, and equal on every device. Its gradient carries no
-    factor of the device count. Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
+    The loss is exact, differentiable in the features and the scale, and equal on every device. Its gradient does not
+    depend on the device count. Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
     (CLIP), Figure 3. The computation follows Cheng et al. (Inf-CL), see `pairwise_lse`.
 
     For fp32 features, loss and gradients have a relative error of about 6e-8 times the largest absolute logit. This
     also holds for a loss close to zero, because it is computed from the log-sum-exp over the negatives.
 
-    To take gradients inside `shard_map`, keep its default `check_vma=True`. With `check_vma=False` JAX transposes the
-    sum over devices into another sum, so gradients taken inside `shard_map` are too large by the device count. In that
-    case differentiate outside `shard_map`.
+    To take gradients inside `shard_map`, keep its default `check_vma=True`. With `check_vma=False`, JAX transposes the
+    sum over devices into another sum. Gradients taken inside `shard_map` are then too large by the device count; take
+    them outside.
 
     Example:
       >>> loss, gradient = jax.value_and_grad(clip_loss)(image, text, 14.3)          # one device
@@ -50,8 +50,8 @@ def clip_loss(
         `shard_map`, `image` and `text` are this device's rows.
       mesh: mesh over which the global arrays are sharded, outside `shard_map`. With neither `axis_name` nor `mesh`, the
         batch is on one device.
-      mask: bool `[b]`, False for masked pairs (padding). They contribute to no sum and no mean, and their features may
-        hold any values, NaN included.
+      mask: bool `[b]`, False for masked pairs (padding), which the sums and the mean exclude. Their features may have
+        any values, including NaN.
       implementation: backend, see `pairwise_lse`.
 
     Returns:

@@ -40,9 +40,9 @@ def global_contrastive_loss(
 ) -> tuple[Array, SampleState]:
     """Contrastive loss of each sample against the whole dataset.
 
-    The state holds a moving average u of each sample's mean exponential over its negatives. The global batch size is b,
-    `s_ij` is the similarity of image i and text j, and t1, t2 are the temperatures of images and texts (a single one,
-    or two per sample):
+    The state holds a moving average u of each sample's mean exponential over its negatives. `s_ij` is the similarity of
+    image i and text j, and b is the global batch size. The temperatures t1 of images and t2 of texts are per sample, or
+    all equal:
 
         g1_i = 1/(b-1) sum_{j != i} exp((s_ij - s_ii) / t1_i)       u1_i <- (1 - gamma) u1_i + gamma g1_i
         g2_i = 1/(b-1) sum_{j != i} exp((s_ji - s_ii) / t2_i)       u2_i <- (1 - gamma) u2_i + gamma g2_i
@@ -50,7 +50,7 @@ def global_contrastive_loss(
 
     An unseen sample takes `u <- g`. The gradient is the papers' estimator, `d log(eps + u) = dg / (eps + u)`. It is not
     the gradient of the scalar, which depends on earlier batches. Value and gradient do not depend on the device count.
-    All exponentials stay in log space, so nothing overflows.
+    g and u are computed and stored as logarithms, so that they cannot overflow.
 
     | variant | c | temperature | rho |
     | --- | --- | --- | --- |
@@ -61,8 +61,8 @@ def global_contrastive_loss(
 
     "sogclr" and "fastclip_v1" differ only in the schedule of `gamma`, as do "isogclr" and "fastclip_v2".
 
-    `mode="published"` follows the papers, with k = 1. `mode="reference"` follows the authors' code, with which they
-    tuned their settings:
+    `mode="published"` follows the papers, with k = 1. `mode="reference"` follows the authors' code, for which their
+    settings were tuned:
 
     - k = 1/2, and c = 1 except for "fastclip_v3";
     - the temperature gradient through the pairs is doubled;
@@ -87,24 +87,24 @@ def global_contrastive_loss(
         own u, and the state stores the u of the last row.
       state: sample state from `create_samples`, with `temperature` for variants with per-sample temperatures.
       variant: one of `infcl_jax.losses.variants.VARIANTS`.
-      gamma: scalar in [0, 1], inner learning rate. With 0, u of a seen sample never changes. The gradient's factor
-        g / (eps + u) is at most 1 / gamma, hence unbounded with 0.
+      gamma: scalar in [0, 1], weight of the new g in the moving average. With 0, u of a seen sample never changes. The
+        factor g / (eps + u) of the gradient is at most 1 / gamma.
       logit_scale: scalar inverse of the single temperature; None for variants with per-sample temperatures.
       epoch: int, number of completed epochs, for Adam's bias correction; per-sample temperatures only.
       temperature_learning_rate: learning rate of per-sample temperatures; None for other variants.
       temperature_beta1: decay of the first moment of per-sample temperatures, in [0, 1); 0 is used in the first epoch.
         FastCLIP's code uses beta1, beta2 and eps of the parameters' optimizer.
       temperature_beta2: decay of the second moment of per-sample temperatures, in [0, 1); 0 is used in the first epoch.
-      temperature_eps: added to the root of the second moment of per-sample temperatures.
+      temperature_eps: added to the square root of the second moment of per-sample temperatures.
       rho: weight of the temperatures in the loss; only for variants with rho in the table.
       eps: added to u.
       mode: "published" or "reference".
       axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
       mesh: mesh over which batch and state are sharded, see `clip_loss`.
-      mask: bool `[b]`, False for masked pairs (padding), whose features and index may hold any values.
+      mask: bool `[b]`, False for masked pairs (padding), whose features and index may have any values.
       implementation: backend, see `pairwise_lse`.
-      rows_only: return the batch's new state rows instead of the new state. A step made of several programs passes them
-        to `write_samples` in its last program, the only one that may overwrite the state.
+      rows_only: return the batch's new state rows instead of the new state. A step of several jitted functions passes
+        them to `write_samples` in its last one, the only one that may donate the state.
 
     Returns:
       The scalar loss in fp32 (fp64 for fp64 features), and the new state (or rows). The loss is NaN if an index is not
@@ -126,7 +126,7 @@ def global_contrastive_loss(
         implementation=implementation,
     )
     settings.check_call(state, logit_scale, epoch)
-    # The index check needs the mask as passed: under jit, `checked_mask` turns it into a tracer.
+    # The index check needs the mask of the caller, because `checked_mask` returns a tracer under jit.
     in_shard_map, concrete_mask = axis_name is not None and mesh is None, mask
     mask = checked_mask("mask", mask, image.shape[0])
     index = _checked_index(index, concrete_mask, None if in_shard_map else state, image.shape[0])
@@ -147,7 +147,7 @@ def global_contrastive_loss(
 def _checked_index(index: Array, mask: Array | None, state: SampleState | None, rows: int) -> Array:
     """Check the index and cast it to int32.
 
-    `state` is None inside `shard_map`, where the range of a shard does not bound the global index.
+    `state` is None inside `shard_map`, where a shard of the state does not bound the global index.
     """
     if index.shape != (rows,) or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"expected index to be integers of shape ({rows},), got {index.dtype}{list(index.shape)}")

@@ -1,4 +1,4 @@
-"""Estimator of a global contrastive loss and its gradients from one batch."""
+"""Estimate of a global contrastive loss and its gradients from one batch."""
 
 import math
 from typing import Any
@@ -19,7 +19,8 @@ from infcl_jax.ops.pairwise_lse.checks import check_axis
 def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
     """Compute the global loss and the new state rows of the local batch.
 
-    `infcl_jax.global_contrastive_loss` has the formulas.
+    `infcl_jax.global_contrastive_loss` has the formulas. The signature is that of `over_mesh`: `sharded` is (image,
+    text, index, state, mask), `scalars` is (gamma, logit_scale, epoch).
     """
     image, text, index, state, mask = sharded
     gamma, scale, epoch = scalars
@@ -50,9 +51,9 @@ def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scala
         return jnp.stack(log_sums, axis=1) - jnp.log(jnp.maximum(count - 1, 1))
 
     if settings.variant.temperature == "constant":
-        log_g, pull = jax.vjp(lambda image, text: log_means(image, text, scale), image, text)
+        log_g, pullback = jax.vjp(lambda image, text: log_means(image, text, scale), image, text)
     else:
-        log_g, pull = jax.vjp(log_means, image, text, 1 / tau if settings.variant.per_sample else scale)
+        log_g, pullback = jax.vjp(log_means, image, text, 1 / tau if settings.variant.per_sample else scale)
 
     # u <- (1 - gamma) u + gamma g
     log_u = _moving_average(old.log_u, log_g, gamma)
@@ -64,7 +65,7 @@ def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scala
     value = terms.sum(weight * log_u_eps + mean * settings.rho * tau)
     # d log(eps + u) = dg / (eps + u)
     d_log_g = jnp.where(valid, weight * jnp.exp(log_g - log_u_eps), jnp.zeros_like(tau))
-    d_image, d_text, *d_temperature = pull(d_log_g)
+    d_image, d_text, *d_temperature = pullback(d_log_g)
 
     new_rows, d_scale = SampleState(log_u), None
     if settings.variant.per_sample:
@@ -88,7 +89,7 @@ def _moving_average(log_u: Array, log_g: Array, gamma: Array) -> Array:
 
 @jax.custom_vjp
 def _with_gradients(value: Array, primals: Any, gradients: Any) -> Array:
-    """Return `value` with custom `gradients` with respect to `primals`."""
+    """Return `value`, whose gradients with respect to `primals` are `gradients`."""
     return value
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from infcl_jax.checks import is_known
+from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
@@ -46,15 +46,15 @@ def retrieval_loss(
       query: `[bq, D]` features, bf16, fp16, fp32 or fp64.
       passage: `[bp, D]` features of the same dtype, `bp >= bq` unless `labels` are given.
       scale: scalar that multiplies the similarities.
-      labels: int `[bq]`, row of each query's positive in `passage`; row i by default, which on a mesh requires
-        `bp == bq`. A query and its positive must be on the same device. Passages grouped by query
-        (`labels = arange(bq) * passages_per_query`) satisfy this. With `axis_name` alone the labels index into this
-        device's rows, with `mesh` into the global array.
+      labels: int `[bq]`, row of each query's positive in `passage`; row i by default, which with `mesh` requires
+        `bp == bq`. Labels index into the global array with `mesh`, else into this device's rows. A query and its
+        positive must be on the same device, as with passages grouped by query
+        (`labels = arange(bq) * passages_per_query`).
       axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
       mesh: mesh over which the global arrays are sharded, see `clip_loss`.
       mask: bool `[bq]`, False for masked queries (padding), which the mean excludes.
       passage_mask: bool `[bp]`, False for masked passages, which the sums exclude. The mean also excludes a query whose
-        positive is masked. Masked features may hold any values, NaN included.
+        positive is masked. Masked features may have any values, including NaN.
       implementation: backend, see `pairwise_lse`.
 
     Returns:
@@ -65,13 +65,14 @@ def retrieval_loss(
       ValueError: shapes, dtypes, labels or masks do not match; `axis_name` is missing inside `shard_map`; concrete (not
         traced) labels and masks exclude the positive of every query, or a positive is on another device.
     """
-    mask = checked_mask("mask", mask, query.shape[0])
-    passage_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
+    row_mask = checked_mask("mask", mask, query.shape[0])
+    column_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
     if mesh is not None and labels is None and query.shape[0] != passage.shape[0]:
         raise ValueError(
             f"expected labels when there are more passages than queries on a mesh, got {query.shape[0]} queries and "
             f"{passage.shape[0]} passages"
         )
+    # With the caller's masks: under jit, checked ones are tracers, with which labels are not checked.
     if labels is not None:
         checked_labels(labels, query.shape[0], passage.shape[0], mask)
     if mesh is not None and labels is not None:
@@ -79,7 +80,7 @@ def retrieval_loss(
     _check_any_positive(labels, mask, passage_mask, query.shape[0])
     settings = _Settings(implementation, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
-    sharded = (query, passage, labels, mask, passage_mask)
+    sharded = (query, passage, labels, row_mask, column_mask)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -101,7 +102,7 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
     if labels is not None and settings.global_labels:
         labels = labels.astype(jnp.int32) - lax.axis_index(axis_name) * passage.shape[0]
     if passage_mask is not None:
-        mask = _with_positive(labels, mask, passage_mask, query.shape[0])
+        mask = _mask_with_positives(labels, mask, passage_mask, query.shape[0])
     negatives = pairwise_lse(
         query,
         passage,
@@ -117,8 +118,8 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
     return global_mean(cross_entropy(negatives.row, scale * negatives.positive), mask, axis_name)
 
 
-def _with_positive(labels: Array | None, mask: Array | None, passage_mask: Array, queries: int) -> Array:
-    """Mask out queries whose positive is masked.
+def _mask_with_positives(labels: Array | None, mask: Array | None, passage_mask: Array, queries: int) -> Array:
+    """Return the mask of the queries whose positive is not masked.
 
     Queries with an out-of-range label stay, so that they make the loss NaN.
     """
@@ -131,7 +132,7 @@ def _with_positive(labels: Array | None, mask: Array | None, passage_mask: Array
 
 
 def _check_same_device(labels: Array, mask: Array | None, queries: int, passages: int, devices: int) -> None:
-    if not all(map(is_known, (labels, mask))) or queries % devices or passages % devices:
+    if not all(map(is_concrete, (labels, mask))) or queries % devices or passages % devices:
         return
     query_device = np.arange(queries) // (queries // devices)
     positive_device = np.asarray(labels) // (passages // devices)
@@ -145,7 +146,7 @@ def _check_same_device(labels: Array, mask: Array | None, queries: int, passages
 
 
 def _check_any_positive(labels: Array | None, mask: Array | None, passage_mask: Array | None, queries: int) -> None:
-    if passage_mask is None or not all(map(is_known, (labels, mask, passage_mask))):
+    if passage_mask is None or not all(map(is_concrete, (labels, mask, passage_mask))):
         return
     unmasked = np.ones(queries, bool) if mask is None else np.asarray(mask)
     positives = (np.arange(queries) if labels is None else np.asarray(labels))[unmasked]

@@ -8,11 +8,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.checks import is_known
+from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
 
-# State arrays are padded to a multiple of this many rows, independent of the mesh. A checkpoint therefore loads on any
-# device count that divides it.
+# Rows of a state array are a multiple of this number, on any mesh. A checkpoint therefore loads on any device count
+# that divides it.
 LENGTH_MULTIPLE = 2**10 * 3 * 5 * 7
 
 
@@ -23,8 +23,8 @@ class SampleState(NamedTuple):
     for losses with a single temperature.
 
     Attributes:
-      log_u: logarithm of u, the moving average of the mean exponentials over pairs; -inf for an unseen sample, +inf for
-        padding rows.
+      log_u: logarithm of u, the moving average of the mean exponential over the negatives; -inf for an unseen sample,
+        +inf for padding rows.
       temperature: temperature of each sample.
       first_moment: Adam's first moment of the temperature gradient.
       second_moment: Adam's second moment of the temperature gradient.
@@ -54,7 +54,8 @@ def create_samples(
         that does not divide `LENGTH_MULTIPLE`.
     """
     if not 1 <= samples < 2**31 - LENGTH_MULTIPLE:
-        raise ValueError(f"expected 1 to 2^31 samples, which int32 can index, got {samples}")
+        most = 2**31 - LENGTH_MULTIPLE - 1
+        raise ValueError(f"expected 1 to {most} samples, so that int32 indexes the padded state, got {samples}")
     if temperature is not None and not temperature > 0:
         raise ValueError(f"expected temperature > 0, got {temperature}")
     sharding = None
@@ -78,7 +79,7 @@ def create_samples(
 def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
     """Check that concrete (not traced) indices are samples of the dataset.
 
-    The dataset size is known if the state is concrete and on one device. Otherwise the check uses the padded size, a
+    The bound is the number of samples if the state is concrete and on one device. Otherwise it is the padded size, a
     multiple of `LENGTH_MULTIPLE`.
 
     Args:
@@ -89,13 +90,14 @@ def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
     Raises:
       ValueError: an index is out of range.
     """
-    if not (is_known(index) and is_known(mask)):
+    if not (is_concrete(index) and is_concrete(mask)):
         return
-    rows = np.asarray(index)[... if mask is None else np.asarray(mask)]  # NumPy, because jax.numpy is traced under jit
-    if not rows.size:
+    values = np.asarray(index)  # NumPy, because jax.numpy is traced under jit
+    values = values if mask is None else values[np.asarray(mask)]
+    if not values.size:
         return
-    low, high, samples = int(rows.min()), int(rows.max()), state.log_u.shape[0]
-    if is_known(state.log_u) and _is_on_one_device(state.log_u):
+    low, high, samples = int(values.min()), int(values.max()), state.log_u.shape[0]
+    if is_concrete(state.log_u) and _is_on_one_device(state.log_u):
         with jax.ensure_compile_time_eval():
             if high >= samples or jnp.isposinf(state.log_u[high, 0]):
                 samples = int((~jnp.isposinf(state.log_u[:, 0])).sum())
@@ -110,12 +112,12 @@ def _is_on_one_device(array: Array) -> bool:
 def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -> SampleState:
     """Read the state rows of the local batch, inside `shard_map`.
 
-    Communication is 12 bytes per row of the batch.
+    Communication per row of the global batch is 4 bytes for the index and 8 bytes per array of the state.
 
     Args:
       state: this device's shard of the sample state.
       index: int `[b/n]`, samples of this device's rows of the batch.
-      axis_name: mesh axes of batch and state; None for one device.
+      axis_name: mesh axis (or axes) of batch and state; None for one device.
 
     Returns:
       `[b/n, 2]` arrays; NaN where the index is not a sample.
@@ -127,7 +129,7 @@ def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -
 
     def read(array: Array) -> Array:
         rows = _take_rows(array, local_index, is_local)
-        rows = jnp.where(is_local[:, None], rows, jnp.zeros_like(rows))  # one device has the row, the sum adds zeros
+        rows = jnp.where(is_local[:, None], rows, jnp.zeros_like(rows))  # one device has the row, the others add zeros
         rows = jnp.where(exists, rows, jnp.full_like(rows, jnp.nan))
         return lax.psum_scatter(rows, axis_name, tiled=True) if axis_name else rows
 
@@ -180,19 +182,19 @@ def _gather(rows: Array, axis_name: AxisName | None) -> Array:
 
 
 def _local_index(state: SampleState, index: Array, axis_name: AxisName | None) -> tuple[Array, Array]:
-    """Index into this device's shard, and a mask of the entries in the shard."""
+    """Return indices into this device's shard, and whether they are in the shard."""
     size = state.log_u.shape[0]
     local_index = index - lax.axis_index(axis_name) * size if axis_name else index
     return local_index, (local_index >= 0) & (local_index < size)
 
 
 def _take_rows(array: Array, local_index: Array, is_local: Array) -> Array:
-    """Take rows of this device's shard; row 0 where `is_local` is False."""
+    """Take rows of this device's shard; row 0 for indices outside."""
     return array.at[jnp.where(is_local, local_index, 0)].get(mode="promise_in_bounds")
 
 
 def _is_last(index: Array) -> Array:
-    """Mask of the entries that do not occur again later."""
+    """Return a mask of the last occurrence of each index."""
     order = jnp.argsort(index, stable=True)
     sorted_index = index[order]
     last = jnp.concatenate([sorted_index[1:] != sorted_index[:-1], jnp.ones_like(index[:1], bool)])

@@ -1,4 +1,4 @@
-"""Pairwise sigmoid loss of SigLIP, accumulated around the ring.
+"""Pairwise sigmoid loss of SigLIP.
 
 Forward and backward each rotate the text blocks around the ring once.
 """
@@ -56,10 +56,9 @@ def siglip_loss(
       logit_bias: scalar bias.
       axis_name: mesh axis (or axes) of the batch, see `clip_loss`.
       mesh: mesh over which the global arrays are sharded, see `clip_loss`.
-      mask: bool `[b]`, False for masked pairs (padding). The sum and b exclude them, and their features may hold any
-        values.
-      implementation: "xla" (ring, strips inside the device), "ring" (whole blocks), or None (the best for the
-        platform).
+      mask: bool `[b]`, False for masked pairs (padding), which the sum and b exclude. Their features may have any
+        values, including NaN.
+      implementation: "xla" (strips of a block), "ring" (whole blocks), or None for "xla".
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device.
@@ -95,25 +94,32 @@ class _Plan:
     strip_rows: int | None
 
 
-class _Strip(NamedTuple):
-    """Rows of one strip, with positive columns, mask and loss cotangents."""
+class _Rows(NamedTuple):
+    """Row operands, to be split into strips.
+
+    Attributes:
+      x: row features.
+      labels: column of each row's positive in the own block.
+      mask: False for masked rows; None: no row is masked.
+      d_loss: cotangent of each row's sum of loss terms; None in the forward pass.
+    """
 
     x: Array
     labels: Array
     mask: Array | None
-    weight: Array | None = None
+    d_loss: Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row_sums(plan: _Plan, x: Array, y: Array, scale: Array, bias: Array, mask: Array | None) -> Array:
     """Sum each row's loss terms over the columns of all devices, `[b/n]`."""
 
-    def compare(block: tuple, is_local: bool) -> tuple[Array, None]:
-        y, y_mask = block
+    def compare(columns: tuple, own: bool) -> tuple[Array, None]:
+        y, y_mask = columns
 
-        def strip(carry: None, rows: _Strip) -> tuple[None, Array]:
+        def strip(carry: None, rows: _Rows) -> tuple[None, Array]:
             logits = scale * similarities(rows.x, y) + bias
-            signed = jnp.where(is_positive(rows.labels, y), -logits, logits) if is_local else logits
+            signed = jnp.where(is_positive(rows.labels, y), -logits, logits) if own else logits
             return carry, _where_valid(rows, y_mask, jax.nn.softplus(signed)).sum(1)
 
         return scan_strips(strip, None, _rows(plan, x, mask), plan.strip_rows)[1], None
@@ -125,35 +131,34 @@ def _forward(plan: _Plan, *operands: Array | None) -> tuple[Array, tuple]:
     return _row_sums(plan, *operands), operands
 
 
-def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
+def _backward(plan: _Plan, operands: tuple, d_loss: Array) -> tuple:
     x, y, scale, bias, mask = operands
     dtype = accumulation_dtype(x.dtype)
+    slices = ring.split((y, mask), plan.axis_name)
 
-    column_blocks = ring.split((y, mask), plan.axis_name)
+    def compare(i: int, column_slice: tuple, local: tuple, d_y: Array, own: bool) -> tuple[tuple, Array]:
+        first, (y, y_mask) = slices[i][0], column_slice
 
-    def compare(i: int, block: tuple, local: tuple, d_y: Array, is_local: bool) -> tuple[tuple, Array]:
-        first, (y, y_mask) = column_blocks[i][0], block
-
-        def strip(carry: tuple, rows: _Strip) -> tuple[tuple, Array]:
+        def strip(carry: tuple, rows: _Rows) -> tuple[tuple, Array]:
             d_y, d_scale, d_bias = carry
             s = similarities(rows.x, y)
             logits = scale * s + bias
             d_logits = jax.nn.sigmoid(logits)
-            if is_local:  # sigmoid(z) - 1 = -sigmoid(-z), without cancellation
+            if own:  # sigmoid(z) - 1 = -sigmoid(-z), without cancellation
                 d_logits = jnp.where(is_positive(rows.labels - first, y), -jax.nn.sigmoid(-logits), d_logits)
-            d_logits = _where_valid(rows, y_mask, rows.weight[:, None] * d_logits)
+            d_logits = _where_valid(rows, y_mask, rows.d_loss[:, None] * d_logits)
             d_s = (scale * d_logits).astype(x.dtype)
             d_y = d_y + matmul(d_s, rows.x, contract=(0, 0))
             carry = (d_y, d_scale + (d_logits * s).sum(), d_bias + d_logits.sum())
             return carry, matmul(d_s, y, contract=(1, 0))
 
         d_x, *scalars = local
-        (d_y, *scalars), d_x_block = scan_strips(strip, (d_y, *scalars), _rows(plan, x, mask, weight), plan.strip_rows)
-        return (d_x + d_x_block, *scalars), d_y
+        (d_y, *scalars), d_x_slice = scan_strips(strip, (d_y, *scalars), _rows(plan, x, mask, d_loss), plan.strip_rows)
+        return (d_x + d_x_slice, *scalars), d_y
 
     local = tuple(constant(shape, 0, dtype, varying_like=x) for shape in (x.shape, (), ()))
-    remote = [constant(block[0].shape, 0, dtype, varying_like=x) for _, block in column_blocks]
-    local, remote = ring.accumulate(compare, [block for _, block in column_blocks], local, remote, plan.axis_name)
+    remote = [constant(columns[0].shape, 0, dtype, varying_like=x) for _, columns in slices]
+    local, remote = ring.accumulate(compare, [columns for _, columns in slices], local, remote, plan.axis_name)
     d_x, d_scale, d_bias = local
     return d_x.astype(x.dtype), jnp.concatenate(remote).astype(y.dtype), d_scale, d_bias, None
 
@@ -161,12 +166,12 @@ def _backward(plan: _Plan, operands: tuple, weight: Array) -> tuple:
 _row_sums.defvjp(_forward, _backward)
 
 
-def _rows(plan: _Plan, x: Array, mask: Array | None, weight: Array | None = None) -> _Strip:
+def _rows(plan: _Plan, x: Array, mask: Array | None, d_loss: Array | None = None) -> _Rows:
     labels = jnp.arange(x.shape[0], dtype=jnp.int32)
-    return _Strip(x, labels, padding_mask(mask, x.shape[0], plan.strip_rows), weight)
+    return _Rows(x, labels, padding_mask(mask, x.shape[0], plan.strip_rows), d_loss)
 
 
-def _where_valid(rows: _Strip, y_mask: Array | None, values: Array) -> Array:
+def _where_valid(rows: _Rows, y_mask: Array | None, values: Array) -> Array:
     valid = valid_pairs(rows.mask, y_mask)
     return values if valid is None else jnp.where(valid, values, jnp.zeros_like(values))
 
@@ -183,5 +188,8 @@ class SiglipLoss(Loss):
           ValueError: the model has no logit bias.
         """
         if output.logit_bias is None:
-            raise ValueError("the siglip loss needs a model with a logit bias; set model_overrides init_logit_bias=-10")
+            raise ValueError(
+                "expected a model with a logit bias for the siglip loss, got none; set model_overrides "
+                "init_logit_bias=-10"
+            )
         return LossOutput(siglip_loss(*output, mesh=self.mesh, implementation=self.implementation))

@@ -1,6 +1,7 @@
 """Objectives of SogCLR, iSogCLR and FastCLIP v0 to v3, and their settings.
 
-Yuan et al. 2022 (SogCLR), Qiu et al. 2023 (iSogCLR), Wei et al. 2024 (FastCLIP), which names GCL, RGCL and RGCL-g.
+Yuan et al. 2022 (SogCLR), Qiu et al. 2023 (iSogCLR) and Wei et al. 2024 (FastCLIP). GCL, RGCL and RGCL-g are FastCLIP's
+names of the objectives.
 """
 
 import dataclasses
@@ -9,6 +10,9 @@ from typing import Any, NamedTuple
 from infcl_jax.checks import check_choice
 from infcl_jax.losses.samples import SampleState
 
+# Loss of the papers, or of the authors' code.
+MODES = ("published", "reference")
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -16,8 +20,8 @@ class Variant:
 
     Attributes:
       temperature: "constant", "learned" (a single one), or "samples" (two learned temperatures per sample).
-      scaled: whether the paper multiplies each sample's term by its temperature.
-      scaled_in_code: whether the authors' code multiplies each sample's term by its temperature.
+      scaled: whether c = t in the paper, else c = 1: each sample's term is multiplied by its temperature.
+      scaled_in_code: whether c = t in the authors' code.
       gamma_schedule: schedule of gamma in the papers, "constant" or "cosine" by epoch. The caller applies it.
       regularized: whether the loss contains `rho` times the temperature.
     """
@@ -34,7 +38,7 @@ class Variant:
         return self.temperature == "samples"
 
 
-# g1_i, g2_i: mean exponentials over the negatives of image i and text i. t, t1_i, t2_i: temperatures.
+# g1_i, g2_i: mean exponentials over the negatives of image i and text i in the dataset. t, t1_i, t2_i: temperatures.
 VARIANTS = {
     # GCL: t mean_i(log(eps + g1_i) + log(eps + g2_i)), t constant
     "sogclr": Variant("constant", True, False, "constant"),
@@ -61,7 +65,7 @@ class Adam(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Static settings of one call of `infcl_jax.global_contrastive_loss`, which describes them.
+    """Static settings of one call, as described by `infcl_jax.global_contrastive_loss`.
 
     Raises:
       ValueError: a setting is out of range, or the variant does not have it.
@@ -77,7 +81,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("variant", self.name, tuple(VARIANTS))
-        check_choice("mode", self.mode, ("published", "reference"))
+        check_choice("mode", self.mode, MODES)
         if not self.eps > 0:
             raise ValueError(f"expected eps > 0, got {self.eps}")
         if self.rho and not self.variant.regularized:

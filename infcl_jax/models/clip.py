@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
 
-# Subtree of the parameters of each encoder.
+# Parameter subtree of each encoder, see `CLIP`.
 TOWERS = {"image": "visual", "text": "text"}
 
 # Mean and standard deviation of OpenAI's CLIP training images, RGB in [0, 1].
@@ -26,8 +26,8 @@ class CLIPOutput(NamedTuple):
     Attributes:
       image: [b, embed_dim], L2-normalized image features in the model's feature dtype.
       text: [b, embed_dim], L2-normalized text features in the model's feature dtype.
-      logit_scale: float32 scalar that multiplies similarities, at most `MAX_LOGIT_SCALE`.
-      logit_bias: float32 scalar added to logits, or None for a model without one.
+      logit_scale: float32 scalar that multiplies the similarities, at most `MAX_LOGIT_SCALE`.
+      logit_bias: float32 scalar added to the scaled similarities; None for a model without one.
     """
 
     image: jax.Array
@@ -48,8 +48,8 @@ def l2_normalize(x: jax.Array, dtype: Any) -> jax.Array:
       zero with a finite gradient.
     """
     x = x.astype(jnp.float32)
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    return (x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))).astype(dtype)
+    squared_norm = jnp.sum(x * x, axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(jnp.maximum(squared_norm, 1e-12))).astype(dtype)
 
 
 def normalize_image(
@@ -74,8 +74,8 @@ def normalize_image(
 def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
     """Clamp the stored `logit_scale` to [0, log 100].
 
-    Apply it after every optimizer update. The model itself limits the scale to 100, but beyond the limit the gradient
-    is zero, and the parameter would stay there. At the limit the parameter has its full gradient.
+    Apply it after every optimizer update. The model limits the scale to 100 too, but its gradient is zero beyond the
+    limit, so an unclamped parameter would stay there. At the limit the gradient is that of `exp`.
 
     Args:
       params: parameters of `CLIP`, with `logit_scale` on their first level.
@@ -122,7 +122,7 @@ class CLIP(nn.Module):
     init_logit_bias: float | None = None
 
     def __call__(self, image: jax.Array, text: jax.Array, *, train: bool = False) -> CLIPOutput:
-        """Encode a batch of image-text pairs.
+        """Encode a batch of images and texts.
 
         Args:
           image: [b, image_size, image_size, 3], uint8, or floating and already normalized by mean and std.
@@ -145,11 +145,11 @@ class CLIP(nn.Module):
           image: [b, image_size, image_size, 3], uint8, or floating and already normalized by mean and std.
           train: whether dropout and patch dropout are on; they need the "dropout" rng.
 
-        Raises:
-          ValueError: `image` has another shape or dtype; raised when the call is traced.
-
         Returns:
           [b, embed_dim], L2-normalized, in `feature_dtype`.
+
+        Raises:
+          ValueError: `image` has another shape or dtype; raised when the call is traced.
         """
         _check_image(image, self.visual.image_size)
         if image.dtype == jnp.uint8:
@@ -163,11 +163,11 @@ class CLIP(nn.Module):
           text: integer [b, t] token ids, t <= context_length.
           train: whether dropout is on; it needs the "dropout" rng.
 
-        Raises:
-          ValueError: `text` has another shape or dtype; raised when the call is traced.
-
         Returns:
           [b, embed_dim], L2-normalized, in `feature_dtype`.
+
+        Raises:
+          ValueError: `text` has another shape or dtype; raised when the call is traced.
         """
         _check_text(text, self.text.context_length)
         return l2_normalize(self.text(text, train=train), self.feature_dtype)  # type: ignore[operator]
@@ -177,8 +177,8 @@ class CLIP(nn.Module):
         """Return logit scale and logit bias, for losses over precomputed features.
 
         Returns:
-          `exp(min(logit_scale, log 100))` and `logit_bias` (None without one), float32 scalars. With respect to the
-          stored logarithm, the gradient is that of `exp` up to and including the limit, and zero beyond; see
+          `exp(min(logit_scale, log 100))` and `logit_bias` (None without one), float32 scalars. The gradient of the
+          parameter `logit_scale` is that of `exp` up to and including the limit and zero beyond, see
           `clamp_logit_scale`.
         """
         log_scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)

@@ -12,7 +12,7 @@ from infcl_jax.ops.bias_activation.api import Activation, activate
 from infcl_jax.ops.layer_norm.api import normalize, normalize_with_residual
 from infcl_jax.ops.linear import Arrays, Biases, affine
 
-# Checkpoint name of the results of dense layers, for the policies of `jax.checkpoint`.
+# Checkpoint name of the results of GEMMs with weights, for the policies of `jax.checkpoint`.
 PRODUCT = "product"
 
 
@@ -32,8 +32,8 @@ def take_positions(states: jax.Array, position: jax.Array) -> jax.Array:
 
 def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
     states, position = saved
-    taken = jnp.arange(states.shape[1])[None] == position[:, None]
-    return jnp.where(taken[:, :, None], cotangent[:, None], jnp.zeros_like(states)), None
+    mask = jnp.arange(states.shape[1])[None] == position[:, None]
+    return jnp.where(mask[:, :, None], cotangent[:, None], jnp.zeros_like(states)), None
 
 
 take_positions.defvjp(lambda states, position: (take_positions(states, position), (states, position)), _take_backward)
@@ -65,12 +65,12 @@ class LayerNorm(nn.Module):
 
 
 class Dense(nn.Module):
-    """Dense layer with normally initialized weights.
+    """Dense layer with normal initial weights; the caller selects how its bias is added.
 
     Parameters: `kernel` [inputs, features] and `bias` [features].
 
     Attributes:
-      features: size of the result.
+      features: size of the last axis of the result.
       std: standard deviation of the initial weights.
       dtype: dtype of the result.
       param_dtype: dtype of the parameters.
@@ -83,24 +83,25 @@ class Dense(nn.Module):
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
-        """Return kernel and bias, for callers that compute the product themselves."""
+        """Return kernel and bias, for callers with their own GEMM."""
         kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
     def activated(self, x: jax.Array, activation: Activation) -> jax.Array:
-        """Map [..., inputs] to the activated [..., features] in `dtype`."""
+        """Map [..., inputs] to `activation(x @ kernel + bias)`, [..., features] in `dtype`."""
         kernel, bias = self.weights(x.shape[-1])
-        return activate(products(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
+        return activate(checkpointed_affine(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
 
     def without_bias_gradient(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Map [..., inputs] to [..., features] in `dtype`, and return the bias.
+        """Return `x @ kernel + bias` and the bias.
 
-        The product includes the bias without its gradient; the caller must route it, see `route_gradient`.
+        Maps [..., inputs] to [..., features] in `dtype`. The bias is added under `stop_gradient`, so the
+        caller must route its gradient, see `route_gradient`.
         """
         kernel, bias = self.weights(x.shape[-1])
-        return products(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
+        return checkpointed_affine(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
 
 
-def products(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
-    """Compute `affine` with results checkpointed under the name `PRODUCT`."""
+def checkpointed_affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
+    """Compute `affine`, with results checkpointed under the name `PRODUCT`."""
     return tuple(checkpoint_name(y, PRODUCT) for y in affine(x, kernels, biases))

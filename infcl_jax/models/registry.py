@@ -2,7 +2,7 @@
 
     model = create_model("ViT-B/16", **{"dtype": "bfloat16", "vision.remat": "dots"})
 
-The named shapes are those of OpenCLIP's configurations of the same name, so its weights fit.
+Shapes match OpenCLIP's configurations of the same names, so its weights can be converted.
 """
 
 import dataclasses
@@ -14,11 +14,7 @@ from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.clip import CLIP, OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
-from infcl_jax.models.transformer import (
-    Remat,
-    TransformerConfig,
-    float_dtype_name,
-)
+from infcl_jax.models.transformer import Remat, TransformerConfig, float_dtype_name
 from infcl_jax.models.vit import Pool, VisionTransformer
 from infcl_jax.ops.attention.api import AttentionImplementation
 from infcl_jax.ops.bias_activation.api import Activation
@@ -26,7 +22,7 @@ from infcl_jax.ops.bias_activation.api import Activation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """Settings of one tower's transformer.
+    """Configuration of one tower's transformer.
 
     `TransformerConfig` describes the fields and their valid values.
     """
@@ -76,8 +72,8 @@ class TextConfig(TowerConfig):
     """Configuration of the text tower.
 
     Attributes:
-      vocab_size: number of token ids (49408 for CLIP's byte pairs, 259 for bytes).
-      context_length: the longest sequence, start and end tokens included.
+      vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
+      context_length: largest number of tokens, including the start and end tokens.
 
     Raises:
       ValueError: a field has an invalid value.
@@ -97,7 +93,7 @@ class CLIPConfig:
 
     Attributes:
       embed_dim: size of the shared features.
-      vision: image tower, a Vision Transformer or a residual network.
+      vision: image tower, a Vision Transformer or a ResNet.
       text: text tower.
       activation: activation of both towers' MLPs, "gelu" or "quick_gelu" (for OpenAI's weights).
       dtype: dtype of activations and GEMMs.
@@ -106,7 +102,7 @@ class CLIPConfig:
       image_mean: mean of each channel, for images in [0, 1].
       image_std: standard deviation of each channel, for images in [0, 1], positive.
       init_logit_scale: initial logarithm of the logit scale (log 10 in SigLIP).
-      init_logit_bias: initial logit bias (-10 in SigLIP); None for a model without a bias.
+      init_logit_bias: initial logit bias (-10 in SigLIP); None for no bias.
 
     Raises:
       ValueError: a field has an invalid value.
@@ -132,11 +128,12 @@ class CLIPConfig:
         for name in ("image_mean", "image_std"):
             values = tuple(getattr(self, name))
             if len(values) != 3 or (name == "image_std" and min(values) <= 0):
-                raise ValueError(f"expected {name} to be three numbers, of a std all positive, got {values}")
+                positive = ", all positive" if name == "image_std" else ""
+                raise ValueError(f"expected {name} to be three numbers{positive}, got {values}")
             object.__setattr__(self, name, values)  # a list from a config file would not hash
         for tower in ("vision", "text"):
             if isinstance(getattr(self, tower), TowerConfig):
-                transformer_config(self, tower)
+                transformer_config(self, tower)  # raises for invalid fields
 
 
 def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
@@ -150,8 +147,8 @@ def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
       ValueError: the tower's fields are inconsistent with each other or with the model's dtype; the message starts with
         the tower.
     """
-    own = getattr(config, tower)
-    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(TowerConfig)}
+    tower_config = getattr(config, tower)
+    fields = {field.name: getattr(tower_config, field.name) for field in dataclasses.fields(TowerConfig)}
     try:
         return TransformerConfig(
             **fields,
@@ -189,7 +186,7 @@ def _vit(embed_dim: int, width: int, layers: int, patch_size: int, text_width: i
 
 
 def _resnet(embed_dim: int, layers: tuple[int, int, int, int], text_width: int) -> CLIPConfig:
-    """Build an OpenCLIP residual network configuration."""
+    """Build an OpenCLIP ResNet configuration with 12 text layers."""
     return CLIPConfig(
         embed_dim=embed_dim,
         vision=ResNetConfig(layers=layers),
@@ -221,7 +218,7 @@ def model_config(name: str, **overrides: Any) -> CLIPConfig:
       **overrides: new values by field; a tower's fields have a prefix: `{"dtype": "bfloat16", "vision.remat": "full"}`.
 
     Returns:
-      The configuration with all overrides applied together; only the final combination must be valid.
+      The configuration with all overrides applied at once, so only their combination must be valid.
 
     Raises:
       ValueError: an unknown name or key (the message lists the known ones), or an invalid value of a field.
@@ -233,15 +230,16 @@ def model_config(name: str, **overrides: Any) -> CLIPConfig:
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"expected model overrides among {', '.join(known)}, got {unknown[0]!r}{hint}")
-    own: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
     for tower in ("vision", "text"):
         prefix = f"{tower}."
-        changes = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
-        own[tower] = dataclasses.replace(getattr(config, tower), **changes)
-    return dataclasses.replace(config, **own)
+        fields = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+        changes[tower] = dataclasses.replace(getattr(config, tower), **fields)
+    return dataclasses.replace(config, **changes)
 
 
 def _override_keys(config: CLIPConfig) -> list[str]:
+    """Return the keys of `model_config`'s overrides: fields, and prefixed fields of the towers."""
     keys: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -267,7 +265,7 @@ def _image_tower(config: CLIPConfig) -> VisionTransformer | ResNet:
 def build_model(config: CLIPConfig) -> CLIP:
     """Build the module of a configuration.
 
-    Equal configurations give equal modules, so compiled functions are shared.
+    Equal configurations give equal modules, so they share the functions that `jax.jit` compiled.
     """
     text = config.text
     return CLIP(
@@ -293,6 +291,9 @@ def create_model(name: str, **overrides: Any) -> CLIP:
       name: one of `model_names()`.
       **overrides: new values by field, see `model_config`.
 
+    Returns:
+      A `CLIP` module; `init` creates its variables.
+
     Raises:
       ValueError: an unknown name or key, or an invalid value of a field.
 
@@ -301,8 +302,5 @@ def create_model(name: str, **overrides: Any) -> CLIP:
       image, text = jnp.zeros((1, 32, 32, 3), jnp.uint8), jnp.zeros((1, 77), jnp.int32)
       variables = model.init(jax.random.key(0), image, text)
       output = model.apply(variables, image, text)
-
-    Returns:
-      A `CLIP` module; `init` creates its variables.
     """
     return build_model(model_config(name, **overrides))

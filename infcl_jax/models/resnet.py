@@ -1,6 +1,6 @@
 """ResNet image tower of CLIP.
 
-It has a three-layer stem, average pooling in place of strided convolutions, and attention as the last pooling.
+It has a three-layer stem, average pooling in place of strided convolutions after the stem, and a final attention pool.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from infcl_jax.checks import check_positive_int
 
-_REDUCTION = 32  # pixels per position of the last stage
-_EXPANSION = 4  # ratio of a block's output channels to its planes (He et al. 2016)
-_EPSILON, _MOMENTUM = 1e-5, 0.1  # of the batch norm; PyTorch's defaults
+_REDUCTION = 32  # pixels per position of the last stage; also the ratio of its channels to those of the stem
+_EXPANSION = 4  # ratio of a bottleneck's output channels to its planes (He et al. 2016)
+_EPSILON, _MOMENTUM = 1e-5, 0.1  # added to the variance, weight of a new batch statistic; PyTorch's defaults
 # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
 _CONV_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
@@ -26,8 +26,8 @@ class ResNetConfig:
 
     Attributes:
       width: channels after the stem; the last stage has 32 times as many.
-      layers: number of blocks of each of the four stages.
-      heads: heads of the attention pooling; divides 32 times the width.
+      layers: number of bottlenecks of each of the four stages.
+      heads: attention heads of the attention pool; divides 32 times the width.
       image_size: height and width of the input in pixels; a multiple of 32.
 
     Raises:
@@ -44,7 +44,9 @@ class ResNetConfig:
             check_positive_int(f"vision.{name}", getattr(self, name))
         object.__setattr__(self, "layers", tuple(self.layers))  # a list from a config file would not hash
         if len(self.layers) != 4:
-            raise ValueError(f"expected vision.layers to be the blocks of four stages, got {self.layers}")
+            raise ValueError(
+                f"expected vision.layers to be four numbers of bottlenecks, one per stage, got {self.layers}"
+            )
         for blocks in self.layers:
             check_positive_int("vision.layers", blocks)
         if self.width % 2 or self.width * _REDUCTION % self.heads:
@@ -61,7 +63,7 @@ class BatchNorm(nn.Module):
 
     Parameters: `scale` and `bias`. Variables in the collection "batch_stats": running `mean` and `var` (unbiased). Each
     training batch updates them with weight 0.1 if that collection is mutable. In training, the layer normalizes by the
-    batch statistics: of the global batch under `jit`, of one device's rows inside `shard_map`.
+    statistics of the global batch under `jit`, and of one device's rows inside `shard_map`.
     """
 
     param_dtype: str
@@ -91,7 +93,7 @@ class BatchNorm(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling with the mean over positions as the only query.
+    """Attention pool with the mean over positions as the only query.
 
     Source: Radford et al. 2021, section 2.4.
 
@@ -116,16 +118,16 @@ class AttentionPool(nn.Module):
         key, value = dense(c, name="k_proj")(x), dense(c, name="v_proj")(x)
         query, key, value = (a.reshape(b, -1, self.heads, c // self.heads) for a in (query, key, value))
         pooled = jax.nn.dot_product_attention(query, key, value).reshape(b, c)
-        last = nn.Dense(
+        output_projection = nn.Dense(
             self.embed_dim, dtype=jnp.float32, param_dtype=self.param_dtype, kernel_init=init, name="c_proj"
         )
-        return last(pooled)
+        return output_projection(pooled)
 
 
 class Bottleneck(nn.Module):
-    """Residual bottleneck block with average pooling as stride.
+    """Bottleneck of 1x1, 3x3 and 1x1 convolutions (He et al. 2016).
 
-    Its convolutions are 1x1, 3x3 and 1x1 (He et al. 2016).
+    Average pooling replaces strides.
     """
 
     planes: int
@@ -136,13 +138,13 @@ class Bottleneck(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         """Map [b, h, w, c] to [b, h/stride, w/stride, 4 planes]."""
-        conv, norm = _layers(self.dtype, self.param_dtype)
+        conv, norm = _conv_and_norm(self.dtype, self.param_dtype)
         out = nn.relu(norm(name="bn1")(conv(self.planes, (1, 1), name="conv1")(x), train=train))
         out = nn.relu(norm(name="bn2")(conv(self.planes, (3, 3), name="conv2")(out), train=train))
-        out = conv(_EXPANSION * self.planes, (1, 1), name="conv3")(_pool(out, self.stride))
+        out = conv(_EXPANSION * self.planes, (1, 1), name="conv3")(_average_pool(out, self.stride))
         out = norm(name="bn3", scale_init=nn.initializers.zeros)(out, train=train)
         if self.stride > 1 or x.shape[-1] != out.shape[-1]:
-            x = conv(out.shape[-1], (1, 1), name="downsample_conv")(_pool(x, self.stride))
+            x = conv(out.shape[-1], (1, 1), name="downsample_conv")(_average_pool(x, self.stride))
             x = norm(name="downsample_bn")(x, train=train)
         return nn.relu(out + x.astype(out.dtype)).astype(self.dtype)
 
@@ -183,25 +185,25 @@ class ResNet(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalized.
         """
-        conv, norm = _layers(self.dtype, self.param_dtype)
+        conv, norm = _conv_and_norm(self.dtype, self.param_dtype)
         width, x = self.config.width, image.astype(self.dtype)
         for number, (channels, stride) in enumerate(((width // 2, 2), (width // 2, 1), (width, 1)), start=1):
             x = conv(channels, (3, 3), strides=stride, name=f"conv{number}")(x)
             x = nn.relu(norm(name=f"bn{number}")(x, train=train)).astype(self.dtype)
-        x = _pool(x, 2)
+        x = _average_pool(x, 2)
         for stage, blocks in enumerate(self.config.layers):
             for block in range(blocks):
-                stride = 2 if stage and not block else 1
+                stride = 2 if stage > 0 and block == 0 else 1
                 name = f"layer{stage + 1}_{block}"
                 x = Bottleneck(width << stage, stride, self.dtype, self.param_dtype, name=name)(x, train=train)
         pool = AttentionPool(self.config.heads, self.embed_dim, self.dtype, self.param_dtype, name="attnpool")
         return pool(x)
 
 
-def _layers(dtype: str, param_dtype: str) -> tuple[Any, Any]:
+def _conv_and_norm(dtype: str, param_dtype: str) -> tuple[Any, Any]:
     """Return constructors of convolutions and batch norms.
 
-    Convolutions have no bias and are padded by half their kernel on each side.
+    Convolutions have no bias and are padded by half the kernel size on each side.
     """
 
     def conv(features: int, kernel: tuple[int, int], strides: int = 1, name: str | None = None) -> nn.Conv:
@@ -220,7 +222,7 @@ def _layers(dtype: str, param_dtype: str) -> tuple[Any, Any]:
     return conv, functools.partial(BatchNorm, param_dtype)
 
 
-def _pool(x: jax.Array, size: int) -> jax.Array:
+def _average_pool(x: jax.Array, size: int) -> jax.Array:
     """Average [b, h, w, c] over non-overlapping squares of `size` positions."""
     b, h, w, c = x.shape
     return x if size == 1 else x.reshape(b, h // size, size, w // size, size, c).mean((2, 4))

@@ -1,4 +1,4 @@
-"""The text tower of CLIP: a causal transformer pooled at the end-of-text token."""
+"""CLIP's text tower: a causal transformer pooled at the end token."""
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,7 @@ def end_position(tokens: jax.Array) -> jax.Array:
       tokens: integer [b, t].
 
     Returns:
-      int32 [b]. If the largest id occurs more than once, its first position.
+      int32 [b], the first position of the largest id.
     """
     return jnp.argmax(tokens, axis=1).astype(jnp.int32)
 
@@ -24,14 +24,15 @@ class TextTransformer(nn.Module):
     """Text tower of CLIP (Radford et al. 2021, section 2.4).
 
     Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [context_length, width], `transformer`,
-    `ln_final`, `text_projection`. Attention is causal and the state is taken at the end token, so later
-    tokens have no effect and need no mask.
+    `ln_final`, `text_projection`.
+
+    Attention is causal and the features are those of the end token, so later tokens have no effect and need no mask.
 
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.
       vocab_size: number of token ids.
-      context_length: the longest sequence; shorter ones use the first positions.
+      context_length: largest number of tokens; shorter sequences use the first positional embeddings.
     """
 
     config: TransformerConfig
@@ -44,8 +45,8 @@ class TextTransformer(nn.Module):
         """Encode token ids.
 
         Args:
-          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. An id outside the vocabulary gives
-            NaN features, since compiled code cannot raise.
+          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. Larger ids give NaN features, since
+            compiled code cannot raise.
           train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
 
         Returns:

@@ -3,9 +3,8 @@
 Parameters are stored in `param_dtype` and GEMMs run in `dtype`. LayerNorm, biases, activation functions and the softmax
 are computed in float32, and their results are stored in `dtype`. The final projection to features is float32.
 
-Layers are unrolled (`block_00`, `block_01`, ...), not scanned. A scan compiles a deep tower faster, but it stacks the
-weights of all layers into one array. Per-layer rules (learning rate, freezing) and the conversion to and from other
-CLIP implementations could then not address a layer by name.
+Layers are unrolled (`block_00`, `block_01`, ...), not scanned. A scan compiles faster, but stacks the weights of all
+layers into one array. Per-layer rules (learning rate, freezing) and weight conversion address layers by name.
 """
 
 import dataclasses
@@ -17,15 +16,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from infcl_jax.checks import check_choice, check_positive_int, check_rate
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, products, take_positions
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
 from infcl_jax.ops.attention.api import (
     AttentionImplementation,
     attend,
     attend_from,
     cudnn_accepts,
-    kernel_accepts,
+    mosaic_gpu_accepts,
     padding_for,
-    takes_packed,
+    prefers_packed,
 )
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.linear import route_gradient
@@ -61,21 +60,20 @@ class TransformerConfig:
     Attributes:
       width: size of the residual stream.
       layers: number of blocks.
-      heads: attention heads; divides `width`.
+      heads: number of attention heads; divides `width`.
       mlp_ratio: ratio of the MLP's hidden units to `width`.
       causal: whether a position attends only to itself and the positions before it.
       activation: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`, with which OpenAI's weights were
         trained).
-      dropout: dropout rate on the outputs of the attention and of the MLP, before the residual sum, when training.
+      dropout: rate of dropout in training, on the outputs of attention and MLP before the residual sum.
       remat: activations recomputed in the backward pass. None: none. "full": every block, from its input. "dots": all
-        but the products with weight matrices, so attention weights (quadratic in the sequence length) are never stored.
-      attention: "xla" runs on every device; it stores the attention weights for the backward pass unless `remat` is
-        set.
+        but the results of GEMMs with weights, so softmax weights (quadratic in the sequence length) are not stored.
+      attention: "xla" runs on every device; it stores the softmax weights for the backward pass unless `remat` is set.
         "cudnn" is the fused kernel for NVIDIA GPUs from Ampere on, with memory linear in the sequence length. It needs
-        `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several blocks of keys,
-        its gradients are deterministic only under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true`.
-        "mosaic_gpu" are kernels for Hopper GPUs. They need sequences of at most 320 positions, heads of 64 channels and
-        `dtype` "bfloat16" or "float16". Their gradients are always deterministic.
+        `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several key tiles, its
+        gradients are deterministic only under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true`.
+        "mosaic_gpu" selects kernels for Hopper GPUs. They need sequences of at most 320 positions, heads of 64 channels
+        and `dtype` "bfloat16" or "float16". Their gradients are deterministic.
         None: `best_attention` of the device.
       dtype: dtype of activations and GEMMs: "float32", "bfloat16" or "float16".
       param_dtype: dtype of the stored parameters: "float32", "bfloat16" or "float16".
@@ -111,12 +109,12 @@ class TransformerConfig:
             object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
         if self.attention == "cudnn" and not cudnn_accepts(self.dtype, self.width // self.heads):
             raise ValueError(
-                "attention 'cudnn' expects dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, "
-                f"at most 128, got {self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
+                "expected dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most 128, for "
+                f"attention 'cudnn', got {self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
             )
-        if self.attention == "mosaic_gpu" and not kernel_accepts(1, self.width // self.heads, self.dtype):
+        if self.attention == "mosaic_gpu" and not mosaic_gpu_accepts(1, self.width // self.heads, self.dtype):
             raise ValueError(
-                "attention 'mosaic_gpu' expects dtype 'bfloat16' or 'float16' and 64 channels per head, got "
+                "expected dtype 'bfloat16' or 'float16' and 64 channels per head for attention 'mosaic_gpu', got "
                 f"{self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
             )
 
@@ -159,9 +157,9 @@ def projection(config: TransformerConfig, features: int, std: float, name: str) 
 
 
 def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> nn.Dense:
-    """Build the projection from the pooled state to the features, without bias.
+    """Build the float32 projection of pooled states to features, without bias.
 
-    It is float32, since its cost is negligible.
+    Its cost is negligible.
     """
     return nn.Dense(
         embed_dim,
@@ -179,9 +177,9 @@ class SelfAttention(nn.Module):
     Parameters: `in_proj` {kernel [width, 3 width], bias}, whose columns are query, key, value, each ordered by head;
     `out_proj` {kernel [width, width], bias}.
 
-    Two biases need no pass over activations. The key bias shifts all scores of a query equally, and the softmax is
-    invariant to that shift, so this bias has neither effect nor gradient. The value bias passes through the attention
-    unchanged, since the weights sum to 1, so it is multiplied with `out_proj` and added to the output bias.
+    Two biases need no pass over activations. The softmax is invariant to the key bias, which shifts all scores of a
+    query equally, so that bias is not used and gets no gradient. The softmax weights sum to 1, so the value bias passes
+    through the attention unchanged. It is therefore multiplied with `out_proj` and added to the output bias.
 
     Attributes:
       config: transformer configuration.
@@ -202,13 +200,13 @@ class SelfAttention(nn.Module):
           position: integer [b], position of the only token to compute in each sequence; None for all tokens.
 
         Returns:
-          [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] that it contains,
-          whose gradient the caller must route, see `route_gradient`.
+          [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] added to it under
+          `stop_gradient`, whose gradient the caller must route, see `route_gradient`.
         """
         c = self.config
         x = x.astype(c.dtype)
-        kernel, bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
-        query_bias, _, value_bias = jnp.split(bias, 3)
+        kernel, in_bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
+        query_bias, _, value_bias = jnp.split(in_bias, 3)
         out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
         if position is None:
             qkv = self._project(x, kernel, query_bias)
@@ -216,22 +214,23 @@ class SelfAttention(nn.Module):
         else:
             query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
             tokens = x.reshape(-1, self.positions, c.width)
-            (query,) = products(take_positions(tokens, position), (query_kernel,), (query_bias,))
+            (query,) = checkpointed_affine(take_positions(tokens, position), (query_kernel,), (query_bias,))
             query = query.reshape(-1, c.heads, c.width // c.heads)
             y = attend_from(query, tokens, key_kernel, value_kernel, position, causal=c.causal, padding=self.padding)
         factors = (a.astype(jnp.float32) for a in (value_bias, out_kernel))
         bias = jnp.matmul(*factors, precision=jax.lax.Precision.HIGHEST) + out_bias.astype(jnp.float32)
-        return products(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))[0], bias
+        (y,) = checkpointed_affine(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))
+        return y, bias
 
     def _project(self, x: jax.Array, kernel: jax.Array, query_bias: jax.Array) -> tuple[jax.Array, ...]:
-        """Project all tokens to queries, keys and values, packed or not as `attend` prefers."""
+        """Project all tokens to queries, keys and values, packed if `prefers_packed`."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
-        if takes_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
+        if prefers_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
-            (packed,) = products(x, (kernel,), (bias,))
+            (packed,) = checkpointed_affine(x, (kernel,), (bias,))
             return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
-        qkv = products(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
+        qkv = checkpointed_affine(x, tuple(jnp.split(kernel, 3, axis=1)), (query_bias, None, None))
         return tuple(a.reshape(-1, positions, c.heads, channels) for a in qkv)
 
 
@@ -248,8 +247,8 @@ class Mlp(nn.Module):
         """Apply the MLP to [..., width] in the compute dtype.
 
         Returns:
-          [..., width] in the compute dtype; and the bias [width] of `c_proj` that it contains, whose gradient the
-          caller must route, see `route_gradient`.
+          [..., width] in the compute dtype; and the bias [width] of `c_proj`, added to it under `stop_gradient`, whose
+          gradient the caller must route, see `route_gradient`.
         """
         c = self.config
         hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc").activated(x, c.activation)
@@ -277,20 +276,21 @@ class TransformerBlock(nn.Module):
 
         Args:
           x: [b * t, width] in the compute dtype.
-          deferred_bias: [width], a bias in `x` that gets its gradient here, see `normalize_with_residual`; None for
-            none.
+          deferred_bias: [width], bias added to `x` under `stop_gradient`, see `normalize_with_residual`; None for no
+            bias.
           position: integer [b], position of the only token to compute in each sequence; None for all tokens.
           train: whether dropout is on.
 
         Returns:
-          [b * t, width], or [b, width] with `position`; and the bias [width] that it contains without gradient, None
-          for none.
+          [b * t, width], or [b, width] with `position`; and the bias [width] added to it under `stop_gradient`, None
+          for no bias.
         """
         c = self.config
 
         def drop(y: jax.Array, bias: jax.Array, name: str) -> tuple[jax.Array, jax.Array | None]:
             if not (train and c.dropout):
                 return y, bias
+            # Dropout changes the cotangent of `y`, so the gradient of the bias must be routed before it.
             return nn.Dropout(c.dropout, deterministic=False, name=name)(route_gradient(y, bias)), None
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
@@ -308,7 +308,7 @@ def _block_class(remat: Remat | None) -> type[TransformerBlock]:
     if remat is None:
         return TransformerBlock
     policies = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
-    return nn.remat(TransformerBlock, policy=policies[remat], static_argnums=(4,))
+    return nn.remat(TransformerBlock, policy=policies[remat], static_argnums=(4,))  # `train`, with `self` as 0
 
 
 class Transformer(nn.Module):
@@ -333,7 +333,7 @@ class Transformer(nn.Module):
         block = _block_class(c.remat)
         padding = padding_for((b, t, c.heads, c.width // c.heads), c.dtype, c.attention)
         positions = t + padding
-        # Batch and sequence are one axis: with a separate batch axis, XLA picks layouts that cost extra transposes.
+        # Batch and sequence are one axis: with a separate batch axis, XLA selects layouts that need transposes.
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)
         deferred_bias = None
         for i in range(c.layers):

@@ -14,10 +14,9 @@ Pool = Literal["tok", "avg"]
 class PatchEmbedding(nn.Module):
     """Patch embedding: convolution without bias, with stride equal to kernel size.
 
-    Parameters: `kernel` [patch, patch, 3, width].
+    It is computed as one GEMM over unfolded patches, which avoids a convolution over only three channels.
 
-    The convolution is computed as one GEMM over unfolded patches, with the same result. The remat policies then apply
-    to it, and it needs no convolution kernel for three input channels.
+    Parameters: `kernel` [patch, patch, 3, width].
     """
 
     config: TransformerConfig
@@ -27,7 +26,7 @@ class PatchEmbedding(nn.Module):
     def __call__(self, image: jax.Array) -> jax.Array:
         """Map [b, H, W, 3] to [b, (H / patch) (W / patch), width].
 
-        Patches are in row-major order, the result in the compute dtype.
+        Patches are in row-major order. The result is in the compute dtype.
         """
         c, p = self.config, self.patch_size
         # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
@@ -44,7 +43,7 @@ def drop_patches(rng: jax.Array, tokens: jax.Array, rate: float) -> jax.Array:
 
     Args:
       rng: PRNG key.
-      tokens: [b, n, width], any dtype.
+      tokens: [b, n, width], patch embeddings with positions, any dtype.
       rate: fraction of patches to drop, in [0, 1).
 
     Returns:
@@ -64,15 +63,17 @@ class VisionTransformer(nn.Module):
     Sources: Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1.
 
     Parameters: `conv1`, `class_embedding` [width], `positional_embedding` [1 + patches, width], `ln_pre`,
-    `transformer`, `ln_post`, `proj`. Initial weights are normal, scaled by width and depth, and biases are zero. The
-    original implementation initializes its text tower this way, but most of its image tower with PyTorch's defaults.
+    `transformer`, `ln_post`, `proj`.
+
+    Initial weights are normal, scaled by width and depth, and biases are zero. OpenAI's implementation initializes its
+    text tower this way, but most of its image tower with PyTorch's defaults.
 
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.
       image_size: height and width of the input in pixels; a multiple of `patch_size`.
       patch_size: height and width of a patch in pixels.
-      pool: state that is projected, "tok" (class token) or "avg" (mean over patches).
+      pool: input of the projection to features, "tok" (class token) or "avg" (mean over patches).
       patch_dropout: fraction of patches dropped from each training sample; the class token is always kept.
     """
 
@@ -104,7 +105,7 @@ class VisionTransformer(nn.Module):
         return feature_projection(self.config, self.embed_dim, "proj")(x)
 
     def _embed(self, image: jax.Array, train: bool) -> jax.Array:
-        """Embed patches and class token, with float32 sums and gradients.
+        """Embed patches and class token; sums and gradients are float32.
 
         Returns:
           [b, 1 + kept patches, width] in the compute dtype.
@@ -118,5 +119,5 @@ class VisionTransformer(nn.Module):
         patches = patches + positions[None, 1:]
         if train and self.patch_dropout > 0:
             patches = drop_patches(self.make_rng("dropout"), patches, self.patch_dropout)
-        first = jnp.broadcast_to(class_embedding + positions[0], (b, 1, c.width))
-        return jnp.concatenate([first, patches], axis=1).astype(c.dtype)
+        class_token = jnp.broadcast_to(class_embedding + positions[0], (b, 1, c.width))
+        return jnp.concatenate([class_token, patches], axis=1).astype(c.dtype)

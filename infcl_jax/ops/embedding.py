@@ -10,24 +10,24 @@ from jax.sharding import PartitionSpec
 
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
 
-_BLOCK = 128  # sorted rows whose sums by id are one GEMM
+_TILE = 128  # sorted rows summed by id in one GEMM
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def embed_tokens(table: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Look up token embeddings and add positional embeddings in float32.
 
-    The gradient is accumulated in float32. In 16 bits the sum of a frequent token would stop growing: the start token
-    occurs in every caption. The gradient uses no atomic additions, whose order changes between runs on a GPU, so it is
-    deterministic.
+    The gradient is accumulated in float32: a 16-bit sum over a frequent token, such as the start token of every
+    caption, would stop growing. It is deterministic, since it uses no atomic additions, whose order changes between
+    runs on a GPU.
 
-    The gradient needs all tokens of a device. With several devices, call this function inside `shard_map` or under the
-    mesh (`jax.sharding.use_abstract_mesh`). Otherwise the devices exchange all cotangents instead of sums.
+    The gradient sorts the tokens of each device. On several devices, call this function inside `shard_map` or under the
+    mesh (`jax.sharding.use_abstract_mesh`). Otherwise the devices exchange all cotangents.
 
     Args:
       table: [v, width], token embeddings, floating.
       positions: [t, width], positional embeddings, floating.
-      tokens: integer [b, t], token ids. An id of v or more gives NaN.
+      tokens: integer [b, t], token ids. An id of v or more gives NaN embeddings.
       dtype: dtype of the result.
 
     Returns:
@@ -74,9 +74,9 @@ def _sum_over_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.Arr
 def sum_by_id(ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     """Sum the rows of each id in a fixed order.
 
-    The rows are sorted by id and split into blocks. Within a block, a GEMM with a 0/1 matrix gives every row the sum of
-    the rows of its id. A scan over blocks adds the sums of preceding blocks. The last row of each id then holds the
-    complete sum, and only that row is written.
+    The rows are sorted by id and split into tiles. Within a tile, a GEMM with a 0/1 matrix replaces every row by the
+    sum of the rows of its id. A scan over tiles adds the sums of preceding tiles. The last row of each id then holds
+    the complete sum, and only that row is written.
 
     Args:
       ids: integer [n], at least 0.
@@ -86,23 +86,23 @@ def sum_by_id(ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     Returns:
       float32 [count, width].
     """
-    padding = -len(ids) % _BLOCK
+    padding = -len(ids) % _TILE
     ids, rows = jnp.pad(ids, (0, padding), constant_values=count), jnp.pad(rows, ((0, padding), (0, 0)))
     indices = jnp.arange(len(ids), dtype=jnp.int32)
     ids, order = lax.sort((ids, indices), num_keys=1, is_stable=True)
-    blocks, rows = ids.reshape(-1, _BLOCK), rows[order].reshape(-1, _BLOCK, rows.shape[1])
-    same = (blocks[:, :, None] == blocks[:, None, :]).astype(rows.dtype)
+    tiles, rows = ids.reshape(-1, _TILE), rows[order].reshape(-1, _TILE, rows.shape[1])
+    same = (tiles[:, :, None] == tiles[:, None, :]).astype(rows.dtype)
     sums = jnp.einsum("kij,kjw->kiw", same, rows, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
 
-    first, last = blocks[:, 0], blocks[:, -1]
-    continues = jnp.pad(last[:-1] == first[1:], (1, 0))[:, None]  # the first id has rows in the preceding block
-    starts = ~continues | (first != last)[:, None]  # the last id has no rows in the preceding block
+    first, last = tiles[:, 0], tiles[:, -1]
+    continues = jnp.pad(last[:-1] == first[1:], (1, 0))[:, None]  # the tile's first id has rows in the preceding tile
+    starts = ~continues | (first != last)[:, None]  # the tile's last id has no rows in the preceding tile
     _, running = lax.associative_scan(_segmented_add, (starts, sums[:, -1]))
     preceding = jnp.where(continues, jnp.pad(running[:-1], ((1, 0), (0, 0))), 0.0)
-    sums += jnp.where((blocks == first[:, None])[:, :, None], preceding[:, None], 0.0)
+    sums += jnp.where((tiles == first[:, None])[:, :, None], preceding[:, None], 0.0)
 
     ends = ids != jnp.pad(ids[1:], (0, 1), constant_values=-1)
-    target = jnp.where(ends, ids, count + indices)  # other rows get distinct indices out of bounds, which are dropped
+    target = jnp.where(ends, ids, count + indices)  # the other rows get unique out-of-bounds indices and are dropped
     zeros = jnp.zeros((count, rows.shape[-1]), jnp.float32)
     return zeros.at[target].set(sums.reshape(len(ids), -1), mode="drop", unique_indices=True)
 

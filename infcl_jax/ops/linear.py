@@ -1,7 +1,7 @@
 """Linear layers in the compute dtype with gradients accumulated in float32.
 
-Automatic differentiation lets XLA store float32 copies of activations where it prefers that to recomputing them. Here
-the forward pass saves the arguments in the compute dtype, and the backward pass recomputes the rest.
+With automatic differentiation, XLA may store float32 copies of activations instead of recomputing them. Here the
+forward pass saves the arguments in the compute dtype, and the backward pass recomputes the rest.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from infcl_jax.ops.layer_norm.api import broadcast_vector
 
-# Checkpoint name of values that depend on parameters only, see `infcl_jax.cached_value_and_grad`.
+# Checkpoint name of values that depend on the parameters alone, see `infcl_jax.cached_value_and_grad`.
 DERIVED = "derived"
 
 Arrays = tuple[jax.Array, ...]
@@ -43,8 +43,8 @@ def affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
       One array [..., features] for each kernel, in the dtype of `x`. Gradients of kernels and biases are accumulated in
       float32.
     """
-    rows = string.ascii_lowercase[: x.ndim - 1]
-    outputs = _multiply(f"{rows}y,yz->{rows}z", x, kernels, cast(kernels, x))
+    leading = string.ascii_lowercase[: x.ndim - 1]
+    outputs = _multiply(f"{leading}y,yz->{leading}z", x, kernels, cast(kernels, x))
 
     def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
         return y if bias is None else route_gradient(y + broadcast_vector(cast(bias, x), x).astype(x.dtype), bias)
@@ -68,7 +68,7 @@ def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(spec: str, x: jax.Array, kernels: Arrays, cast_kernels: Arrays) -> Arrays:
-    """Multiply `x` with the cast kernels; the gradients go to `kernels`."""
+    """Multiply `x` with the cast kernels, with gradients for `kernels` instead."""
     return tuple(jnp.einsum(spec, x, kernel) for kernel in cast_kernels)
 
 
@@ -81,11 +81,11 @@ def _multiply_backward(spec: str, saved: tuple, cotangents: Arrays) -> tuple[jax
     x_axes, kernel_axes, y_axes = re.split(",|->", spec)
 
     def d_kernel(kernel: jax.Array, dy: jax.Array) -> jax.Array:
-        dk = jnp.einsum(f"{x_axes},{y_axes}->{kernel_axes}", x, dy, preferred_element_type=jnp.float32)
-        return dk.astype(kernel.dtype)
+        dw = jnp.einsum(f"{x_axes},{y_axes}->{kernel_axes}", x, dy, preferred_element_type=jnp.float32)
+        return dw.astype(kernel.dtype)
 
     dx, *terms = (
-        jnp.einsum(f"{y_axes},{kernel_axes}->{x_axes}", dy, k) for k, dy in zip(cast_kernels, cotangents, strict=True)
+        jnp.einsum(f"{y_axes},{kernel_axes}->{x_axes}", dy, w) for w, dy in zip(cast_kernels, cotangents, strict=True)
     )
     for term in terms:
         # The barrier makes XLA fuse each sum into the next GEMM, which accumulates into the partial sum in place.
@@ -100,21 +100,19 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 def route_gradient(x: jax.Array, bias: jax.Array) -> jax.Array:
     """Return `x` and route its gradient to a bias already added to it.
 
-    The bias must have been added without gradient.
-
     Args:
-      x: [..., width], floating, already contains the bias.
+      x: [..., width], floating, to which the bias was added under `stop_gradient`.
       bias: [n], bias of the first n columns of `x`.
 
     Returns:
-      `x`. The gradient of the bias is that of `x` summed over rows in float32.
+      `x`. The gradient of the bias is the float32 sum over rows of the gradient of `x`.
     """
     return x
 
 
 def _route_backward(bias: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows = tuple(range(dx.ndim - 1))
-    return dx, dx[..., : len(bias)].sum(rows, dtype=jnp.float32).astype(bias.dtype)
+    leading_axes = tuple(range(dx.ndim - 1))
+    return dx, dx[..., : len(bias)].sum(leading_axes, dtype=jnp.float32).astype(bias.dtype)
 
 
 route_gradient.defvjp(lambda x, bias: (x, bias), _route_backward)

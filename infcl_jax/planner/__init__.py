@@ -1,6 +1,7 @@
 """Memory planning for training steps, from shapes alone.
 
-Plans list memory by component. Searches find the largest batch and the gradient caching with the least recomputation.
+A plan lists memory by component. Searches find the largest batch that fits and the gradient caching that recomputes
+least.
 """
 
 from infcl_jax.planner.activations import tree_bytes

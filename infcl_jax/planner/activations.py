@@ -1,6 +1,6 @@
 """Activation memory of an encoder, from a traced jaxpr without compilation.
 
-Stored arrays are the operands and results of GEMMs, kernels and other ops that XLA does not fuse. Each one takes memory
+XLA materializes the operands and results of GEMMs, kernels and other ops that it does not fuse. Each one takes memory
 from its definition to its last use. Elementwise ops are assumed fused: their results take no memory, and their operands
 stay live until the fused result is used. `infcl_jax.planner.plan_memory` states the accuracy.
 """
@@ -18,8 +18,23 @@ from jax.extend.core import Literal
 from infcl_jax.models import CLIP, RESIDUAL, TOWERS
 from infcl_jax.ops.common.gpu import compute_capability
 
-# Rows of the two traces. Memory is assumed linear in the rows.
+# Rows of the two traces from which a linear function of the rows is fitted.
 _FEW, _MANY = 64, 128
+# Kernels of `plgpu.kernel`, whose inner arrays are in registers and SMEM.
+_KERNELS = frozenset({"custom_vmap_call"})
+# Function calls to inline.
+_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call", "remat2"})
+# Ops whose result shares the buffer of their argument.
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "stop_gradient", "copy"})
+# Elementwise ops and reductions that XLA fuses.
+_FUSED = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "erf", "exp"),
+        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"),
+        *("lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min"),
+        *("reduce_sum", "rem", "rsqrt", "select_n", "sign", "sin", "split", "sqrt", "square", "sub", "tanh", "xor"),
+    )
+)
 
 
 class Linear(NamedTuple):
@@ -34,10 +49,12 @@ class Linear(NamedTuple):
 
 
 class EncoderMemory(NamedTuple):
-    """Memory of one encoder, forward and backward.
+    """Memory of one encoder in bytes, as functions of the rows.
+
+    Parameters, inputs and gradients of the parameters are excluded.
 
     Attributes:
-      stored: activations that the forward pass stores for the backward pass, without parameters and input.
+      stored: activations that the forward pass stores for the backward pass.
       peak: peak memory of forward and backward; exceeds `stored` by the transient memory.
       forward: peak memory of the forward pass alone.
       residual: residual stream, part of `stored`.
@@ -71,7 +88,7 @@ def parameter_shapes(model: CLIP) -> Any:
 
 
 def encoder_memory(model: CLIP) -> tuple[EncoderMemory, ...]:
-    """Memory of both encoders, image first, on the device that is traced for."""
+    """Memory of the image and the text encoder on the device of the trace."""
     return _encoder_memory(model, compute_capability())
 
 
@@ -96,19 +113,19 @@ def _trace_encoder(model: CLIP, name: str) -> EncoderMemory:
 
     def forward_backward(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> tuple[Any, Callable]:
         _, pullback = jax.vjp(lambda params: encode(params, rows, key), params)
-        return pullback(cotangent), pullback
+        return pullback(cotangent), pullback  # the pullback makes the stored activations outputs of the jaxpr
 
     def measure(count: int) -> tuple[int, int, int, int]:
+        """Measure stored, peak, forward and residual bytes for `count` rows."""
         rows = row_shapes(model, count)[name]
         forward, features = jax.make_jaxpr(encode, return_shape=True)(params, rows, key)
         jaxpr = jax.make_jaxpr(forward_backward)(params, rows, key, features).jaxpr
-        gradients = len(jax.tree.leaves(params))
+        gradients = len(jax.tree.leaves(params))  # the first outputs
         _, buffers = _operations(jaxpr)
         inputs = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}
-        residuals = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - inputs
-        peak = _peak(jaxpr, gradients)
-        stored = sum(buffer.size for buffer in residuals)
-        return stored, peak, _peak(forward.jaxpr), _named_bytes(forward.jaxpr, RESIDUAL)
+        activations = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - inputs
+        stored = sum(buffer.size for buffer in activations)
+        return stored, _peak(jaxpr, gradients), _peak(forward.jaxpr), _named_bytes(forward.jaxpr, RESIDUAL)
 
     stored, peak, forward, residual = (_linear_fit(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
     return EncoderMemory(stored, peak, forward, residual, tree_bytes(row_shapes(model, 1)[name]))
@@ -121,7 +138,7 @@ def _linear_fit(few: int, many: int) -> Linear:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Buffer:
-    """An array; None for a literal, which takes no memory."""
+    """Memory of one array, compared by identity; None for a literal, which takes none."""
 
     array: Any
 
@@ -154,26 +171,24 @@ def _peak(jaxpr: Any, count: int | None = None) -> int:
     """
     operations, buffers = _operations(jaxpr)
     results = {buffers[v] for v in _variables(jaxpr.outvars[:count])}
-    stored = results | {buffer for o in operations if not o.fused for buffer in (*o.reads, *o.writes)}
-    last: dict[_Buffer, int] = {}
+    materialized = results | {buffer for o in operations if not o.fused for buffer in (*o.reads, *o.writes)}
+    last_use: dict[_Buffer, int] = {}
     for step, operation in reversed(list(enumerate(operations))):
         # A fused result is computed at its use, so the operands must stay live until then.
-        needed = max((step, *(last.get(buffer, step) for buffer in operation.writes if buffer not in stored)))
+        needed = max((step, *(last_use.get(buffer, step) for buffer in operation.writes if buffer not in materialized)))
         for buffer in operation.reads:
-            last[buffer] = max(needed, last.get(buffer, needed))
-    ending: dict[int, list[_Buffer]] = {}
-    for buffer, step in last.items():
-        ending.setdefault(step, []).append(buffer)
+            last_use[buffer] = max(needed, last_use.get(buffer, needed))
+    freed: dict[int, list[_Buffer]] = {}
+    for buffer, step in last_use.items():
+        freed.setdefault(step, []).append(buffer)
     allocated: set[_Buffer] = set()
     live = peak = 0
     for step, operation in enumerate(operations):
-        if operation.reads:
-            new = {
-                buffer for buffer in operation.writes if buffer in last and buffer in stored and buffer not in results
-            }
+        if operation.reads:  # ops without operands, such as a broadcast literal, are assumed fused
+            new = {b for b in operation.writes if b in last_use and b in materialized and b not in results}
             live, allocated = live + sum(buffer.size for buffer in new), allocated | new
         peak = max(peak, live + operation.inner)
-        live -= sum(buffer.size for buffer in ending.get(step, ()) if buffer in allocated)
+        live -= sum(buffer.size for buffer in freed.get(step, ()) if buffer in allocated)
     return peak
 
 
@@ -186,13 +201,14 @@ def _operations(jaxpr: Any) -> tuple[list[_Operation], dict[Any, _Buffer]]:
 def _inlined(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
     """Yield the operations of a jaxpr with its calls inlined.
 
-    `buffers` maps the arguments to their buffers. The buffers of the other variables are added to it.
+    `buffers` has the buffers of the arguments. Those of the other variables are added to it.
     """
     for eqn in jaxpr.eqns:
         reads, name = [buffers[v] for v in _variables(eqn.invars)], eqn.primitive.name
         called = list(_jaxprs(eqn.params.values()))
         if name in _CALLS and len(called) == 1 and len(called[0].invars) == len(eqn.invars):
-            (inner,) = called  # all calls of a function share one jaxpr, so each call needs its own buffers
+            # All calls of a function share one jaxpr, so each call needs its own buffers.
+            (inner,) = called
             inner_buffers = {v: _Buffer(v.aval) for v in inner.constvars}
             inner_buffers |= {v: _buffer(a, buffers) for v, a in zip(inner.invars, eqn.invars, strict=True)}
             yield from _inlined(inner, inner_buffers)
@@ -209,23 +225,6 @@ def _inlined(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
 def _buffer(atom: Any, buffers: dict[Any, _Buffer]) -> _Buffer:
     """Buffer of a variable or a literal."""
     return _Buffer(None) if isinstance(atom, Literal) else buffers[atom]
-
-
-# Kernels of `plgpu.kernel`, whose inner arrays are in registers and SMEM.
-_KERNELS = frozenset({"custom_vmap_call"})
-# Function calls to inline.
-_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_vjp_call", "custom_jvp_call", "remat2"})
-# Ops that return their argument without a copy.
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "stop_gradient", "copy"})
-# Elementwise ops and reductions that XLA fuses.
-_FUSED = frozenset(
-    (
-        *("abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "erf", "exp"),
-        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"),
-        *("lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min"),
-        *("reduce_sum", "rem", "rsqrt", "select_n", "sign", "sin", "split", "sqrt", "square", "sub", "tanh", "xor"),
-    )
-)
 
 
 def _named_bytes(jaxpr: Any, name: str) -> int:

@@ -26,7 +26,7 @@ class Workload:
       model: `CLIP` module, or its configuration.
       optimizer: optimizer, for the sizes of its state and updates.
       batch_size: global batch size b.
-      devices: number of devices n over which the batch is sharded. Everything else is replicated, except with "fsdp".
+      devices: number of devices n over which the batch is sharded. The train state is replicated, except with "fsdp".
       cache: settings of gradient caching. With residency "device", device memory holds the current and the next batch.
         With "host" or "replay", it holds two chunks and the next one.
       implementation: implementation of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
@@ -78,12 +78,12 @@ class Workload:
 
     @property
     def shard_rows(self) -> int:
-        """Rows of a full chunk on one device; the block without caching."""
+        """Rows of a full chunk on one device; all of its rows without caching."""
         return self.block_rows if self.cache.chunk_size is None else self.cache.chunk_size // self.devices
 
     @property
     def stored_rows(self) -> int:
-        """Rows on one device that are not recomputed; the block without caching."""
+        """Rows on one device that are not recomputed; all of its rows without caching."""
         stored_chunks = 1 if self.cache.chunk_size is None else self.cache.keep
         return min(self.block_rows, stored_chunks * self.shard_rows)
 
@@ -97,11 +97,11 @@ class MemoryPlan:
       parameters: model parameters; one device's shard with "fsdp".
       optimizer: optimizer state; one device's shard with "fsdp".
       samples: sample state of a global contrastive loss.
-      gradients: gradients accumulated over chunks. With host residency or "fsdp" also the encoders' copy of the
-        parameters.
-      updates: scaled gradients or updates, separate from the accumulated gradients.
-      batch: images and texts of the current batch; of two chunks with host residency.
-      next_batch: images and texts of the next batch or chunk, which is transferred meanwhile.
+      gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With residency "host" or
+        "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
+      updates: optimizer updates, separate from the accumulated gradients.
+      batch: images and texts of the current batch; of two chunks with residency "host" or "replay".
+      next_batch: images and texts of the next batch or chunk, whose transfer overlaps the computation.
       features: features of the batch in the model's feature dtype, and their gradients.
       stored: stored activations of the rows that are not recomputed, and stored residual streams of the others.
       transient: activations of the recomputed chunk. Without recomputation, transient memory of the backward pass.
@@ -127,8 +127,9 @@ class MemoryPlan:
     def peak(self) -> int:
         """Peak memory of the step.
 
-        The step has three phases: the loss, then the backward pass of each chunk, then the updates. The backward pass
-        needs only the gradients of the features. The updates start after activations and features have been freed.
+        It is the maximum over three phases: the loss, the backward pass of each chunk, and the updates. The backward
+        pass needs only the gradients of the features, half of `features`. The updates start after activations and
+        features have been freed.
         """
         state = self.parameters + self.optimizer + self.samples
         persistent = state + self.gradients + self.batch + self.next_batch
@@ -151,8 +152,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     """Plan the memory of a training step without running it.
 
     Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations are estimated from
-    the shapes in each encoder's forward and backward jaxpr: a stored array takes memory from its definition to its last
-    use.
+    the shapes in each encoder's forward and backward jaxpr, see `infcl_jax.planner.activations`.
 
     Accuracy of peaks, without the next batch: 0.95 to 1.03 of the measured memory of bf16 training steps of ViT-B/32,
     B/16 and L/14 on one and eight H200s, with and without gradient caching and stored chunks; about 0.8 on the CPU,
@@ -167,8 +167,8 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     | stored residual stream, a single chunk | 1/8 too large |
     | attention "xla" in bf16 | 1/8 too small |
 
-    Attention None is planned as it runs on the current device. To plan for a Hopper GPU on another host, call this
-    function under `use_abstract_mesh(device_named("H100").mesh)`.
+    Ops are planned with the kernels that they choose on the current device. To plan for a Hopper GPU on another host,
+    call this function under `use_abstract_mesh(device_named("H100").mesh)`.
 
     Example:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
@@ -212,9 +212,9 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes per device of a program, from XLA's memory analysis.
+    """Bytes per device of a compiled program, from XLA's memory analysis.
 
-    A donated buffer counts once.
+    The sum of arguments, outputs and temporaries; a donated buffer counts once.
     """
     memory = compiled.memory_analysis()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
@@ -222,10 +222,10 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _transient(encoder: EncoderMemory, rows: int, recomputes: bool, residual_stored: bool) -> int:
-    """Memory of one chunk's backward pass beyond `MemoryPlan.stored`.
+    """Bytes of one chunk's backward pass beyond `MemoryPlan.stored`.
 
-    A recomputed chunk adds all its activations, except a stored residual stream. The activations of other chunks are
-    already part of `stored`.
+    A recomputed chunk adds all its activations, except a stored residual stream. The activations of a stored chunk are
+    already part of `MemoryPlan.stored`.
     """
     if not recomputes:
         return encoder.transient(rows)

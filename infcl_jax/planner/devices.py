@@ -1,4 +1,4 @@
-"""Table of GPUs, and the memory that JAX may use."""
+"""Table of GPUs, their memory limits, and tracing for a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -75,13 +75,14 @@ def device_named(name: str) -> Device:
 
 
 def device_memory_limit() -> int | None:
-    """Bytes that JAX may use on a current device.
+    """Bytes that JAX may use on each device of this run.
 
     The minimum over the first device of each process; None if the platform reports no limit (CPU).
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None or jax.process_count() == 1:
         return limit
+    # In MiB: JAX without x64 would truncate a number of bytes to 32 bits.
     return int(multihost_utils.process_allgather(np.int32(limit // _MIB)).min()) * _MIB
 
 
@@ -89,8 +90,9 @@ def device_memory_limit() -> int | None:
 def planned_device() -> Iterator[None]:
     """Trace for a single GPU of the current kind.
 
-    Kernels are chosen only if each device is known to hold whole rows. This is so on one device, and in a run on
-    several under its mesh. An abstract device that is already set stays in effect.
+    On several devices without a mesh, ops do not know how rows are sharded and choose no kernels. A single-device mesh
+    lets them choose the kernels that a run chooses under its mesh. An abstract device that is already set stays in
+    effect.
     """
     if jax.sharding.get_abstract_mesh().abstract_device or jax.default_backend() != "gpu":
         yield

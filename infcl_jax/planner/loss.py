@@ -1,8 +1,8 @@
 """Workspace of the loss and its gradient.
 
-The workspace excludes the features, their gradients and the parameters. `loss_workspace` adds the buffers that each
-implementation declares, as measured on GPUs in docs/benchmarks.md. `compiled_workspace` asks XLA for the current
-devices.
+The workspace excludes the features, their gradients and the parameters. `loss_workspace` evaluates the formula of an
+implementation. `compiled_workspace` compiles the loss for the current devices. Accuracy of the formulas, as measured on
+GPUs in docs/benchmarks.md:
 
 | implementation | formula / measured |
 | --- | --- |
@@ -27,7 +27,7 @@ from infcl_jax.training import loss_class, make_loss
 
 
 def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
-    """Estimate the workspace in bytes on each device by formula.
+    """Estimate the workspace in bytes on each device by the implementation's formula.
 
     Args:
       implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
@@ -53,12 +53,13 @@ def compiled_workspace(
       batch_size: global batch size b.
       width: feature dimension D.
       dtype: dtype of the features.
-      mesh: current devices; the batch is sharded over the mesh's first axis.
+      mesh: mesh of current devices; the batch is sharded over its first axis.
       loss: training loss, one of `infcl_jax.training.LOSSES`.
 
     Raises:
       ValueError: the implementation, the batch size or the loss does not run on the devices.
     """
+    # Losses with sample state need further inputs. They name the loss with the same workspace.
     loss_fn = make_loss(loss_class(loss).workspace or loss, mesh, implementation)
 
     def shape(dims: tuple[int, ...], dtype: Any, *axes: str) -> Any:

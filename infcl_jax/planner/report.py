@@ -37,9 +37,9 @@ class OutOfMemory(RuntimeError):
 def format_plan(plan: MemoryPlan) -> str:
     """Format a plan as an aligned table of the components that take memory.
 
-    Columns: component, MiB on one device, percentage of the memory limit (if known), source. "traced" figures come from
-    the shapes in the encoders' jaxprs, see `plan_memory`. The peak is at most the sum: not all components are live at
-    the same time.
+    Columns: component, MiB on each device, percentage of the memory limit (if known), source. "traced" figures come
+    from the shapes in the encoders' jaxprs, see `plan_memory`. "formula" figures come from `loss_workspace`. The peak
+    is at most the sum: not all components are live at the same time.
     """
     limit = plan.memory_limit
     components = [(label, getattr(plan, name), source) for label, name, source in _COMPONENTS]
@@ -59,9 +59,9 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def describe_plan(plan: MemoryPlan) -> str:
-    """Format a plan, with the recommended gradient caching as flags.
+    """Format a plan and the flags of the recommended gradient caching.
 
-    Without a memory limit it is the table alone.
+    Without a memory limit, only the table is returned.
     """
     table = format_plan(plan)
     if plan.memory_limit is None:
@@ -73,10 +73,6 @@ def describe_plan(plan: MemoryPlan) -> str:
         return f"{table}\n{verdict}; {error}"
     flags = _flags(cache, plan.workload.cache)
     return f"{table}\n{verdict}; recommended: {flags or 'no change'}"
-
-
-def _flags(cache: GradCacheConfig, current: GradCacheConfig) -> str:
-    return " ".join(f"--config.grad_cache.{name}={value}" for name, value in cache.changes(current).items())
 
 
 def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
@@ -109,6 +105,11 @@ def _heading(plan: MemoryPlan) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / _MIB:,.1f}"
+
+
+def _flags(cache: GradCacheConfig, current: GradCacheConfig) -> str:
+    """Flags that change the gradient caching from `current` to `cache`."""
+    return " ".join(f"--config.grad_cache.{name}={value}" for name, value in cache.changes(current).items())
 
 
 def _advice(plan: MemoryPlan) -> str:

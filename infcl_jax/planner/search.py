@@ -7,7 +7,7 @@ from collections.abc import Callable
 from infcl_jax.planner.api import Workload, plan_memory
 from infcl_jax.training import NO_CACHE, GradCacheConfig
 
-# Share of the memory limit for settings that a run depends on: plans are within 5 % of measured memory
+# Share of the memory limit that a recommended plan may use: plans are within 5 % of measured memory
 # (docs/benchmarks.md).
 SAFE_SHARE = 0.95
 
@@ -16,8 +16,7 @@ def largest_batch(workload: Workload, memory_limit: int) -> int:
     """Find the largest batch size that fits, without compilation.
 
     Args:
-      workload: all settings but the batch size. With a fixed chunk size, memory grows only with the features (and with
-        the batch, if that is in device memory).
+      workload: settings of the step; `batch_size` is ignored.
       memory_limit: bytes that JAX may use on a device.
 
     Returns:
@@ -38,7 +37,7 @@ def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     """Find the largest chunk size that fits, without compilation.
 
     Args:
-      workload: all settings but the chunk size.
+      workload: settings of the step; `cache.chunk_size` is ignored.
       memory_limit: bytes that JAX may use on a device.
 
     Returns:
@@ -50,6 +49,7 @@ def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     devices, largest_power = workload.devices, math.ceil(math.log2(workload.block_rows))
 
     def chunk_size(count: int) -> int:
+        """Chunk size of the power of two `count - 1`; `_largest` counts from 1."""
         return min(workload.batch_size, devices << (count - 1))
 
     def fits(count: int) -> bool:
@@ -65,11 +65,11 @@ def largest_keep(workload: Workload, memory_limit: int) -> int:
     """Find the largest number of stored chunks that fits, without compilation.
 
     Args:
-      workload: settings with a chunk size; `keep` is ignored.
+      workload: settings with a chunk size; `cache.keep` is ignored.
       memory_limit: bytes that JAX may use on a device.
 
     Returns:
-      Number of chunks that can store activations; 0 if nothing fits.
+      Number of chunks that can store activations; 0 if not even one fits.
 
     Raises:
       ValueError: the workload has no chunk size.
@@ -91,7 +91,7 @@ def store_activations(workload: Workload, memory_limit: int) -> Workload:
     a GiB of residual streams saves about twice the time that a GiB of chunks saves (docs/benchmarks.md).
 
     Args:
-      workload: settings with a chunk size. `keep` is replaced; `keep_residual=True` is not changed.
+      workload: settings with a chunk size. `keep` is replaced; `keep_residual` may become True.
       memory_limit: bytes that JAX may use on a device, times `SAFE_SHARE` if a run depends on the result.
 
     Returns:
@@ -108,14 +108,14 @@ def store_activations(workload: Workload, memory_limit: int) -> Workload:
 
 
 def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
-    """Choose the gradient-cache settings that fit, with a margin, and recompute least.
+    """Choose the gradient caching that fits and recomputes least.
 
     No caching if the whole batch fits. Otherwise large chunks, with as many stored activations as fit. The batch moves
     to host memory only if no chunks fit with its residency.
 
     Args:
       workload: settings of the step. Of `cache` only the residency is considered.
-      memory_limit: bytes that JAX may use on a device; a twentieth of it stays free.
+      memory_limit: bytes that JAX may use on a device; plans use at most `SAFE_SHARE` of it.
 
     Raises:
       ValueError: no settings fit.
@@ -128,14 +128,15 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
         chunked = dataclasses.replace(workload, cache=smallest)
         if plan_memory(chunked, limit).fits:
             break
-    largest = largest_chunk_size(chunked, limit)
+    largest = largest_chunk_size(chunked, limit)  # raises if no residency fits
+    # Smaller chunks need less transient memory, which leaves more for stored activations.
     sizes = [largest // divisor for divisor in (1, 2, 4) if not largest % (divisor * workload.devices)]
     candidates = [store_activations(chunked.with_cache(chunk_size=size), limit) for size in sizes]
     return min(candidates, key=_recomputed_share).cache
 
 
 def _recomputed_share(workload: Workload) -> float:
-    """Share of the forward GEMMs that are recomputed."""
+    """Fraction of the forward GEMMs that is recomputed."""
     recomputed = 1 - workload.stored_rows / workload.block_rows
     # A stored residual stream saves 5/12 of a transformer's forward GEMMs, see `cached_value_and_grad`.
     return recomputed * (7 / 12 if workload.cache.keep_residual else 1)
@@ -152,7 +153,7 @@ def _at_least_one(count: int, least: str) -> int:
 def _largest(fits: Callable[[int], bool]) -> int:
     """Find the largest count that fits by doubling, then bisection.
 
-    Returns 0 if 1 does not fit.
+    `fits` must be False above some count. Returns 0 if 1 does not fit.
     """
     low, high = 0, 1
     while fits(high):

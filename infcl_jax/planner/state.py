@@ -10,18 +10,20 @@ from infcl_jax.models import CLIP
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
 from infcl_jax.training.sharding import bytes_per_device
-from infcl_jax.training.state import trained
+from infcl_jax.training.state import without_frozen
 
 
 class StateBytes(NamedTuple):
     """Bytes of parameters, gradients and optimizer state.
 
+    Shards are those of one device; without "fsdp" a shard is everything.
+
     Attributes:
       parameters: all parameters.
       all_gradients: gradients of all parameters, in at least fp32.
-      parameter_shard: one device's shard of the parameters.
-      updates: one device's shard of the trained parameters.
-      optimizer: one device's shard of the optimizer state.
+      parameter_shard: shard of the parameters.
+      updates: shard of the updates, which have the shapes and dtypes of the trained parameters.
+      optimizer: shard of the optimizer state.
       trained_gradients: gradients of the trained parameters, in at least fp32.
     """
 
@@ -33,12 +35,17 @@ class StateBytes(NamedTuple):
     trained_gradients: int
 
     def gradients(self, on_device: bool) -> int:
-        """Gradient sums and parameter copies during a step, see `MemoryPlan`."""
+        """Accumulated gradients and copies of the parameters, see `MemoryPlan`.
+
+        Args:
+          on_device: whether the batch is in device memory.
+        """
         if not on_device:
+            # `HostDriver`: copy of the parameters, accumulated gradients, and gradients of the loss's own use of them.
             return self.parameters + 2 * self.all_gradients
         if self.parameter_shard == self.parameters:
             return self.trained_gradients
-        return self.trained_gradients + self.parameters
+        return self.trained_gradients + self.parameters  # "fsdp" gathers the parameters
 
 
 @functools.lru_cache(maxsize=32)
@@ -49,13 +56,19 @@ def state_bytes(
     parameter_sharding: str,
     frozen: tuple[str, ...],
 ) -> StateBytes:
-    """Measure the state that `infcl_jax.training.create_state` creates."""
+    """Count the bytes of the state that `infcl_jax.training.create_state` creates."""
 
     def gradient_bytes(tree: Any) -> int:
         return tree_bytes(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), tree))
 
     params = parameter_shapes(model)
-    updated = trained(params, frozen)
-    state = jax.eval_shape(optimizer.init, updated)
-    shard, updates, moments = (bytes_per_device(tree, devices, parameter_sharding) for tree in (params, updated, state))
-    return StateBytes(tree_bytes(params), gradient_bytes(params), shard, updates, moments, gradient_bytes(updated))
+    trained = without_frozen(params, frozen)
+    opt_state = jax.eval_shape(optimizer.init, trained)
+    return StateBytes(
+        parameters=tree_bytes(params),
+        all_gradients=gradient_bytes(params),
+        parameter_shard=bytes_per_device(params, devices, parameter_sharding),
+        updates=bytes_per_device(trained, devices, parameter_sharding),
+        optimizer=bytes_per_device(opt_state, devices, parameter_sharding),
+        trained_gradients=gradient_bytes(trained),
+    )

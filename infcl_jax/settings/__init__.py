@@ -7,7 +7,7 @@ from infcl_jax.settings.config import (
     default_config,
     flattened,
     format_changes,
-    naming,
+    name_changes,
 )
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
 from infcl_jax.settings.setting import Range, Setting, type_name
@@ -30,7 +30,7 @@ __all__ = [
     "format_help",
     "format_markdown",
     "format_python",
-    "naming",
+    "name_changes",
     "parse_overrides",
     "type_name",
 ]

@@ -16,8 +16,7 @@ from infcl_jax.settings.table import SETTINGS
 def default_config() -> ConfigDict:
     """Return the defaults of the table, locked.
 
-    Returns:
-      The configuration, with a nested `ConfigDict` for each group of names such as "optimizer.".
+    Each group of names, such as "optimizer.", is a nested `ConfigDict`.
     """
     config = ConfigDict()
     for setting in SETTINGS.values():
@@ -40,7 +39,7 @@ def check_config(config: ConfigDict) -> None:
     """Check the type, range and choices of every setting.
 
     Raises:
-      ValueError: a value is wrong.
+      ValueError: a value has another type, or is out of range or not among the choices.
     """
     for setting, value in setting_values(config):
         setting.check(value)
@@ -49,7 +48,7 @@ def check_config(config: ConfigDict) -> None:
 def flattened(config: ConfigDict) -> dict[str, Any]:
     """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
 
-    Values are as JSON restores them: tuples become lists.
+    A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
     """
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(config.to_dict())).items():
@@ -58,10 +57,7 @@ def flattened(config: ConfigDict) -> dict[str, Any]:
 
 
 def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, such as `{"batch_size": (256, 512)}`.
-
-    Values are (old, new).
-    """
+    """Return the settings that differ as (old, new), such as `{"batch_size": (256, 512)}`."""
     after = flattened(new)
     return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
 
@@ -75,7 +71,7 @@ def check_fixed(
       changed: changed settings, from `changed_settings`.
       names: settings that must not change.
       workdir: directory of the run, for the error message.
-      advice: last clause of the error message.
+      advice: what to do, the last clause of the error message.
 
     Raises:
       ValueError: a setting in `names` has changed.
@@ -89,22 +85,24 @@ def check_fixed(
 
 
 @contextlib.contextmanager
-def naming(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """Add the changed settings to a checkpoint's shape error.
+def name_changes(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """Name the changed settings in a `ValueError` of the body.
+
+    The body restores a checkpoint. Changes of settings with `Setting.shapes` explain why its arrays do not fit.
 
     Args:
       changed: changed settings, from `changed_settings`.
 
     Raises:
-      ValueError: the error of the body, extended by changed settings that decide shapes.
+      ValueError: the error of the body, extended by the changed settings.
     """
     try:
         yield
     except ValueError as error:
-        shaping = {name: values for name, values in changed.items() if SETTINGS[name].shapes}
-        if not shaping:
+        shapes = {name: values for name, values in changed.items() if SETTINGS[name].shapes}
+        if not shapes:
             raise
-        raise ValueError(f"{error}; changed since then: {', '.join(format_changes(shaping))}") from error
+        raise ValueError(f"{error}; changed since then: {', '.join(format_changes(shapes))}") from error
 
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:

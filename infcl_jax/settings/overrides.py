@@ -1,4 +1,4 @@
-"""Parsing and checking of model overrides."""
+"""Model overrides of a run: parsing and type checks."""
 
 import ast
 import dataclasses
@@ -15,7 +15,7 @@ def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
 
     Args:
       text: comma-separated key=value items.
-      what: name of the overrides in error messages.
+      what: name of the setting, for error messages.
 
     Returns:
       Values by key: Python literals, or else strings.

@@ -16,8 +16,8 @@ class Range:
     Attributes:
       low: lower bound.
       high: upper bound.
-      above: whether `low` itself is outside.
-      below: whether `high` itself is outside.
+      above: whether values must be above `low`, which is then excluded.
+      below: whether values must be below `high`, which is then excluded.
     """
 
     low: float
@@ -27,8 +27,8 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         """Return whether the number is inside; NaN is not."""
-        over = value > self.low if self.above else value >= self.low
-        return over and (value < self.high if self.below else value <= self.high)
+        above_low = value > self.low if self.above else value >= self.low
+        return above_low and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
         """Format as ">= 1" or "in [0, 1)"."""
@@ -45,11 +45,11 @@ class Setting:
       name: dotted name, such as "optimizer.beta1".
       type: type annotation, such as `int`, or `int | None` to allow None.
       default: default value.
-      meaning: meaning and unit, one sentence without a final period.
-      values: allowed numbers or strings, of each entry if the setting is a tuple; None: all of the type.
+      meaning: meaning and unit, without a final period.
+      values: allowed numbers or strings; for a tuple, allowed entries; None: all of the type.
       fixed: whether a resumed run must keep the value.
-      shapes: whether the arrays of a checkpoint depend on it.
-      evaluated: whether an evaluation may change it.
+      shapes: whether names or shapes of a checkpoint's arrays can depend on the value.
+      evaluated: whether an evaluation may change the value.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Setting:
         """Check the type and range of a value.
 
         Raises:
-          ValueError: the value is wrong.
+          ValueError: the value has another type, or is not in `values`.
         """
         if not is_a(value, self.type):
             expected = f"{self.name} to be {type_name(self.base_type)}"
@@ -101,10 +101,10 @@ class Setting:
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """Return whether a Python literal has the annotated type.
+    """Return whether a Python literal matches a type annotation.
 
-    Integers are floats, lists are tuples, and non-finite numbers have no type. Every value matches a `Literal`, since
-    the model checks its choices.
+    Integers match `float`, and lists match tuples. NaN and infinities match no type. Every value matches a `Literal`,
+    since the model checks its choices.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -123,7 +123,7 @@ def is_a(value: Any, kind: Any) -> bool:
 
 
 def type_name(kind: Any) -> str:
-    """Return the noun phrase of a type, such as "an integer"."""
+    """Describe a type by a noun phrase, such as "an integer"."""
     if kind in _NOUNS:
         return _NOUNS[kind]
     entries = [type_name(entry).split(" ", 1)[-1] for entry in get_args(kind) if entry is not Ellipsis]
@@ -133,6 +133,6 @@ def type_name(kind: Any) -> str:
 
 
 def _length(kind: Any) -> int | None:
-    """Return the number of entries of a tuple type; None: any."""
+    """Return the number of entries of a tuple type; None if it is variable."""
     inner = get_args(kind)
     return None if get_origin(kind) is Sequence or Ellipsis in inner else len(inner)

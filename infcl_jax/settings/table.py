@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS, model_names
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
@@ -16,7 +17,7 @@ _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
 
 
 def _shaping(*settings: Setting) -> tuple[Setting, ...]:
-    """Mark settings on which the arrays of a checkpoint depend."""
+    """Mark settings on which names or shapes of a checkpoint's arrays can depend."""
     return tuple(dataclasses.replace(setting, shapes=True) for setting in settings)
 
 
@@ -55,7 +56,7 @@ _DATA = (
         fixed=True,
         shapes=True,
     ),
-    Setting("split", str, "train", 'training split, such as "train" or "train[:8192]"', fixed=True),
+    Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"', fixed=True),
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
     Setting("num_workers", int, 0, "reading and decoding processes; 0: threads of the training process", _FROM_ZERO),
     Setting(
@@ -97,8 +98,8 @@ _GLOBAL_CONTRASTIVE = _shaping(
         "global_contrastive.mode",
         str,
         "published",
-        'loss of the papers, or of the authors\' code ("reference")',
-        ("published", "reference"),
+        '"published": loss of the papers; "reference": loss of the authors\' code',
+        MODES,
     ),
     Setting(
         "global_contrastive.gamma_schedule",
@@ -109,7 +110,7 @@ _GLOBAL_CONTRASTIVE = _shaping(
     ),
     Setting("global_contrastive.gamma_min", float, 0.2, "final gamma; the initial one is 1", _FRACTION),
     Setting("global_contrastive.gamma_epochs", int, 18, "epochs of the gamma schedule", _COUNT),
-    Setting("global_contrastive.rho", float, 6.5, "weight of learned temperatures in the loss", _FROM_ZERO),
+    Setting("global_contrastive.rho", float, 6.5, "weight of the temperature regularizer", _FROM_ZERO),
     Setting("global_contrastive.eps", float, 1e-14, "constant added to the sample state u", _POSITIVE),
     Setting(
         "global_contrastive.temperature_learning_rate",
@@ -153,20 +154,20 @@ _GRAD_CACHE = (
         "grad_cache.keep",
         int,
         0,
-        "chunks whose activations are stored instead of recomputed; -1: as many as fit",
+        "number of chunks whose activations are stored instead of recomputed; -1: as many as fit",
         Range(-1),
     ),
     Setting(
         "grad_cache.keep_residual",
         bool,
         False,
-        "store the residual streams of the other chunks; keep = -1 turns this on first",
+        "store the residual streams of the other chunks; keep = -1 turns this on unless all chunks fit",
     ),
     Setting(
         "grad_cache.residency",
         str,
         "device",
-        'memory of the batch; "replay": none, the batch is read twice',
+        'memory that stores the batch; "replay": none, images are read again in the second pass',
         BATCH_RESIDENCIES,
     ),
 )
@@ -178,7 +179,7 @@ _TRAINING = (
         "parameter_sharding",
         str,
         "replicated",
-        'placement of parameters and optimizer state; "fsdp": sharded over the devices',
+        'sharding of parameters and optimizer state; "fsdp": over the devices',
         PARAMETER_SHARDINGS,
         evaluated=True,
     ),
@@ -193,7 +194,7 @@ _OPTIMIZER = _shaping(
         "optimizer.warmup_start",
         str,
         "zero",
-        'first learning rate; "one_step": one warm-up step above zero, as in OpenCLIP',
+        'learning rate of the first step; "one_step": learning_rate / warmup_steps, as in OpenCLIP',
         WARMUP_STARTS,
     ),
     Setting("optimizer.final_learning_rate", float, 0.0, "learning rate at the end of the cosine schedule", _FROM_ZERO),
@@ -221,7 +222,7 @@ _OPTIMIZER = _shaping(
     Setting(
         "optimizer.weight_decay_rules", Rules, (), "weight decay factors by parameter name; (): only matrices decay"
     ),
-    Setting("optimizer.beta1", float, 0.9, "decay of the first moment, or momentum", _DECAY),
+    Setting("optimizer.beta1", float, 0.9, "decay of the first moment or the momentum", _DECAY),
     Setting("optimizer.beta2", float, 0.98, "decay of the second moment", _DECAY),
     Setting("optimizer.eps", float, 1e-6, "constant added to the root of the second moment", _POSITIVE),
     Setting(

@@ -67,8 +67,8 @@ class Checkpointer:
         """
         if step == self._manager.latest_step():
             return
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_saved(state)), data=ocp.args.JsonSave(data.get_state()))
-        self._manager.save(step, args=args)
+        items = {"state": ocp.args.StandardSave(_array_fields(state)), "data": ocp.args.JsonSave(data.get_state())}
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore_latest(self, state: Any, data: DataIterator | None = None) -> Any:
         """Restore the latest checkpoint, or return `state` if there is none.
@@ -81,13 +81,14 @@ class Checkpointer:
           The saved state with the shardings of `state`.
 
         Raises:
-          ValueError: the checkpoint has another model, optimizer or data configuration.
+          ValueError: an array of the checkpoint differs from `state` in shape or dtype, or `data` rejects the position.
         """
         step = self.latest_step()
         if step is None:
             return state
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _saved(state))
-        _check_fits(step, self._manager.item_metadata(step)["state"].tree, template)
+        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _array_fields(state))
+        # Checked before the restore, so that orbax reads no array of another run.
+        _check_array_types(step, self._manager.item_metadata(step)["state"].tree, template)
         args = {"state": ocp.args.StandardRestore(template)}
         if data is not None:
             args["data"] = ocp.args.JsonRestore()
@@ -159,10 +160,10 @@ def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
 
 
-def _check_fits(step: int, saved: Any, template: Any) -> None:
+def _check_array_types(step: int, saved: Any, template: Any) -> None:
     """Raise `ValueError` at the first shape or dtype mismatch."""
-    # This check precedes the restore, so orbax reads no array of another run.
     saved_types, expected_types = _array_types(saved), _array_types(template)
+    # Parameters first: a mismatch of the model also changes the optimizer state, whose array names say less.
     for name in sorted(saved_types | expected_types, key=lambda name: (not name.startswith("params/"), name)):
         if saved_types.get(name) != expected_types.get(name):
             raise ValueError(
@@ -174,7 +175,7 @@ def _check_fits(step: int, saved: Any, template: Any) -> None:
 
 def _array_types(tree: Any) -> dict[str, str]:
     """Map array paths to types such as "float32[3, 4]"."""
-    # All keys become strings, because orbax saves named tuples as dicts.
+    # Simple key strings, because orbax saves named tuples as dicts, whose keys `keystr` would quote.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
@@ -182,8 +183,8 @@ def _array_types(tree: Any) -> dict[str, str]:
     }
 
 
-def _saved(state: Any) -> dict[str, Any]:
-    """Collect the array fields of a state that are not None."""
+def _array_fields(state: Any) -> dict[str, Any]:
+    """Collect the fields of a train state to save: those with arrays, without None."""
     fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
     samples = fields["samples"]
     fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, global_contrastive_loss
 from infcl_jax.losses.base import SAMPLE_INPUTS
-from infcl_jax.losses.variants import VARIANTS, Variant
+from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
 from infcl_jax.training.optimizers import OptimizerConfig
 
@@ -25,22 +25,23 @@ class GlobalContrastiveConfig:
     The loss is `infcl_jax.global_contrastive_loss`.
 
     Attributes:
-      mode: "published" or "reference".
-      gamma_schedule: schedule of gamma by epoch; gamma is constant within an epoch. "cosine": from 1 in the first epoch
-        to `gamma_min` in epoch `gamma_epochs`. "constant": 1 in the first epoch and `gamma_min` afterwards. None: the
-        schedule of the variant, constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et al. 2024, section 4).
+      mode: "published" follows the papers, "reference" the authors' code.
+      gamma_schedule: schedule of gamma, the inner learning rate; gamma is constant within an epoch. "cosine": from 1 in
+        the first epoch to `gamma_min` in epoch `gamma_epochs`. "constant": 1 in the first epoch and `gamma_min`
+        afterwards. None: the schedule of the variant, constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et
+        al. 2024, section 4).
       gamma_min: final gamma, in [0, 1].
       gamma_epochs: epochs until the cosine reaches `gamma_min`.
       rho: weight of the temperature regularizer; ignored by variants without one.
-      eps: constant added to u.
-      temperature_learning_rate: learning rate of per-sample temperatures. Other variants have one temperature, the
-        model's logit scale, whose learning rate `OptimizerConfig` sets.
-      temperature_beta1: decay of the first moment of per-sample temperatures. None: beta1 of the run's optimizer in
-        mode "reference", as in FastCLIP's code, and 0.9 in mode "published".
-      temperature_beta2: decay of the second moment of per-sample temperatures. None: beta2 of the run's optimizer in
-        mode "reference", and 0.999 in mode "published".
-      temperature_eps: constant added to the root of the second moment of per-sample temperatures. None: eps of the
-        run's optimizer in mode "reference", and 1e-8 in mode "published".
+      eps: constant added to u, the moving average of a sample's mean exponential, inside its logarithm.
+      temperature_learning_rate: Adam's learning rate for per-sample temperatures. Other variants have one temperature,
+        the inverse of the model's logit scale, whose learning rate `OptimizerConfig` sets.
+      temperature_beta1: Adam's beta1 for per-sample temperatures. None: beta1 of the run's optimizer in mode
+        "reference", as in FastCLIP's code, and 0.9 in mode "published".
+      temperature_beta2: Adam's beta2 for per-sample temperatures. None: beta2 of the run's optimizer in mode
+        "reference", and 0.999 in mode "published".
+      temperature_eps: Adam's eps for per-sample temperatures. None: eps of the run's optimizer in mode "reference", and
+        1e-8 in mode "published".
 
     Raises:
       ValueError: a value is out of range.
@@ -58,7 +59,7 @@ class GlobalContrastiveConfig:
     temperature_eps: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("global_contrastive.mode", self.mode, ("published", "reference"))
+        check_choice("global_contrastive.mode", self.mode, MODES)
         if self.gamma_schedule is not None:
             check_choice("global_contrastive.gamma_schedule", self.gamma_schedule, GAMMA_SCHEDULES)
         if not 0 <= self.gamma_min <= 1:
@@ -77,7 +78,7 @@ class GlobalContrastiveConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalContrastive(Loss):
-    """Global contrastive loss of a training run.
+    """Global contrastive loss with its gamma schedule.
 
     Attributes:
       name: one of `infcl_jax.losses.variants.VARIANTS`.
@@ -157,7 +158,7 @@ class GlobalContrastive(Loss):
         return LossOutput(value, rows, 1 / rows.temperature.mean() if self.variant.per_sample else None)
 
     def _temperature_settings(self, epoch: jax.Array) -> dict[str, Any]:
-        """Collect the epoch, and the settings of per-sample temperatures that are not defaults."""
+        """Collect the arguments of `global_contrastive_loss` for per-sample temperatures."""
         adam = {name: getattr(self.config, f"temperature_{name}") for name in ("beta1", "beta2", "eps")}
         if self.config.mode == "reference":
             adam = {name: getattr(self.optimizer, name) if v is None else v for name, v in adam.items()}
@@ -165,7 +166,7 @@ class GlobalContrastive(Loss):
         return {"epoch": epoch} | {f"temperature_{name}": v for name, v in settings.items() if v is not None}
 
     def gamma(self, epoch: jax.Array) -> jax.Array:
-        """Compute the inner learning rate gamma, fp32, of a zero-based epoch."""
+        """Compute gamma, an fp32 scalar, from the number of completed epochs."""
         gamma_min, epochs = self.config.gamma_min, self.config.gamma_epochs
         if (self.config.gamma_schedule or self.variant.gamma_schedule) == "constant":
             return jnp.where(epoch == 0, jnp.float32(1), jnp.float32(gamma_min))

@@ -14,11 +14,9 @@ BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
 class GradCacheConfig:
     """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
-    `str()` of a configuration names the settings that differ from their defaults.
-
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
-      keep: chunks whose activations are stored in the first pass instead of recomputed in the second.
+      keep: number of chunks whose activations are stored in the first pass instead of recomputed in the second.
         `infcl_jax.cached_value_and_grad` describes the memory cost.
       keep_residual: whether the other chunks store their transformers' residual streams, from which the second pass
         recomputes the remaining activations.
@@ -47,11 +45,12 @@ class GradCacheConfig:
             )
 
     def __str__(self) -> str:
-        """Name the settings that differ from their defaults."""
+        """Format the settings that differ from their defaults, such as "chunk_size 256, keep 2"."""
         return ", ".join(f"{name} {value}" for name, value in self.changes().items()) or "no gradient caching"
 
     def changes(self, base: "GradCacheConfig | None" = None) -> dict[str, Any]:
-        """Return the settings that differ from those of `base`, by default from no caching."""
+        """Return the settings that differ from `base`; None: from the defaults."""
+        # `GradCacheConfig()` as the default would recurse through `__post_init__`.
         old = dataclasses.asdict(base) if base else {f.name: f.default for f in dataclasses.fields(self)}
         return {name: value for name, value in dataclasses.asdict(self).items() if value != old[name]}
 

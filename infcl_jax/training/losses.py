@@ -37,7 +37,7 @@ def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, *
         one batch ignore them.
 
     Raises:
-      ValueError: the name or implementation is unknown, or a setting is wrong. The "siglip" loss raises it for a model
-        without a logit bias.
+      ValueError: the name or implementation is unknown, or a setting is wrong. Calling the "siglip" loss on the output
+        of a model without a logit bias also raises it.
     """
     return loss_class(name).create(name, mesh, implementation, **settings)

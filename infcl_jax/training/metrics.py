@@ -177,15 +177,16 @@ class ProgressPrinter:
         self._total_steps, self._batch_size, self._every = total_steps, batch_size, every
         self._print = (print_line or _print_flushed) if lead else None
         self._clock = clock
-        self._pauses, self._pause_start, self._idle = 0, 0.0, 0.0
-        self._first: tuple[int, float] | None = None  # step and active time at the first update
-        self._last: tuple[int, float] = (0, 0.0)  # step and active time at the last printed line
+        self._pause_depth, self._pause_start, self._paused_seconds = 0, 0.0, 0.0
+        self._first: tuple[int, float] | None = None  # step and active time (seconds) at the first update
+        self._last: tuple[int, float] = (0, 0.0)  # step and active time (seconds) at the last printed line
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record that `step` has finished and print its line if due.
 
         Call it after the metrics of the step have reached the host. Dispatch is asynchronous, so an earlier call would
-        not measure the step. `examples_per_second` then holds the rate since the previous line, None for the first.
+        not measure the step. At each line, `examples_per_second` becomes the rate since the previous line; it is None
+        before the second line.
 
         Args:
             step: training step, later than the step of the previous call.
@@ -206,22 +207,22 @@ class ProgressPrinter:
     def paused(self) -> Iterator[None]:
         """Stop the clock during evaluation and checkpoints; may be nested.
 
-        Wait for the last step before entering. Otherwise the pause hides the rest of its time.
+        Wait for the last step before entering. Otherwise the rates exclude the rest of its time.
         """
-        if self._pauses == 0:
+        if self._pause_depth == 0:
             self._pause_start = self._clock()
-        self._pauses += 1
+        self._pause_depth += 1
         try:
             yield
         finally:
-            self._pauses -= 1
-            if self._pauses == 0:
-                self._idle += self._clock() - self._pause_start
+            self._pause_depth -= 1
+            if self._pause_depth == 0:
+                self._paused_seconds += self._clock() - self._pause_start
 
     def _active_time(self) -> float:
         """Return the clock time in seconds, excluding pauses."""
-        now = self._pause_start if self._pauses else self._clock()
-        return now - self._idle
+        now = self._pause_start if self._pause_depth else self._clock()
+        return now - self._paused_seconds
 
     def _line(self, step: int, metrics: Mapping[str, Any], now: float) -> str:
         width = len(str(self._total_steps))
@@ -293,6 +294,7 @@ def _metrics_object(raw: bytes) -> dict[str, Any] | None:
 def _scalar(name: str, value: Any) -> int | float:
     """Convert a real scalar to a Python number."""
     array = np.asarray(value)
+    # Kinds of NumPy dtypes: complex, object, bytes, string, datetime and timedelta. bf16 has the kind "V".
     if array.size != 1 or array.dtype.kind in "cOSUMm":
         raise ValueError(f"expected a real scalar for metric {name!r}, got {array.dtype} of shape {array.shape}")
     return int(array.item()) if array.dtype.kind in "iub" else float(array.item())
@@ -306,7 +308,8 @@ def _jsonable(value: int | float) -> int | float | str:
 
 
 def _ratio(amount: float, per: float) -> float | None:
-    """Divide two amounts; None unless the divisor is positive."""
+    """Divide; None unless the divisor is positive."""
+    # A coarse clock can measure 0 seconds.
     return amount / per if per > 0 else None
 
 

@@ -16,15 +16,15 @@ WARMUP_STARTS = ("zero", "one_step")
 TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
 
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
-_THRESHOLD, _BELOW_THRESHOLD = 0.03, 1 / 3
+_TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
-# Adafactor: smallest size of both dimensions of a matrix whose second moments are factored into row and column means.
-_FACTORED_FROM = 32
+# Adafactor factors the second moments of matrices whose dimensions both have at least this size, as in big_vision.
+_MIN_FACTORED_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer settings, with the details of the papers that train CLIP.
+    """Settings of the optimizer, its schedules and its per-parameter rules.
 
     - "adamw": Adam with bias-corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
     - "lamb": the "adamw" update, weight decay included, scaled to the norm of each parameter by a trust ratio (You et
@@ -45,23 +45,24 @@ class OptimizerConfig:
       schedule: schedule after the warm-up. "cosine": decay to `final_learning_rate` at the last step. "constant": no
         decay.
       warmup_steps: steps of linear warm-up.
-      warmup_start: learning rate of step t during the warm-up. "zero": `learning_rate t / warmup_steps`, so the first
-        step changes no parameter (FastCLIP's paper, big_vision). "one_step": `learning_rate (t + 1) / warmup_steps`
-        (OpenCLIP and FastCLIP's code).
+      warmup_start: learning rate during the warm-up, at step t = 0, 1, ... "zero": `learning_rate t / warmup_steps`, so
+        the first step changes no parameter (FastCLIP's paper, big_vision). "one_step":
+        `learning_rate (t + 1) / warmup_steps` (OpenCLIP and FastCLIP's code).
       final_learning_rate: learning rate at the end of the cosine.
       learning_rate_rules: ordered pairs (regular expression, factor of the learning rate). The expression matches whole
         parameter names such as "visual/proj/kernel", and the first match applies. Empty: factor 1 for all.
-      temperature_learning_rate: learning rate of the logit scale; it replaces the schedule and its rules. None: the
-        logit scale has the learning rate of the other parameters.
+      temperature_learning_rate: learning rate of the logit scale, to which `schedule`, `warmup_steps` and
+        `learning_rate_rules` then do not apply. None: the logit scale has the learning rate of the other parameters.
       temperature_schedule: schedule of `temperature_learning_rate`, without warm-up: "constant", "cosine", or
         "threshold", which uses a third of the rate while the temperature is at most 0.03 (FastCLIP-v3).
       weight_decay: decoupled weight decay.
       weight_decay_rules: ordered pairs (regular expression, factor of the weight decay), matched like
         `learning_rate_rules`. Empty: factor 1 for parameters with two or more dimensions and 0 for all others (gains,
         biases and the logit scale).
-      beta1: decay of the first moment, or the momentum.
+      beta1: decay of the first moment. For "sgd" and "adafactor", decay of the momentum. For "lion", weight of the
+        momentum in the update.
       beta2: decay of the second moment. For "lion", decay of the momentum. For "adafactor", upper limit of the decay
-        `1 - step^-0.8`. Ignored by "sgd".
+        `1 - t^-0.8` at step t = 1, 2, ... Ignored by "sgd".
       eps: constant added to the root of the second moment by "adamw" and "lamb".
       clip_norm: maximum global norm of the gradient; None: no clipping.
 
@@ -144,7 +145,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Create the update before weight decay and learning rate."""
+    """Create the transformation that precedes weight decay and learning rate."""
     if config.name == "lion":
         return optax.scale_by_lion(config.beta1, config.beta2)
     if config.name == "sgd":
@@ -159,15 +160,15 @@ def _scale_by_adafactor(momentum: float, largest_decay: float) -> optax.Gradient
         return jnp.minimum(1.0 - (step + 1.0) ** -exponent, largest_decay)
 
     return optax.chain(
-        optax.scale_by_factored_rms(decay_rate_fn=decay, min_dim_size_to_factor=_FACTORED_FROM),
+        optax.scale_by_factored_rms(decay_rate_fn=decay, min_dim_size_to_factor=_MIN_FACTORED_SIZE),
         optax.clip_by_block_rms(1.0),
         _bfloat16_mean(momentum),
     )
 
 
 def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
-    """Average updates with momentum in fp32, stored in bf16, without bias correction."""
-    # The optax version also multiplies in bf16.
+    """Average updates in fp32 without bias correction, and store the mean in bf16."""
+    # `optax.ema` with a bf16 accumulator also computes the product with the decay in bf16.
 
     def init(params: Any) -> Any:
         return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
@@ -180,7 +181,7 @@ def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
 
 
 def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Scale by LAMB's trust ratio the parameters with weight decay."""
+    """Scale the updates of parameters with weight decay by LAMB's trust ratio."""
 
     def decays(params: Any) -> Any:
         return jax.tree.map(lambda factor: config.weight_decay * factor > 0, decay_factors(config, params))
@@ -214,7 +215,7 @@ def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.Gradient
     schedule = learning_rate_schedule(config, total_steps)
 
     def init(params: Any) -> optax.ScaleByScheduleState:
-        _rate_factors(config, params)
+        _rate_factors(config, params)  # raises here, not at the first step, if a rule is wrong
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByScheduleState]:
@@ -240,5 +241,6 @@ def _temperature_rate(config: OptimizerConfig, total_steps: int, step: jax.Array
     if config.temperature_schedule == "cosine":
         return optax.cosine_decay_schedule(peak, total_steps)(step)
     if config.temperature_schedule == "threshold":
-        return jnp.where(jnp.exp(-params[_LOGIT_SCALE]) <= _THRESHOLD, _BELOW_THRESHOLD * peak, peak)
+        temperature = jnp.exp(-params[_LOGIT_SCALE])
+        return jnp.where(temperature <= _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR * peak, peak)
     return peak

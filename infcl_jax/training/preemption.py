@@ -17,7 +17,7 @@ class Preemption:
     the same step, so they save together.
 
     A single-process run handles both signals, and a second signal ends it at once. A multi-process run receives SIGTERM
-    through the `jax.distributed` service; SIGINT keeps its previous effect there.
+    through the `jax.distributed` service and keeps its previous SIGINT handler.
 
     Example:
       with Preemption() as preemption:
@@ -34,7 +34,7 @@ class Preemption:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Preemption":
-        """Install the signal handlers. Only the main thread may do so."""
+        """Install the signal handlers. Python allows this in the main thread only."""
         if self._handles_signals:
             # Shells start background jobs with SIGINT ignored, so that Ctrl-C does not stop them. Keep it ignored.
             watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -47,7 +47,7 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def noticed(self, step: int) -> bool:
-        """Return whether to save and stop now.
+        """Return whether to save and stop after this step.
 
         All processes must call it at every step.
         """
@@ -56,6 +56,7 @@ class Preemption:
         return self._received
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
+        """Record the first signal and let the next one end the process."""
         self._received = True
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)

@@ -20,27 +20,28 @@ class Reader(Protocol):
 
 
 def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
-    """Make replayed images and texts for `infcl_jax.cached_value_and_grad`.
+    """Make a batch for `cached_value_and_grad` that reads chunks on demand.
 
-    Images are read again in each pass. Texts are small and stay in host memory after the first pass.
+    Images are read again in each pass. Texts are small and stay in host memory after the first read.
 
     Args:
       reader: reader of this process's rows. Each local device gets one contiguous block of them.
-      chunk_size: rows encoded at once, over all devices.
+      chunk_size: rows encoded at once, over all devices; a multiple of the device count.
       mesh: mesh of all devices.
 
     Returns:
       `{"image": Replay, "text": Replay}`.
     """
-    blocks, size = mesh.local_mesh.size, chunk_size // mesh.size
-    block = reader.rows // blocks
-    texts: dict[int, np.ndarray] = {}
+    devices, shard_rows = mesh.local_mesh.size, chunk_size // mesh.size  # rows of a chunk on one device
+    block_rows = reader.rows // devices
+    texts: dict[int, np.ndarray] = {}  # by chunk number
 
     def read(number: int) -> dict[str, np.ndarray]:
-        first, last = number * size, min((number + 1) * size, block)
-        batch = reader.read([slice(b * block + first, b * block + last) for b in range(blocks)])
-        texts[number] = batch["text"]
-        return batch
+        """Read a chunk: the same rows of every device's block."""
+        start, stop = number * shard_rows, min((number + 1) * shard_rows, block_rows)
+        chunk = reader.read([slice(d * block_rows + start, d * block_rows + stop) for d in range(devices)])
+        texts[number] = chunk["text"]
+        return chunk
 
     def load_text(number: int) -> np.ndarray:
         return texts[number] if number in texts else read(number)["text"]

@@ -13,7 +13,7 @@ Rules = Sequence[tuple[str, float]]
 
 
 def parameter_names(params: Any) -> Any:
-    """Map each parameter to its name, such as "visual/proj/kernel"."""
+    """Map each parameter to its path, such as "visual/proj/kernel"."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 PARAMETER_SHARDINGS = ("replicated", "fsdp")
-# Number of elements below which an array (gain, bias, scalar) stays replicated: sharding it would save little memory.
+# Arrays with fewer elements (gains, biases, scalars) stay replicated: sharding saves less than 64 KiB of fp32 each.
 MIN_SIZE = 1 << 14
 
 
@@ -24,16 +24,16 @@ def sharded_axis(shape: Sequence[int], devices: int, parameter_sharding: str) ->
     Returns:
       The axis, or None for a replicated array.
     """
-    even = [axis for axis, size in enumerate(shape) if size % devices == 0]
-    if parameter_sharding == "replicated" or devices == 1 or not even or math.prod(shape) < MIN_SIZE:
+    divisible = [axis for axis, size in enumerate(shape) if size % devices == 0]
+    if parameter_sharding == "replicated" or devices == 1 or not divisible or math.prod(shape) < MIN_SIZE:
         return None
-    return max(even, key=lambda axis: shape[axis])
+    return max(divisible, key=lambda axis: shape[axis])
 
 
 def shardings(tree: Any, mesh: Mesh, parameter_sharding: str) -> Any:
     """Map each array (or shape) of a state to its sharding.
 
-    An array and its optimizer moments have the same sharding.
+    The sharding depends on the shape alone, so a parameter and its optimizer moments have the same.
     """
 
     def leaf_sharding(leaf: Any) -> NamedSharding:
@@ -55,7 +55,7 @@ def constrain(tree: Any, mesh: Mesh | None, parameter_sharding: str) -> Any:
 
 
 def bytes_per_device(tree: Any, devices: int, parameter_sharding: str) -> int:
-    """Number of bytes of a state (arrays or shapes) on each device."""
+    """Count the bytes of a state (arrays or shapes) on each device."""
 
     def leaf_bytes(leaf: Any) -> int:
         axis = sharded_axis(leaf.shape, devices, parameter_sharding)

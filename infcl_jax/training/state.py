@@ -24,7 +24,7 @@ class TrainState(train_state.TrainState):
     Attributes:
       batch_stats: running statistics of batch normalization; None for models without it.
       samples: sample state of a global contrastive loss (`infcl_jax.SampleState`); None for other losses.
-      frozen: frozen towers, keys of `infcl_jax.models.TOWERS`. They have no optimizer state.
+      frozen: frozen towers, keys of `infcl_jax.models.TOWERS`. `opt_state` excludes their parameters.
     """
 
     batch_stats: Any = None
@@ -33,23 +33,21 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, params: Any, frozen: tuple[str, ...] = (), **fields: Any) -> "TrainState":
-        """Create a state at step 0, with optimizer state for trained parameters."""
-        return super().create(params=trained(params, frozen), frozen=frozen, **fields).replace(params=params)
+        """Create a state at step 0, with optimizer state for the trained parameters."""
+        return super().create(params=without_frozen(params, frozen), frozen=frozen, **fields).replace(params=params)
 
     @property
     def trained(self) -> dict[str, Any]:
         """Parameters outside the frozen towers."""
-        return trained(self.params, self.frozen)
+        return without_frozen(self.params, self.frozen)
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Flax variables of the model, for inference."""
+        """Flax variables of the model: parameters and running statistics."""
         return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
-        """Apply one optimizer step and clamp the logit scale.
-
-        The logit scale stays at most 100.
+        """Apply one optimizer step and clamp the logit scale to [1, 100].
 
         Args:
           grads: gradients of the trained parameters.
@@ -59,10 +57,10 @@ class TrainState(train_state.TrainState):
         return state.replace(params=clamp_logit_scale({**self.params, **state.params}))
 
 
-def trained(params: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
-    """Select the parameters outside the frozen towers."""
+def without_frozen(params: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
+    """Remove the frozen towers from parameters or gradients."""
     frozen_names = [TOWERS[name] for name in frozen]
-    return {name: branch for name, branch in params.items() if name not in frozen_names}
+    return {name: subtree for name, subtree in params.items() if name not in frozen_names}
 
 
 def create_state(
@@ -87,7 +85,7 @@ def create_state(
       seed: seed of the initial parameters.
       mesh: devices that hold the state.
       parameter_sharding: "replicated": every device holds the whole state. "fsdp": every large array, optimizer moments
-        included, is sharded over the devices; see `infcl_jax.training.sharding`.
+        included, is sharded over the devices; see `infcl_jax.training.sharding.sharded_axis`.
       frozen: towers to freeze, "image" or "text" (LiT, Zhai et al. 2022). They have no gradients, optimizer moments or
         weight decay.
 

@@ -1,4 +1,4 @@
-"""Training step: encode, compute the global loss around the ring, update."""
+"""Training step: encode, compute the loss of the global batch, update."""
 
 import contextlib
 import functools
@@ -17,20 +17,20 @@ from infcl_jax.losses import Loss, SampleState
 from infcl_jax.models import TOWERS, CLIPOutput
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
-from infcl_jax.training.state import TrainState, trained
+from infcl_jax.training.state import TrainState, without_frozen
 
 Metrics = dict[str, Any]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
 
 
-class Result(NamedTuple):
+class Auxiliary(NamedTuple):
     """Auxiliary outputs of the loss: metrics and new state.
 
     Attributes:
       logit_scale: scalar for the metrics, see `infcl_jax.losses.LossOutput`.
-      finite: whether the features of each tower are finite. Flags instead of features, so no features stay in memory.
-      samples: sample index and new sample state of each row; None for losses without sample state.
-      batch_stats: new running statistics of batch normalization; None for models without it.
+      finite: scalar for each tower, whether its features are finite. The features themselves would stay in memory.
+      samples: sample index `[b]` and new sample state of each row; None for losses without sample state.
+      batch_stats: new running statistics of batch normalization; None if they do not change.
     """
 
     logit_scale: jax.Array
@@ -39,8 +39,8 @@ class Result(NamedTuple):
     batch_stats: Any = None
 
 
-# (state, batch, key) -> ((loss, result), gradients)
-Gradients = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Result], Any]]
+# (state, batch, dropout key) -> ((loss, auxiliary outputs), gradients of the trained parameters)
+GradientFn = Callable[[TrainState, Mapping[str, Any], jax.Array], tuple[tuple[jax.Array, Auxiliary], Any]]
 
 
 def make_train_step(
@@ -56,21 +56,21 @@ def make_train_step(
     the batch, and `samples` in the state.
 
     Batch normalization normalizes over the global batch. With gradient caching it normalizes over one device's rows of
-    a chunk, and the running statistics follow the first chunk of each step. Running statistics of a frozen tower do not
-    change.
+    a chunk, and a further forward pass over `chunk_size` images of each step updates the running statistics. Running
+    statistics of a frozen tower do not change.
 
     Dropout and patch dropout keys depend on `seed` and the step alone, so a resumed run draws the same masks. Frozen
     towers are encoded once, in training mode, and have no gradient.
 
-    Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`. `finite` says whether each
-    stage of the step is finite, in order of computation. With per-sample temperatures, `logit_scale` is the inverse of
-    their mean over the batch.
+    Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`, the global norm before
+    clipping. `finite` says whether each stage of the step is finite, in order of computation. With per-sample
+    temperatures, `logit_scale` is the inverse of their mean over the batch.
 
     Args:
       loss_fn: loss from `make_loss`.
       seed: seed of the dropout keys.
-      cache: gradient caching. With residency "device", the step takes arrays on the devices. With "host", it takes this
-        process's rows as NumPy arrays, which must not change before the metrics are read. With "replay", it takes the
+      cache: gradient caching. Its residency decides the batch that the step takes. "device": arrays on the devices.
+        "host": this process's rows as NumPy arrays, which must not change before the metrics are read. "replay": the
         result of `replayed`.
       mesh: mesh over whose first axis the batch is sharded; None: one device.
       parameter_sharding: sharding with which the state was created. With "fsdp", every step gathers the parameters, and
@@ -90,32 +90,53 @@ def make_train_step(
     def dropout_key(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
-    def finish(state: TrainState, loss: jax.Array, result: Result, grads: Any) -> tuple[TrainState, Metrics]:
-        changes = {} if result.batch_stats is None else {"batch_stats": result.batch_stats}
-        if result.samples is not None:
-            changes["samples"] = loss_fn.write(state.samples, *result.samples)
+    def finish(state: TrainState, loss: jax.Array, aux: Auxiliary, grads: Any) -> tuple[TrainState, Metrics]:
+        """Update the state and compute the metrics."""
+        changes = {} if aux.batch_stats is None else {"batch_stats": aux.batch_stats}
+        if aux.samples is not None:
+            changes["samples"] = loss_fn.write(state.samples, *aux.samples)
         grads = constrain(grads, mesh, parameter_sharding)
         updated = state.apply_gradients(grads=grads, **changes)
         params, opt_state = constrain((updated.params, updated.opt_state), mesh, parameter_sharding)
-        return updated.replace(params=params, opt_state=opt_state), _metrics(loss, result, grads)
+        return updated.replace(params=params, opt_state=opt_state), _metrics(loss, aux, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         gathered = state.replace(params=constrain(state.params, mesh, "replicated"))
-        (loss, result), grads = gradients(gathered, batch, dropout_key(state.step))
-        return finish(state, loss, result, grads)
+        (loss, aux), grads = gradients(gathered, batch, dropout_key(state.step))
+        return finish(state, loss, aux, grads)
 
     if cache.residency == "device":
         return jax.jit(on_device, donate_argnums=0)
+    # Gradient caching in host memory compiles its own functions, so the step as a whole is not compiled.
     compiled_key, compiled_finish = jax.jit(dropout_key), jax.jit(finish, donate_argnums=0)
 
     def from_host(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        (loss, result), grads = gradients(state, batch, compiled_key(state.step))
-        return compiled_finish(state, loss, result, grads)
+        (loss, aux), grads = gradients(state, batch, compiled_key(state.step))
+        return compiled_finish(state, loss, aux, grads)
 
     return from_host
 
 
-def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) -> tuple[jax.Array, Result]:
+def check_finite(step: int, metrics: Metrics) -> None:
+    """Raise an error if the training step is not finite.
+
+    Args:
+      step: training step of the metrics.
+      metrics: metrics of a step from `make_train_step`, on the host.
+
+    Raises:
+      FloatingPointError: a stage is not finite; the message names the first such stage.
+    """
+    bad = [stage for stage, finite in metrics["finite"].items() if not finite]
+    if bad:
+        raise FloatingPointError(
+            f"step {step}: {bad[0]} became NaN or infinite (loss {float(metrics['loss']):.4g}, logit scale "
+            f"{float(metrics['logit_scale']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}); resume from an "
+            "earlier checkpoint with a lower learning rate, a longer warm-up or a smaller clip_norm"
+        )
+
+
+def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) -> tuple[jax.Array, Auxiliary]:
     """Evaluate the loss and its auxiliary outputs.
 
     Args:
@@ -124,12 +145,12 @@ def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) 
       inputs: mapping with the entries of `loss_inputs`; other entries are ignored.
 
     Returns:
-      The scalar loss and a `Result`.
+      The scalar loss and its auxiliary outputs.
     """
     finite = {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS}
     value, rows, logit_scale = loss_fn(output, **{name: inputs[name] for name in loss_fn.inputs})
     samples = None if rows is None else (inputs["index"], rows)
-    return value, Result(output.logit_scale if logit_scale is None else logit_scale, finite, samples)
+    return value, Auxiliary(output.logit_scale if logit_scale is None else logit_scale, finite, samples)
 
 
 def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,8 +174,8 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
     return inputs
 
 
-def _direct(loss_fn: Loss, mesh: Mesh | None) -> Gradients:
-    """Compute gradients with the activations of the whole batch in memory."""
+def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
+    """Make a gradient function that encodes the whole batch at once."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         inputs = loss_inputs(loss_fn, state, batch)
@@ -165,19 +186,19 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> Gradients:
                 variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
             )
 
-        # infcl_jax.ops.embedding.embed_tokens reads the abstract mesh. The loss has its own mesh argument.
+        # The abstract mesh tells the encoders' ops how rows are sharded. The loss has its own mesh argument.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             output, model_vjp, new_variables = jax.vjp(model, state.trained, has_aux=True)
         evaluate = functools.partial(evaluate_loss, loss_fn, inputs=inputs)
-        (loss, result), cotangents = jax.value_and_grad(evaluate, has_aux=True)(output)
+        (loss, aux), cotangents = jax.value_and_grad(evaluate, has_aux=True)(output)
         statistics = None if "image" in state.frozen else new_variables.get("batch_stats")
-        return (loss, result._replace(batch_stats=statistics)), model_vjp(cotangents)[0]
+        return (loss, aux._replace(batch_stats=statistics)), model_vjp(cotangents)[0]
 
     return gradients
 
 
-def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradients:
-    """Compute gradients chunk by chunk with gradient caching."""
+def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> GradientFn:
+    """Make a gradient function that encodes chunk by chunk."""
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     @functools.cache  # cached by model, so that the functions compiled for host chunks are reused
@@ -188,7 +209,7 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
 
             return encode
 
-        def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Result]:
+        def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Auxiliary]:
             scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
             return evaluate_loss(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
 
@@ -204,58 +225,39 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         pairs = {name: batch[name] for name in ("image", "text")}
         cached = value_and_grad(state.apply_fn, state.frozen)
-        (loss, result), grads = cached(state.params, pairs | loss_inputs(loss_fn, state, batch), key)
+        (loss, aux), grads = cached(state.params, pairs | loss_inputs(loss_fn, state, batch), key)
         if state.batch_stats is not None and "image" not in state.frozen:
-            first = _first_chunk(batch["image"], cache, sharding)
-            result = result._replace(batch_stats=_statistics(state.apply_fn, state.variables, first, key))
-        return (loss, result), trained(grads, state.frozen)
+            image = _statistics_images(batch["image"], cache, sharding)
+            aux = aux._replace(batch_stats=_new_statistics(state.apply_fn, state.variables, image, key))
+        return (loss, aux), without_frozen(grads, state.frozen)
 
     return gradients
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
-    """Compute the running statistics of batch normalization after one chunk."""
+def _new_statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
+    """Update the running statistics of batch normalization with a batch of images."""
     settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
     return apply_fn(variables, image, **settings)[1]["batch_stats"]
 
 
-def _first_chunk(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
-    """Return the first chunk, which updates the running statistics, on the devices."""
+def _statistics_images(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
+    """Return `chunk_size` images on the devices, for the running statistics."""
     if cache.residency == "device":
         return image[: cache.chunk_size]
     rows = image.load(0) if isinstance(image, Replay) else image[: cache.chunk_size // jax.process_count()]
     return jax.device_put(rows) if sharding is None else jax.make_array_from_process_local_data(sharding, rows)
 
 
-def _metrics(loss: jax.Array, result: Result, grads: Any) -> Metrics:
+def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:
     norms = {name: optax.tree.norm(grad) for name, grad in grads.items()}
     values = {"the loss": loss, **{f"the gradient of {name}": norm for name, norm in norms.items()}}
     # An OrderedDict keeps the order of computation; jit sorts the keys of a plain dict.
-    finite = OrderedDict((f"{name} features", flag) for name, flag in result.finite.items())
+    finite = OrderedDict((f"{name} features", flag) for name, flag in aux.finite.items())
     finite.update((stage, jnp.isfinite(value)) for stage, value in values.items())
     return {
         "loss": loss,
-        "logit_scale": result.logit_scale,
+        "logit_scale": aux.logit_scale,
         "grad_norm": optax.tree.norm(norms),
         "finite": finite,
     }
-
-
-def check_finite(step: int, metrics: Metrics) -> None:
-    """Raise an error if the training step is not finite.
-
-    Args:
-      step: training step of the metrics.
-      metrics: metrics of a step from `make_train_step`, on the host.
-
-    Raises:
-      FloatingPointError: a stage is not finite; the message names the first such stage.
-    """
-    bad = [stage for stage, finite in metrics["finite"].items() if not finite]
-    if bad:
-        raise FloatingPointError(
-            f"step {step}: {bad[0]} became NaN or infinite (loss {float(metrics['loss']):.4g}, logit scale "
-            f"{float(metrics['logit_scale']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}); resume from an "
-            "earlier checkpoint with a lower learning rate, a longer warm-up or a smaller clip_norm"
-        )

@@ -47,20 +47,20 @@ def meaning(caption):
     else:
         relation = at_most_one(RELATIONS, caption)
     said = {"background": at_most_one(BACKGROUNDS, caption), "relation": relation}
-    said |= {"size": at_most_one(SIZES, caption), "place": at_most_one(PLACES, caption)}
+    said |= {"size": at_most_one(SIZES, caption), "position": at_most_one(PLACES, caption)}
     return {"objects": objects} | {key: value for key, value in said.items() if value is not None}
 
 
 def truth(scene):
     """All discrete attributes of a scene, as `meaning` names them."""
-    attributes = {key: getattr(scene, key) for key in ("background", "relation", "size", "place")}
-    objects = [(thing.color, thing.shape) for thing in scene.things]
+    attributes = {key: getattr(scene, key) for key in ("background", "relation", "size", "position")}
+    objects = [(thing.color, thing.shape) for thing in scene.objects]
     return {"objects": objects} | {key: value for key, value in attributes.items() if value is not None}
 
 
 def sentences(color, shape):
     """Every caption that the grammar has for one object."""
-    words = {"color": (color,), "shape": (shape,), "size": SIZES, "place": PLACES, "background": BACKGROUNDS}
+    words = {"color": (color,), "shape": (shape,), "size": SIZES, "position": PLACES, "background": BACKGROUNDS}
     words = {slot: [phrase for name in names for phrase in shapes.phrases(name)] for slot, names in words.items()}
     forms = (*shapes.ONE_FORMS, shapes.BRIEF_FORMS[0])
     choices = [dict(zip(words, choice, strict=True)) for choice in itertools.product(*words.values())]
@@ -68,12 +68,12 @@ def sentences(color, shape):
 
 
 def alone(scene, thing, image_size=32):
-    return silhouette(dataclasses.replace(scene, things=(thing,)), image_size)
+    return silhouette(dataclasses.replace(scene, objects=(thing,)), image_size)
 
 
 def silhouette(scene, image_size=32):
     """How far each pixel is from the empty background, summed over the channels."""
-    empty = shapes.draw(dataclasses.replace(scene, things=()), image_size).astype(np.float32)
+    empty = shapes.draw(dataclasses.replace(scene, objects=()), image_size).astype(np.float32)
     return np.abs(shapes.draw(scene, image_size) - empty).sum(axis=2)
 
 
@@ -96,7 +96,7 @@ def test_captions_are_brief_in_half_of_the_training_split_alone(split, brief_sha
     for index in range(count):
         said, scene = meaning(shapes.render(split, index, 8).caption), shapes.sample_scene(split, index)
         brief = said.keys() == {"objects"}
-        kinds[len(scene.things), brief] += 1
+        kinds[len(scene.objects), brief] += 1
         if not brief:  # everything but the background, which only some forms name
             assert said.keys() | {"background"} == truth(scene).keys()
             full_with_background += "background" in said
@@ -140,7 +140,7 @@ def test_templates_are_sentences_of_the_grammar(name):
     assert len(prompts) == len(shapes.TEMPLATES) and prompts <= sentences(*name.split())
     read = [meaning(prompt) for prompt in prompts]
     assert {said.get("size") for said in read} == {None, *SIZES}
-    assert {said.get("place") for said in read} == {None, *PLACES}
+    assert {said.get("position") for said in read} == {None, *PLACES}
 
 
 def test_samples_depend_on_split_and_index_alone():
@@ -176,7 +176,7 @@ def test_place_and_size_can_be_seen():
         mask = silhouette(scene, side)
         rows, columns = (np.flatnonzero(mask.max(axis=axis) > 0.5 * mask.max()) for axis in (1, 0))
         middle = np.array([columns[0] + columns[-1] + 1, rows[0] + rows[-1] + 1]) / (2 * side)
-        assert min(PLACES, key=lambda place: np.linalg.norm(middle - PLACES[place])) == scene.place, index
+        assert min(PLACES, key=lambda place: np.linalg.norm(middle - PLACES[place])) == scene.position, index
         extent = (1 + max(np.ptp(rows), np.ptp(columns))) / side
         assert (extent > 0.43) == (scene.size == "large"), index
 
@@ -184,15 +184,15 @@ def test_place_and_size_can_be_seen():
 def test_objects_are_inside_apart_and_where_the_relation_says():
     for index in range(1000):
         scene = shapes.sample_scene("train", index)
-        for thing in scene.things:  # a large one may lose less than two of 32 pixels at the edge
+        for thing in scene.objects:  # a large one may lose less than two of 32 pixels at the edge
             assert all(c - thing.radius > -0.06 and c + thing.radius < 1.06 for c in thing.center)
             assert (alone(scene, thing) > 60).sum() >= 10, scene
         if scene.relation:
-            (x0, y0), (x1, y1) = (thing.center for thing in scene.things)
+            (x0, y0), (x1, y1) = (thing.center for thing in scene.objects)
             side = {"left of": x1 - x0, "right of": x0 - x1, "above": y1 - y0, "below": y0 - y1}[scene.relation]
             across = abs(y1 - y0) if scene.relation in ("left of", "right of") else abs(x1 - x0)
             assert side > 1.5 * across
-            first, second = (alone(scene, thing, 64) > 10 for thing in scene.things)
+            first, second = (alone(scene, thing, 64) > 10 for thing in scene.objects)
             assert (first & second).sum() <= 0.02 * min(first.sum(), second.sum())  # they may touch
 
 
@@ -225,7 +225,7 @@ def test_labels():
     pairs = 0
     for index in range(400):
         scene, label = shapes.sample_scene("train", index), shapes.render("train", index, 8).label
-        assert label == (-1 if scene.relation else shapes.CLASS_NAMES.index(scene.things[0].name))
+        assert label == (-1 if scene.relation else shapes.CLASS_NAMES.index(scene.objects[0].name))
         pairs += label == -1
     assert 140 < pairs < 260
 

@@ -9,7 +9,7 @@ from infcl_jax.data import shapes, shapes_builder
 
 def test_processes_encode_the_same_examples_in_order():
     # Enough blocks for a pool where there are two cores.
-    blocks = list(shapes_builder._encode_all("train", 60, 8, block=7))
+    blocks = list(shapes_builder._encode_all("train", 60, 8, group=7))
     assert [len(block) for block in blocks] == [7] * 8 + [4]
     for index, example in enumerate(example for block in blocks for example in block):
         sample = shapes.render("train", index, 8)

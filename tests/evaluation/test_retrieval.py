@@ -34,8 +34,8 @@ def correlated(rng, images, owner, dim=8, noise=1.0):
 @pytest.mark.parametrize("samples", [1, 13, 101])
 def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, blocks, samples):
     if blocks:
-        monkeypatch.setattr(retrieval, "_QUERY_BLOCK", blocks[0])
-        monkeypatch.setattr(retrieval, "_GALLERY_BLOCK", blocks[1])
+        monkeypatch.setattr(retrieval, "_QUERY_ROWS", blocks[0])
+        monkeypatch.setattr(retrieval, "_GALLERY_ROWS", blocks[1])
     rng = np.random.default_rng(samples)
     owner = np.arange(samples)
     image, text = correlated(rng, samples, owner)
@@ -174,14 +174,14 @@ def recall_at_1(image, text, owner):
 
 
 def test_no_device_holds_more_than_a_tile_of_the_similarities(monkeypatch):
-    monkeypatch.setattr(retrieval, "_GALLERY_BLOCK", 16)
+    monkeypatch.setattr(retrieval, "_GALLERY_ROWS", 16)
     mesh, samples, block = data_mesh(), 4096, 32
     gallery = shard_rows(mesh, np.zeros((samples, 2), np.float32))
     group = shard_rows(mesh, np.zeros(samples, np.int32))
     queries = replicate(
         mesh, (np.zeros((block, 2), np.float32), np.zeros(block, np.int32), np.zeros(block, np.float32))
     )
-    compiled = retrieval._count_block.lower(queries, gallery, group, mesh=mesh, tile=16).compile()
+    compiled = retrieval._count_replicated.lower(queries, gallery, group, mesh=mesh, tile_rows=16).compile()
     # Counts of each tile are int32 [tiles, block] on a device; the similarities would be float32 [samples / 8, block].
     tiles = samples // mesh.size // 16
     similarities = samples // mesh.size * block * 4

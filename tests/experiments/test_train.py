@@ -91,7 +91,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
     def fit(self, state, start):
         raise jax.errors.JaxRuntimeError(says)
 
-    monkeypatch.setattr(train.Run, "fit", fit)
+    monkeypatch.setattr(train.TrainLoop, "fit", fit)
     with pytest.raises(kind) as caught:
         train.train(runs.config(), tmp_path)
     lines = str(caught.value).splitlines()
@@ -237,7 +237,7 @@ class Recorder:
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         rows = itertools.repeat(runs.batch(8))
-        run = train.Run(runs.config(**every), None, data_mesh(), rows, self.suite, self.step, self, self, self)
+        run = train.TrainLoop(runs.config(**every), None, data_mesh(), rows, self.suite, self.step, self, self, self)
         assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 

@@ -256,7 +256,7 @@ def test_memory_is_linear_in_the_batch(devices):
         ({"implementation": "fastest"}, "implementation"),
         ({"logit_scale": np.ones(8, np.float32)}, "logit_scale"),
         ({"mask": np.ones(7, bool)}, "x_mask"),
-        ({"axis_name": "rows"}, "'rows' is not an axis"),
+        ({"axis_name": "rows"}, "enclosing shard_map, got 'rows'"),
         ({"axis_name": "rows", "devices": 2}, "mesh's axes"),
         ({"devices": 3}, "share evenly"),
     ],

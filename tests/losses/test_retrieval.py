@@ -38,6 +38,18 @@ def test_masked_rows_may_hold_anything(implementation):
     check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-5)
 
 
+def test_a_label_out_of_range_is_noticed_with_a_mask_under_jit():
+    query, passage = oracle.features("random", 4, 4, 33)
+    labels, mask = np.array([0, 1, 2, 7]), np.array([True, True, False, True])
+
+    def loss(mask, query):
+        return retrieval_loss(query, passage, 20.0, labels=labels, mask=mask)
+
+    assert np.isnan(jax.jit(loss)(mask, query))
+    with pytest.raises(ValueError, match=r"labels in \[0, 4\), .* got values 0 to 7"):
+        jax.jit(functools.partial(loss, mask))(query)
+
+
 def test_masks_equal_leaving_out():
     query, passage = oracle.features("random", 8, 16, 33)
     passages, queries = np.arange(16) < 13, np.arange(8) < 6

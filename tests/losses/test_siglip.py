@@ -77,7 +77,7 @@ def test_mask_equals_leaving_out(implementation):
         ({"image": np.zeros((8, 3), np.int32), "text": np.zeros((8, 3), np.int32)}, "floating dtype"),
         ({"implementation": "dense"}, "implementation"),
         ({"logit_bias": np.ones(8, np.float32)}, "logit_bias"),
-        ({"axis_name": "rows"}, "'rows' is not an axis"),
+        ({"axis_name": "rows"}, "enclosing shard_map, got 'rows'"),
         ({"mask": np.ones(7, bool)}, "mask"),
     ],
 )

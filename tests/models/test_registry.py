@@ -104,7 +104,7 @@ def test_patch_size_changes_the_number_of_positions():
         ("tiny", {"vision.pool": "max"}, r"expected vision.pool to be one of \('tok', 'avg'\), got 'max'"),
         ("tiny", {"vision.patch_dropout": -0.1}, "vision.patch_dropout"),
         ("tiny", {"text.vocab_size": 0}, "expected text.vocab_size to be a positive integer"),
-        ("tiny", {"text.attention": "cudnn"}, "text: attention 'cudnn' expects dtype"),
+        ("tiny", {"text.attention": "cudnn"}, "text: expected dtype 'bfloat16' or 'float16'"),
         ("tiny", {"embed_dim": "64"}, "expected embed_dim to be a positive integer, got '64'"),
         ("tiny", {"feature_dtype": "int8"}, "expected feature_dtype to be one of"),
         ("tiny", {"image_std": (1.0, 0.0, 1.0)}, "expected image_std to be three numbers"),

@@ -238,5 +238,5 @@ def test_unknown_names_are_refused_at_once(name, implementation, message):
 
 
 def test_siglip_needs_a_bias():
-    with pytest.raises(ValueError, match="needs a model with a logit bias; set model_overrides init_logit_bias"):
+    with pytest.raises(ValueError, match="for the siglip loss, got none; set model_overrides init_logit_bias"):
         stepper(1, "siglip")(fresh(Linear(init_logit_bias=None)))

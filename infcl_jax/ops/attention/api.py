@@ -19,7 +19,7 @@ def cudnn_accepts(dtype: Any, head_channels: int) -> bool:
     return jnp.dtype(dtype).itemsize == 2 and head_channels % 8 == 0 and head_channels <= 128
 
 
-def kernel_accepts(positions: int, head_channels: int, dtype: Any) -> bool:
+def mosaic_gpu_accepts(positions: int, head_channels: int, dtype: Any) -> bool:
     """Return whether the Hopper kernels support a sequence length, head size and dtype."""
     from infcl_jax.ops.attention import pallas_mosaic_gpu  # needed on GPUs only
 
@@ -27,7 +27,7 @@ def kernel_accepts(positions: int, head_channels: int, dtype: Any) -> bool:
 
 
 def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementation:
-    """Select the fastest attention for the traced device.
+    """Select the fastest attention for the target device.
 
     Args:
       shape: shape [b, t, heads, d] of queries, keys and values.
@@ -35,12 +35,12 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
 
     Returns:
       "mosaic_gpu" on a Hopper GPU if the kernels support the shape and dtype and each device holds whole sequences, see
-      `rows_for_kernels`. Else "cudnn" on an NVIDIA GPU of compute capability 8.0 or more if it supports the inputs.
-      cuDNN is chosen at any sequence length: for short sequences it is far from its peak, but writing the scores to
-      memory costs more. Otherwise "xla".
+      `rows_for_kernels`. Else "cudnn" on an NVIDIA GPU of compute capability 8.0 or more if it supports the head size
+      and dtype. Else "xla". On short sequences cuDNN is far from its peak, but XLA is slower, since it writes the
+      scores to HBM.
     """
     _, positions, _, channels = shape
-    if rows_for_kernels(shape) is not None and kernel_accepts(positions, channels, dtype):
+    if rows_for_kernels(shape) is not None and mosaic_gpu_accepts(positions, channels, dtype):
         return "mosaic_gpu"
     if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"
@@ -48,7 +48,7 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
     return "cudnn" if capability[:1].isdigit() and float(capability) >= 8.0 else "xla"
 
 
-def takes_packed(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> bool:
+def prefers_packed(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> bool:
     """Return whether `attend` is faster with packed queries, keys and values.
 
     Args:
@@ -57,7 +57,7 @@ def takes_packed(shape: tuple[int, ...], dtype: Any, implementation: AttentionIm
       implementation: implementation of `attend`; None for `best_attention`.
 
     Returns:
-      True if one array [b, t, 3 heads, d], the result of a single GEMM, is the faster input.
+      True if one array [b, t, 3 heads, d] from a single GEMM is faster than three arrays [b, t, heads, d].
     """
     return (implementation or best_attention(shape, dtype)) == "mosaic_gpu"
 
@@ -65,7 +65,7 @@ def takes_packed(shape: tuple[int, ...], dtype: Any, implementation: AttentionIm
 def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImplementation | None) -> int:
     """Return the number of positions by which to pad sequences for `attend`.
 
-    cuDNN offers its backward pass for even sequence lengths only.
+    cuDNN supports the backward pass for even sequence lengths only.
 
     Args:
       shape: shape [b, t, heads, d] of queries, keys and values.
@@ -77,7 +77,7 @@ def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImp
 
 def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, padding: int) -> jax.Array:
     b, t = query.shape[:2]
-    # The causal mask already hides trailing padding from the other positions.
+    # The causal mask already hides trailing padding from all valid queries.
     lengths = jnp.full(b, t - padding, jnp.int32) if padding and not causal else None
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
@@ -85,28 +85,29 @@ def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _kernel_attention(packed: jax.Array, causal: bool) -> jax.Array:
-    return _kernel_forward(packed, causal)[0]
+def _mosaic_attention(packed: jax.Array, causal: bool) -> jax.Array:
+    """Attention of packed [b, t, 3 heads, d] on the Hopper kernels."""
+    return _mosaic_forward(packed, causal)[0]
 
 
-def _kernel_forward(packed: jax.Array, causal: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _mosaic_forward(packed: jax.Array, causal: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
-    out, lse = _call_kernel(pallas_mosaic_gpu.forward, causal, packed)
+    out, lse = _call_mosaic(pallas_mosaic_gpu.forward, causal, packed)
     return out, (packed, out, lse)
 
 
-def _kernel_backward(causal: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array, ...]:
+def _mosaic_backward(causal: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array, ...]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
-    return _call_kernel(pallas_mosaic_gpu.backward, causal, *saved, d_out)
+    return _call_mosaic(pallas_mosaic_gpu.backward, causal, *saved, d_out)
 
 
-_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
+_mosaic_attention.defvjp(_mosaic_forward, _mosaic_backward)
 
 
-def _call_kernel(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Run the kernel on the sequences of each device."""
+def _call_mosaic(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Run `kernel` on each device's shard of the sequences."""
     local = functools.partial(kernel, causal=causal, sm_count=gpu.multiprocessors())
     batch_spec = P(automatic_axes())
     return on_each_device(local, batch_spec, batch_spec)(*arrays)
@@ -118,10 +119,10 @@ def _xla_attention(
 ) -> jax.Array:
     """Attention in plain XLA with a memory-saving gradient.
 
-    The backward pass saves the softmax weights in the dtype of the inputs and no other array of that size. Automatic
-    differentiation would also save them in float32, and would widen the 16-bit inputs to multiply them with float32
-    cotangents. As in fused kernels, GEMM operands here have the dtype of the inputs, GEMMs accumulate in float32, and
-    the softmax is float32.
+    The only array of size [b, heads, n, t] saved for the backward pass is the softmax weights, in the dtype of the
+    inputs. Automatic differentiation would also save float32 weights, and would cast 16-bit inputs to float32 to
+    multiply them with float32 cotangents. As in fused kernels, GEMM operands have the dtype of the inputs, and GEMMs
+    accumulate in float32. The softmax is float32.
 
     Args:
       query: [b, n, heads, d].
@@ -133,10 +134,10 @@ def _xla_attention(
     Returns:
       [b, n, heads, d].
     """
-    return _attention_forward(query, key, value, mask, scale)[0]
+    return _xla_forward(query, key, value, mask, scale)[0]
 
 
-def _attention_forward(
+def _xla_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, scale: float
 ) -> tuple[jax.Array, tuple]:
     s = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * scale
@@ -146,8 +147,8 @@ def _attention_forward(
     return jnp.einsum("bhnt,bthd->bnhd", p, value), (query, key, value, p)
 
 
-def _attention_backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    query, key, value, p = saved  # p is 0 at masked positions, and so is their gradient
+def _xla_backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    query, key, value, p = saved  # p = 0 at masked positions, so ds = 0 there
     dp = jnp.einsum("bnhd,bthd->bhnt", d_out, value, preferred_element_type=jnp.float32)
     p32 = p.astype(jnp.float32)
     ds = p32 * (dp - jnp.sum(p32 * dp, axis=-1, keepdims=True)) * scale
@@ -156,7 +157,7 @@ def _attention_backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.A
     return d_query, d_key, jnp.einsum("bhnt,bnhd->bthd", p, d_out), None
 
 
-_xla_attention.defvjp(_attention_forward, _attention_backward)
+_xla_attention.defvjp(_xla_forward, _xla_backward)
 
 
 def attend(
@@ -169,9 +170,9 @@ def attend(
 
     Args:
       *qkv: query, key and value, each [b, t, heads, d], floating, of one dtype; or one packed array [b, t, 3 heads, d]
-        with their heads in that order. `takes_packed` says which form is faster.
+        with their heads in that order. `prefers_packed` says which form is faster.
       causal: whether position i attends only to positions up to i.
-      padding: number of trailing positions that are masked as keys, see `padding_for`; their own results are arbitrary.
+      padding: number of trailing positions that are masked as keys, see `padding_for`; their results are arbitrary.
       implementation: "xla", "cudnn" for the kernel of `jax.nn.dot_product_attention`, or "mosaic_gpu" for the Hopper
         kernels of `pallas_mosaic_gpu`; None for `best_attention`.
 
@@ -188,8 +189,8 @@ def attend(
     if padding and implementation != "cudnn":
         raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}; see padding_for")
     if implementation == "mosaic_gpu":
-        _check_kernel(shape, qkv[0].dtype)
-        return _kernel_attention(jnp.concatenate(qkv, axis=2), causal)
+        _check_mosaic(shape, qkv[0].dtype)
+        return _mosaic_attention(jnp.concatenate(qkv, axis=2), causal)
     query, key, value = jnp.split(qkv[0], 3, axis=2) if len(qkv) == 1 else qkv
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
@@ -209,12 +210,12 @@ def attend_from(
 ) -> jax.Array:
     """Attention of one query per sequence, without projecting keys and values.
 
-    Scores are bilinear in query and token, so the key projection is applied to the query. Weighted values are linear in
-    the tokens, so the value projection is applied to the weighted sum of tokens.
+    Scores are bilinear in query and token, so the key projection is applied to the query. The output is linear in the
+    tokens, so the value projection is applied to the weighted sum of tokens.
 
     Args:
       query: [b, heads, d], queries at `position`, floating.
-      x: [b, t, width], tokens that keys and values are projections of, of the same dtype.
+      x: [b, t, width], tokens before the key and value projections, in the dtype of `query`.
       key_kernel: [width, heads d], key projection, floating.
       value_kernel: [width, heads d], value projection, floating.
       position: integer [b], position of each query.
@@ -226,24 +227,25 @@ def attend_from(
     """
     (_, t, width), (_, heads, d) = x.shape, query.shape
     key_kernel, value_kernel = (kernel.reshape(width, heads, d) for kernel in (key_kernel, value_kernel))
-    last = position if causal else jnp.full_like(position, t - padding - 1)
-    mask = (jnp.arange(t)[None] <= last[:, None])[:, None, None] if causal or padding else None
-    tokens = x[:, :, None]  # keys and values of a single head, which all queries share
-    projected = contract("bhd,whd->bhw", query, key_kernel)
-    mixed = _xla_attention(projected[:, :, None], tokens, tokens, mask, d**-0.5)[:, :, 0]
-    return contract("bhw,whd->bhd", mixed, value_kernel)
+    last_key = position if causal else jnp.full_like(position, t - padding - 1)
+    mask = (jnp.arange(t)[None] <= last_key[:, None])[:, None, None] if causal or padding else None
+    tokens = x[:, :, None]  # a single head, whose queries are those of all heads
+    queries = contract("bhd,whd->bhw", query, key_kernel)[:, :, None]
+    weighted_tokens = _xla_attention(queries, tokens, tokens, mask, d**-0.5)[:, :, 0]
+    return contract("bhw,whd->bhd", weighted_tokens, value_kernel)
 
 
-def _check_kernel(shape: tuple[int, ...], dtype: Any) -> None:
+def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
     _, positions, _, channels = shape
     if gpu.compute_capability() != gpu.HOPPER:
         raise ValueError(
-            f"attention 'mosaic_gpu' expects a Hopper GPU, got {jax.devices()[0].device_kind}; use 'xla' or None"
+            f"expected a Hopper GPU for attention 'mosaic_gpu', got {jax.devices()[0].device_kind}; use 'xla' or None"
         )
     if not pallas_mosaic_gpu.accepts(positions, channels, dtype):
         raise ValueError(
-            f"attention 'mosaic_gpu' expects bf16 or fp16, at most {pallas_mosaic_gpu.LONGEST} positions and heads of "
-            f"{pallas_mosaic_gpu.CHANNELS} channels, got {dtype}, {positions} and {channels}; use 'xla' or None"
+            f"expected bf16 or fp16, at most {pallas_mosaic_gpu.LONGEST} positions and heads of "
+            f"{pallas_mosaic_gpu.CHANNELS} channels for attention 'mosaic_gpu', got {dtype}, {positions} and "
+            f"{channels}; use 'xla' or None"
         )

@@ -1,7 +1,10 @@
 """Attention over short sequences on Hopper GPUs, in Pallas Mosaic GPU.
 
-All positions of a head are in SMEM at the same time. Scores are therefore never stored, softmax statistics are complete
-when they are needed, and no result is accumulated in global memory. Every array is read or written once.
+SMEM holds all positions of a head. Scores are therefore never stored, and the backward pass computes them twice, once
+for dQ and once for dK and dV, so that no gradient is accumulated in global memory. Every array is read or written once.
+
+Each warpgroup of a team processes tiles i, i + team, i + 2 team, ... of a head, see `HeadPipeline`. Its first tile
+therefore has i < team, its last i + team >= tiles. It waits for operands at its first tile.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
 )
 
 LONGEST = 5 * TILE  # positions; SMEM holds the five operands of the backward pass up to this length
-UNROLLED = 2  # largest number of query tiles over which the dK, dV loop is unrolled
+UNROLLED = 2  # largest number of query tiles for which the dK, dV loop is unrolled
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 ROW, COLUMN = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
 
@@ -41,18 +44,18 @@ def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array
     """Scaled dot-product attention with an online float32 softmax.
 
     Args:
-      packed: [b, t, 3 heads, 64], the heads of queries, keys and values in that order, see `accepts`.
+      packed: [b, t, 3 heads, 64], bf16 or fp16, the heads of queries, keys and values in that order, see `accepts`.
       causal: whether a position attends only to positions up to its own.
       sm_count: number of SMs of the GPU.
 
     Returns:
-      The result [b, t, heads, 64], and the base-2 log-sum-exp of the scores, float32 [b * heads, t padded to tiles],
-      which `backward` needs.
+      The result [b, t, heads, 64] in the dtype of `packed`, and the base-2 log-sum-exp of the scores for `backward`,
+      float32 [b * heads, t padded to tiles].
 
     Source: Milakov and Gimelshein 2018, section 3 (online softmax).
     """
     pipeline = HeadPipeline.of(packed, sm_count, vectors=0, warpgroups=3)
-    if pipeline.tiles == 2:  # two teams of two warpgroups, so two heads at a time
+    if pipeline.tiles == 2:  # two teams of two warpgroups leave no warpgroup idle
         pipeline = dataclasses.replace(pipeline, warpgroups=4)
     # Buffers are assigned in the order in which operands are needed; the first one is released first.
     streamed = {name: pipeline.packed[name] for name in ("key", "query", "value")}
@@ -73,7 +76,7 @@ def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array
                     return s[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC((TILE, width), jnp.float32))
-                if last:
+                if last:  # the last wgmma that reads keys is complete, so the next head's keys may be loaded
                     pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, "key"))
                 if causal or last:
                     s = head.mask(s, i * TILE, j * TILE, causal, -math.inf)
@@ -94,18 +97,19 @@ def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array
         m_i, l_i, acc = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
         head.write({"query": (acc / _broadcast(l_i, 0, acc)).astype(packed.dtype)}, rows)
         head.store("query", HeadSlice("out"), rows)
-        head.arrays["lse"][head.number, rows] = m_i + jnp.log2(l_i)
+        head.arrays["lse"][head.batch_index, rows] = m_i + jnp.log2(l_i)
 
     def body(head: Head) -> None:
         head.wait("key", "query")
+        # The first tile rotates from head to head, so each warpgroup has the extra tile in turn.
         head.each_tile(query_tile, first=lax.rem(head.member + head.index, pipeline.team))
 
     b, t, heads, d = packed.shape
     results = {
         "out": jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype),
-        "lse": jax.ShapeDtypeStruct((pipeline.heads, pipeline.rows), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((pipeline.batch_heads, pipeline.rows), jnp.float32),
     }
-    outputs = pipeline.run(body, streamed, {"packed": packed}, results, last=("query", "value"))
+    outputs = pipeline.run(body, streamed, {"packed": packed}, results, release_after=("query", "value"))
     return outputs["out"], outputs["lse"]
 
 
@@ -122,22 +126,22 @@ def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: boo
       sm_count: number of SMs of the GPU.
 
     Returns:
-      The cotangent of `packed`. It is deterministic: the same inputs give the same bits.
+      The cotangent of `packed`, deterministic, since sums have a fixed order.
     """
     operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse}
     pipeline = HeadPipeline.of(packed, sm_count, vectors=2, warpgroups=2)
     streamed = {name: HeadSlice(name) for name in ("out", "d_out")} | pipeline.packed
     d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in pipeline.packed.items()}
-    # SMEM may not hold two heads. The next head then reuses these buffers, in the order of `streamed`, as soon as this
-    # head no longer needs them.
-    early = ("out", "d_out", "query") if pipeline.buffers < 2 * len(streamed) else ()
+    # If SMEM cannot hold the operands of two heads, these buffers are released during the body, in the order of
+    # `streamed`, so that the next head's loads overlap this head's compute.
+    released_early = ("out", "d_out", "query") if pipeline.buffers < 2 * len(streamed) else ()
     scale, dtype = CHANNELS**-0.5, packed.dtype
     log2_scale = scale * math.log2(math.e)
 
     def stage_statistics(head: Head, i: Array) -> None:
         """Stage lse and delta = rowsum(dO * O) of a query tile in SMEM."""
         rows = head.tile(i)
-        lse = plgpu.load(head.arrays["lse"].at[head.number, rows], layout=ROW, optimized=False)
+        lse = plgpu.load(head.arrays["lse"].at[head.batch_index, rows], layout=ROW, optimized=False)
         pl.when(i < pipeline.team)(functools.partial(head.wait, "out", "d_out"))
         d_out, out = (plgpu.load(head[n].at[rows], layout=WGMMA_LAYOUT).astype(jnp.float32) for n in ("d_out", "out"))
         head.vectors[0, rows], head.vectors[1, rows] = lse, (d_out * out).sum(1)
@@ -206,9 +210,9 @@ def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: boo
             return dk[...], dv[...]
 
         dk, dv = pl.run_scoped(accumulate, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
-        if early:
-            pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, *early[1:]))
-        # Once the team has finished dQ, no warpgroup reads these rows of keys and values; dK and dV may overwrite them.
+        if released_early:
+            pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, *released_early[1:]))
+        # dK and dV overwrite keys and values, which the team reads until all dQ are computed.
         pl.when(i < pipeline.team)(functools.partial(head.wait_for_team, "queries"))
         head.write({"key": (dk * scale).astype(dtype), "value": dv.astype(dtype)}, rows)
         head.store("key", d_packed["key"], rows)
@@ -219,17 +223,17 @@ def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: boo
         plgpu.commit_smem()
         head.arrive("statistics")
         head.each_tile(query_tile, first=head.member)
-        if early:
+        if released_early:  # dQ is stored from the buffer of "out", which must be read before it is released
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            head.release(early[0])
+            head.release(released_early[0])
         head.arrive("queries")
         head.wait_for_team("statistics")
-        # Reverse order balances the load: a warpgroup with an extra query tile has one key tile less.
+        # Reverse order balances the load: the warpgroup with an extra query tile has no extra key tile.
         head.each_tile(key_tile, first=pipeline.team - 1 - head.member)
 
     results = {"d_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
-    last = tuple(name for name in streamed if name not in early)
-    outputs = pipeline.run(body, streamed, operands, results, last=last)
+    released_late = tuple(name for name in streamed if name not in released_early)
+    outputs = pipeline.run(body, streamed, operands, results, release_after=released_late)
     return (outputs["d_packed"],)
 
 

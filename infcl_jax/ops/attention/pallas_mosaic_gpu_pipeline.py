@@ -1,8 +1,9 @@
 """SMEM pipeline over the heads of a batch for Pallas Mosaic GPU kernels.
 
 A producer warpgroup loads the operands of whole heads with TMA. TMA pads them with zeros to whole tiles of 64 positions
-and drops the padding when results are stored. The compute warpgroups form teams that share a head: its tiles are dealt
-to the team's warpgroups in turn. For sequences of one tile, a team is one warpgroup.
+and drops the padding when results are stored. The compute warpgroups form teams. A team processes one head at a time,
+and the head's tiles are assigned to the team's warpgroups round-robin. For sequences of one tile, a team is one
+warpgroup.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ CHANNELS = gpu.SWIZZLE_BYTES // 2  # 16-bit channels of a head
 TILE = 64  # positions of a query or key tile
 RESERVED_BYTES = 2048  # bytes of SMEM for barriers and alignment
 MAX_BARRIERS = 32  # largest number of barriers in one array, a limit of Mosaic GPU
-SYNC_POINTS = ("statistics", "queries")  # points of a kernel body at which the warpgroups of a team may synchronize
-WGMMA_K = 16  # positions; a GEMM that reduces over positions takes a multiple of it
+SYNC_POINTS = ("statistics", "queries")  # phases of a kernel body after which the warpgroups of a team may synchronize
+WGMMA_K = 16  # positions; the contracted dimension of a 16-bit wgmma is a multiple of it
 ATOM = 8  # positions; a copy into tiled SMEM takes a multiple of it
 
 _SWIZZLE: Any = plgpu.SwizzleTransform(gpu.SWIZZLE_BYTES)  # type: ignore[abstract]
@@ -35,11 +36,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class HeadSlice:
-    """Range of heads of an array that holds one operand or result.
+    """Heads of one operand or result within an array.
 
     Attributes:
-      array: name of the array [b, t, heads of one or more operands, 64].
-      first: index of the first head.
+      array: name of the array, [b, t, heads of one or more operands, 64].
+      first: index of the operand's first head in the array.
     """
 
     array: str
@@ -53,7 +54,7 @@ class HeadPipeline:
     Attributes:
       batch: number of sequences.
       positions: sequence length t.
-      heads_each: heads per sequence.
+      heads: number of heads of a sequence.
       dtype: dtype of the operands loaded into SMEM.
       programs: number of CTAs; head i is processed by CTA i modulo `programs`.
       vectors: number of float32 vectors per head that the warpgroups share through SMEM.
@@ -62,7 +63,7 @@ class HeadPipeline:
 
     batch: int
     positions: int
-    heads_each: int
+    heads: int
     dtype: Any
     programs: int
     vectors: int
@@ -84,21 +85,21 @@ class HeadPipeline:
     @property
     def packed(self) -> dict[str, HeadSlice]:
         """Slices of queries, keys and values in the packed array."""
-        return {name: HeadSlice("packed", i * self.heads_each) for i, name in enumerate(("query", "key", "value"))}
+        return {name: HeadSlice("packed", i * self.heads) for i, name in enumerate(("query", "key", "value"))}
 
     @property
-    def heads(self) -> int:
-        """Number of heads in the batch."""
-        return self.batch * self.heads_each
+    def batch_heads(self) -> int:
+        """Number of heads of all sequences."""
+        return self.batch * self.heads
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of a head."""
+        """Number of tiles of a sequence."""
         return -(-self.positions // TILE)
 
     @property
     def rows(self) -> int:
-        """Number of positions, padded to whole tiles."""
+        """Sequence length padded to whole tiles."""
         return self.tiles * TILE
 
     @property
@@ -113,7 +114,7 @@ class HeadPipeline:
 
     @property
     def vectors_shape(self) -> tuple[int, ...]:
-        """Shape of the vectors in SMEM, double-buffered over heads for each team."""
+        """Shape of the vectors in SMEM: [teams, 2, vectors, rows], double-buffered over heads."""
         return self.teams, 2, max(self.vectors, 1), self.rows
 
     @property
@@ -126,13 +127,13 @@ class HeadPipeline:
     def copy_ranges(self) -> list[tuple[int, int]]:
         """Start and size of each TMA copy of an operand.
 
-        The last tile is copied separately.
+        The last tile is copied separately, since a TMA box has at most 256 rows.
         """
         return [(0, self.rows - TILE), (self.rows - TILE, TILE)] if self.tiles > 1 else [(0, TILE)]
 
     @property
     def last_width(self) -> int:
-        """Positions of the last tile that GEMMs compute, a multiple of `WGMMA_K`."""
+        """Number of positions of the last tile, padded to a multiple of `WGMMA_K`."""
         return WGMMA_K * -(-(self.positions - self.rows + TILE) // WGMMA_K)
 
     def run(
@@ -142,16 +143,16 @@ class HeadPipeline:
         operands: dict[str, Array],
         results: dict[str, jax.ShapeDtypeStruct],
         *,
-        last: tuple[str, ...],
+        release_after: tuple[str, ...],
     ) -> dict[str, Array]:
         """Run `body` on every head.
 
         Args:
-          body: function that waits for the operands of a head, and computes and stores its results.
+          body: function of a `Head` that waits for its operands, and computes and stores its results.
           streamed: slices of the operands loaded into SMEM, by name, in the order in which buffers are assigned.
-          operands: arrays by name; the body reads those that no slice in `streamed` refers to from global memory.
+          operands: arrays by name; the body reads those without a slice in `streamed` from global memory.
           results: shapes and dtypes of the results by name.
-          last: names in `streamed` whose buffers are released after the body; it releases the others itself.
+          release_after: names in `streamed` whose buffers are released after the body; it must release the others.
 
         Returns:
           The results by name.
@@ -163,15 +164,15 @@ class HeadPipeline:
             arrays = dict(zip([*operands, *results], global_refs, strict=True))
             tiled, plain = (buffers, buffers) if aligned else buffers
             program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-            count = lax.div(self.heads - program + self.programs - 1, self.programs)
+            count = lax.div(self.batch_heads - program + self.programs - 1, self.programs)
 
             def head_count(team: Any) -> Array:
                 return lax.div(count - team + self.teams - 1, self.teams)
 
             def head(index: Array, team: Array, member: Array) -> Head:
-                number = program + index * self.programs
+                batch_index = program + index * self.programs
                 barriers = full, empty, team_barriers
-                return Head(self, index, team, member, number, streamed, arrays, tiled, plain, vectors, *barriers)
+                return Head(self, index, team, member, batch_index, streamed, arrays, tiled, plain, vectors, *barriers)
 
             def produce() -> None:
                 plgpu.set_max_registers(gpu.WARPGROUP_REGISTERS[self.warpgroups][0], action="decrease")
@@ -180,6 +181,7 @@ class HeadPipeline:
                 def _(index: Array) -> None:
                     head(index, lax.rem(index, self.teams), jnp.int32(0)).fetch()
 
+                # Wait for the last release of each buffer, so that no barrier phase completes without a wait.
                 for team in range(self.teams):
                     loads = head_count(team) * len(streamed)
 
@@ -196,10 +198,10 @@ class HeadPipeline:
 
                 @pl.loop(0, head_count(team))
                 def _(i: Array) -> None:
-                    own = team_head(i)
-                    body(own)
+                    current = team_head(i)
+                    body(current)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    own.release(*last)
+                    current.release(*release_after)
 
                 plgpu.wait_smem_to_gmem(0)
 
@@ -207,7 +209,7 @@ class HeadPipeline:
 
         shape = (self.teams * self.buffers, self.rows, CHANNELS)
         tiled = plgpu.SMEM(shape, self.dtype, transforms=_TRANSFORMS)
-        # Both views have the same bytes in the same order; copies through the untiled one need no multiple of `ATOM`.
+        # Both have the same bytes in the same order, but copies to the untiled one take any number of positions.
         both = plgpu.RefUnion(tiled, plgpu.SMEM(shape, self.dtype, transforms=(_SWIZZLE,)))
         manual = jax.typeof(next(iter(operands.values()))).manual_axis_type
         outputs = plgpu.kernel(
@@ -237,25 +239,25 @@ class Head:
 
     Attributes:
       pipeline: pipeline that schedules the head.
-      index: index of the head in the CTA.
+      index: index of the head among those of the CTA.
       team: index of the team that processes the head.
       member: index of the warpgroup in the team.
-      number: index of the head in the batch.
+      batch_index: index of the head among those of all sequences.
       streamed: slices of the operands loaded into SMEM, by name.
       arrays: arrays in global memory, by name.
       tiled: SMEM buffers [buffers, rows, 64], tiled for wgmma.
       plain: the same buffers, untiled for copies.
-      shared: SMEM for vectors.
-      full: barriers that signal loaded buffers.
-      empty: barriers that signal released buffers.
-      team_barriers: barriers of `SYNC_POINTS` for each team.
+      shared: SMEM of the vectors, of `HeadPipeline.vectors_shape`.
+      full: barriers that complete when a buffer is loaded.
+      empty: barriers that complete when the whole team has released a buffer.
+      team_barriers: barriers of each team at `SYNC_POINTS`.
     """
 
     pipeline: HeadPipeline
     index: Array
     team: Array
     member: Array
-    number: Array
+    batch_index: Array
     streamed: dict[str, HeadSlice]
     arrays: dict[str, Any]
     tiled: Any
@@ -266,16 +268,17 @@ class Head:
     team_barriers: Any
 
     def positions(self, source: HeadSlice, rows: Any) -> Any:
-        """Reference to positions [rows, 64] of this head in global memory."""
-        sequence, head = lax.div(self.number, self.pipeline.heads_each), lax.rem(self.number, self.pipeline.heads_each)
+        """Reference to `rows` of this head in global memory, [rows, 64]."""
+        heads = self.pipeline.heads
+        sequence, head = lax.div(self.batch_index, heads), lax.rem(self.batch_index, heads)
         return self.arrays[source.array].at[sequence, rows, head + source.first]
 
     def slot(self, name: str) -> Array:
         """Index of the buffer of an operand."""
-        return self.team * self.pipeline.buffers + lax.rem(self._load(name), self.pipeline.buffers)
+        return self.team * self.pipeline.buffers + lax.rem(self._load_index(name), self.pipeline.buffers)
 
-    def _load(self, name: str) -> Array:
-        """Index of an operand in the sequence of the team's loads."""
+    def _load_index(self, name: str) -> Array:
+        """Index of an operand's load among all loads of the team."""
         return lax.div(self.index, self.pipeline.teams) * len(self.streamed) + list(self.streamed).index(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -284,15 +287,15 @@ class Head:
 
     @property
     def vectors(self) -> Any:
-        """Vectors [vectors, rows] in SMEM; consecutive heads alternate between two buffers."""
+        """Vectors [vectors, rows] of this head in SMEM."""
         return self.shared.at[self.team, lax.rem(lax.div(self.index, self.pipeline.teams), 2)]
 
     def tile(self, i: Any, width: int = TILE) -> Any:
-        """Slice of the first `width` positions of a tile."""
+        """Slice of the first `width` positions of tile `i`."""
         return pl.ds(i * TILE if isinstance(i, int) else pl.multiple_of(i * TILE, TILE), width)
 
     def each_tile(self, body: Callable[["Head", Array], None], *, first: Array) -> None:
-        """Call `body(head, tile)` for the tiles of this warpgroup, starting with `first`."""
+        """Call `body(head, i)` for every tile i of this warpgroup, starting with `first`."""
         team = self.pipeline.team
 
         @pl.loop(0, lax.div(self.pipeline.tiles - first + team - 1, team))
@@ -300,11 +303,11 @@ class Head:
             body(self, first + n * team)
 
     def fetch(self) -> None:
-        """Start the copies of all operands, each as soon as its buffer is empty."""
+        """Start the copy of each operand once its buffer is released."""
         for name, source in self.streamed.items():
             slot = self.slot(name)
 
-            @pl.when(self._load(name) >= self.pipeline.buffers)
+            @pl.when(self._load_index(name) >= self.pipeline.buffers)
             def _(slot: Array = slot) -> None:
                 plgpu.barrier_wait(self.empty.at[slot])
 
@@ -324,7 +327,7 @@ class Head:
             plgpu.barrier_wait(self.full.at[self.slot(name)])
 
     def release(self, *names: str) -> None:
-        """Release buffers that this warpgroup has read."""
+        """Release buffers that this warpgroup no longer accesses."""
         for name in names:
             plgpu.barrier_arrive(self.empty.at[self.slot(name)])
 
@@ -342,26 +345,27 @@ class Head:
         return self.team_barriers.at[len(SYNC_POINTS) * self.team + SYNC_POINTS.index(point)]
 
     def write(self, values: dict[str, Array], rows: Any) -> None:
-        """Overwrite rows of buffers that no other warpgroup still reads."""
-        plgpu.commit_smem()  # all warps of this warpgroup have read them
+        """Overwrite rows of buffers that no other warpgroup accesses."""
+        plgpu.commit_smem()  # synchronizes the warps of this warpgroup, which may still read the rows
         for name, value in values.items():
             self[name][rows] = value
         plgpu.commit_smem()
 
     def store(self, name: str, result: HeadSlice, rows: Any) -> None:
-        """Start the copy of rows of a buffer to a result."""
+        """Start the copy of rows of a buffer to a result in global memory."""
         plgpu.copy_smem_to_gmem(self.plain.at[self.slot(name), rows], self.positions(result, rows))
 
     def mask(self, scores: Array, row: Any, column: Any, causal: bool, value: float, transposed: bool = False) -> Array:
         """Replace scores of masked query-key pairs.
 
         Args:
-          scores: block of scores or of their softmax weights; rows are queries, columns are keys.
+          scores: tile of scores or softmax weights; rows are queries, columns are keys.
           row: position of the first row.
           column: position of the first column.
-          causal: applies the causal mask instead of the mask of keys beyond the sequence.
+          causal: whether to apply the causal mask, which also hides padded keys from valid queries, instead of the mask
+            of padded keys.
           value: value of masked pairs.
-          transposed: swaps queries and keys: rows are keys, columns are queries.
+          transposed: whether rows are keys and columns are queries; only with `causal`.
         """
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=WGMMA_LAYOUT) for axis in (0, 1))
         if not causal:

@@ -19,7 +19,7 @@ ActivationImplementation = Literal["xla", "mosaic_gpu"]
 
 
 def best_activation(x: jax.Array) -> ActivationImplementation:
-    """Select the fastest biased activation for the traced device.
+    """Select the fastest biased activation for the target device.
 
     Args:
       x: [..., width], argument of the activation.
@@ -47,7 +47,7 @@ def activate(
     Args:
       x: [..., width], floating.
       bias: [width].
-      name: "gelu" (exact) or "quick_gelu" (`x * sigmoid(1.702 x)`), Hendrycks & Gimpel 2016, section 2.
+      name: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`), Hendrycks & Gimpel 2016, section 2.
       implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_activation`.
 
     Returns:

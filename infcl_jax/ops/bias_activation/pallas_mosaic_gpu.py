@@ -1,7 +1,7 @@
 """Bias and activation on Hopper GPUs, in Pallas Mosaic GPU.
 
-Each row is split into four quarters, one for each warp of a CTA. A warp therefore always processes the same columns: it
-loads their biases once and accumulates the bias gradients in registers. Every array is read or written once.
+Each row is split into four quarters, one for each warp of a CTA. A warp therefore always processes the same columns. It
+loads their biases once and accumulates their bias gradients in registers. Every array of rows is read or written once.
 """
 
 import functools
@@ -123,7 +123,8 @@ _Activation = Callable[[jax.Array], tuple[jax.Array, Callable[[], jax.Array]]]
 def _gelu(x: jax.Array) -> tuple[jax.Array, Callable[[], jax.Array]]:
     """Exact GELU with an approximate error function.
 
-    The absolute error of the error function is 1.5e-7. Source: Abramowitz & Stegun, 7.1.26.
+    The absolute error of the error function is 1.5e-7. Source: Abramowitz & Stegun, 7.1.26. The reciprocal in
+    the formula is rsqrt squared, without a division.
     """
     magnitude = jnp.abs(x)
     root = lax.rsqrt(1.0 + 0.3275911 * math.sqrt(0.5) * magnitude)
@@ -140,6 +141,7 @@ def _gelu(x: jax.Array) -> tuple[jax.Array, Callable[[], jax.Array]]:
 
 
 def _quick_gelu(x: jax.Array) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """QuickGELU, whose sigmoid is rsqrt squared, without a division."""
     root = lax.rsqrt(1.0 + jnp.exp2(x * (-1.702 * math.log2(math.e))))
     sigmoid = root * root
     return x * sigmoid, lambda: sigmoid * (1.0 + 1.702 * x * (1.0 - sigmoid))

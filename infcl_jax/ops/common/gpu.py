@@ -1,4 +1,4 @@
-"""Properties of the traced GPU, and limits of Hopper GPUs."""
+"""Properties of the target GPU, and limits of Hopper GPUs."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CUBLAS_WORKSPACE = 32 << 20
 
 
 def _device() -> Any:
-    """Returns the device of the abstract mesh, or the default device."""
+    """Return the target: the device of the abstract mesh, or the default device."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
@@ -34,6 +34,6 @@ def compute_capability() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Number of SMs of the target, an NVIDIA GPU."""
+    """Number of SMs of the target GPU."""
     device = _device()
     return getattr(device, "core_count", None) or device.num_cores

@@ -1,7 +1,7 @@
 """Pipeline of row tiles through Hopper SMEM, for Pallas Mosaic GPU kernels.
 
-A program is a CTA of one warpgroup. It processes a range of rows in tiles of a few rows. Each of its four warps
-processes whole rows, so that reductions along a row stay within a warp and sums over rows stay in registers.
+A program is a CTA of one warpgroup. It processes a range of rows in tiles. Each of its four warps processes whole rows,
+so that reductions along a row stay within a warp and sums over rows stay in registers.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax.ops.common.gpu import SHARED_MEMORY
 
-WARPS = 4  # warps of a warpgroup; one processes a row at a time
+WARPS = 4  # warps of a warpgroup; each processes one row at a time
 LANES = 32  # threads of a warp
 RESERVED_BYTES = 2048  # bytes of a CTA's SMEM for barriers and alignment
 
@@ -28,8 +28,8 @@ class Tiling:
     """Tile sizes of a kernel over rows.
 
     Attributes:
-      rows: rows of a tile, a multiple of 4.
-      stages: pipeline stages in SMEM.
+      rows: rows of a tile, a multiple of `WARPS`.
+      stages: pipeline stages in SMEM; `RowStream.of` reduces them to fit.
       ctas_per_sm: CTAs per SM.
     """
 
@@ -62,7 +62,7 @@ class RowStream:
 
     @classmethod
     def of(cls, tiling: Tiling, rows: int, sm_count: int, arrays: dict[str, jax.Array], unit: int = 1) -> "RowStream":
-        """Creates a stream with as many pipeline stages as fit in SMEM."""
+        """Create a stream with at most `tiling.stages` stages, as many as fit in SMEM."""
         tile_bytes = sum(tiling.rows * a.shape[1] * a.dtype.itemsize for a in arrays.values())
         available = SHARED_MEMORY // tiling.ctas_per_sm - RESERVED_BYTES
         tiling = dataclasses.replace(tiling, stages=max(1, min(tiling.stages, available // tile_bytes)))
@@ -77,7 +77,7 @@ class RowStream:
         *operands: jax.Array,
         approximate: bool = False,
     ) -> list[jax.Array]:
-        """Launches the kernel with the operands, results and SMEM of `run`.
+        """Launch the kernel with the operands, results and SMEM of `run`.
 
         Args:
           kernel: kernel function.
@@ -103,7 +103,14 @@ class RowStream:
         )(*operands)
 
     def run(self, refs: dict[str, Any], smem: Any, body: Callable[["RowTile", Any], Any], carry: Any) -> Any:
-        """Runs `body(tile, carry) -> carry` on every tile of the program."""
+        """Run `body(tile, carry) -> carry` on every tile of the program, inside the kernel.
+
+        Args:
+          refs: the arrays in global memory by name, in the order of `arrays`.
+          smem: the SMEM that `call` passes to the kernel: a buffer per array and the barriers.
+          body: function of a tile, whose `refs` are in SMEM, and the carry.
+          carry: initial carry.
+        """
         *buffers, full = smem
         stages = self.tiling.stages
 
@@ -133,9 +140,9 @@ class RowStream:
         return lax.fori_loop(0, self._tiles, step, carry)
 
     def tile(self, index: jax.Array) -> "RowTile":
-        """Returns tile `index` of the program.
+        """Return tile `index` of the program.
 
-        The last tile overlaps the one before instead of the rows of the next program.
+        The last tile ends with the program's last row, so it may overlap the tile before.
         """
         begin, count = self._range
         start = index * self.tiling.rows
@@ -160,14 +167,14 @@ class RowStream:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile:
-    """One tile of rows.
+    """Tile of rows.
 
     Attributes:
       stream: stream of the tile.
       index: index of the tile in the program.
       first: first row.
       first_new: first row that is not in an earlier tile.
-      refs: SMEM references by name.
+      refs: SMEM references by name; None for a tile that is not in SMEM.
     """
 
     stream: RowStream
@@ -177,24 +184,24 @@ class RowTile:
     refs: dict[str, Any] | None = None
 
     def load(self, name: str, group: int, layout: Any) -> jax.Array:
-        """Loads four rows as float32."""
+        """Load four rows, from row `group` of the tile on, as fp32."""
         ref = self.refs[name].at[pl.ds(group, WARPS)]
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def is_new(self, group: int, layout: Any) -> jax.Array:
-        """Returns 1 for new rows and 0 for rows of earlier tiles, float32 `[4]`."""
+        """Return fp32 `[4]`: 1 for new rows, 0 for rows of earlier tiles."""
         row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout) + (self.first + group)
         return (row >= self.first_new).astype(jnp.float32)
 
     def next_tile(self) -> "RowTile":
-        """Returns the next tile, or the last one again."""
+        """Return the next tile, or the last one again."""
         return self.stream.tile(self.index + 1)
 
 
 def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
-    """Layouts of a four-row tile, of its rows and of its columns.
+    """Layouts of `[4, width]` rows and of vectors `[4]` and `[width]`.
 
-    Each warp holds one row. Lanes alternate in vectors of up to 16 bytes.
+    Each warp holds one row. Its lanes hold vectors of up to 16 bytes in turn.
     """
     widest = max(jnp.dtype(d).itemsize for d in dtypes)
     vector = math.gcd(width // LANES, 16 // widest)
@@ -204,7 +211,7 @@ def layouts(width: int, *dtypes: Any) -> tuple[Any, Any, Any]:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores float32 statistics or sums of rows to global memory.
+    """Store float32 statistics or sums of rows to global memory.
 
     JAX 0.12 requires stores of less than a sector (32 bytes) per warp or of more than 16 bytes per lane to be marked as
     not optimized. JAX 0.11 neither requires nor has the mark.
@@ -216,5 +223,5 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def broadcast(vector: jax.Array, axis: int, width: int) -> jax.Array:
-    """Broadcasts a vector along `axis` (0: rows, 1: columns) to four rows."""
+    """Broadcast a vector over the rows (`axis` 0) or columns (1) to four rows."""
     return lax.broadcast_in_dim(vector, (WARPS, width), [axis])

@@ -1,6 +1,6 @@
-"""Sharding of kernels and of sums in a fixed order.
+"""Sharding of device code that the compiler cannot partition.
 
-The compiler cannot partition either over the batch.
+This holds for kernels and for sums in a fixed order.
 """
 
 import math
@@ -14,7 +14,7 @@ from infcl_jax.ops.common import gpu
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Names the mesh axes over which the compiler shards arrays.
+    """Return the mesh axes over which the compiler shards arrays (`AxisType.Auto`).
 
     The batch is assumed to be sharded over all of them.
     """
@@ -23,7 +23,7 @@ def automatic_axes() -> tuple[str, ...]:
 
 
 def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Applies `function` to each device's shards over `automatic_axes`.
+    """Apply `function` to each device's shards over `automatic_axes`.
 
     Args:
       function: function of arrays.
@@ -40,14 +40,14 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
-    """Returns the rows per device, as input of a Hopper kernel.
+    """Return the number of rows that a Hopper kernel gets on each device.
 
     Args:
       shape: global shape `[..., width]`; the leading axis is sharded over the devices.
 
     Returns:
-      Rows of one device. None without a Hopper GPU, for a one-dimensional array, or if whole rows per device cannot be
-      guaranteed. They are guaranteed on one device, inside `shard_map`, and under the mesh
+      Rows of one device. None without a Hopper GPU, for a one-dimensional array, or if the sharding is not known to
+      give each device whole rows. It is known on one device, inside `shard_map`, and under the abstract mesh
       (`jax.sharding.use_abstract_mesh`) over which the leading axis is sharded.
     """
     if gpu.compute_capability() != gpu.HOPPER or len(shape) < 2:
@@ -57,6 +57,6 @@ def rows_for_kernels(shape: tuple[int, ...]) -> int | None:
         known = mesh.abstract_device is not None or jax.device_count() == 1
     else:
         known = AxisType.Explicit not in mesh.axis_types
-    shares = math.prod(mesh.shape[axis] for axis in automatic_axes())
-    rows = math.prod(shape[1:-1]) * (shape[0] // shares)
-    return rows if known and shape[0] % shares == 0 else None
+    devices = math.prod(mesh.shape[axis] for axis in automatic_axes())
+    rows = math.prod(shape[1:-1]) * (shape[0] // devices)
+    return rows if known and shape[0] % devices == 0 else None

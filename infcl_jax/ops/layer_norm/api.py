@@ -16,11 +16,11 @@ LAYER_NORM_EPSILON = 1e-5  # added to the variance; PyTorch's default
 
 
 def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
-    """Select the fastest LayerNorm for the traced device.
+    """Select the fastest LayerNorm for the target device.
 
     Args:
       x: [..., width], argument of the LayerNorm.
-      *dtypes: dtypes of the result.
+      *dtypes: dtypes of the results.
 
     Returns:
       "mosaic_gpu" if the kernels support the shape and dtypes and each device holds whole rows, see `rows_for_kernels`.
@@ -66,14 +66,14 @@ def normalize_with_residual(
 
     Use the returned `x` for the residual connection. The kernels then add the cotangents of both uses of `x` before
     rounding and without another pass over memory. In the same pass they sum the cotangent of `x` over rows, which is
-    the gradient of a bias that was added to `x`.
+    the gradient of `deferred_bias`.
 
     Args:
       x: [..., width], floating.
       scale: [width].
       bias: [width].
-      deferred_bias: [width], a bias that was added to every row of `x` without gradient and gets its gradient here;
-        None for none.
+      deferred_bias: [width], bias already added to every row of `x` under `stop_gradient`, for its gradient; None for
+        no bias.
       dtype: dtype of the normalized result.
       implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_normalization`.
 
@@ -126,9 +126,9 @@ def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any)
 
 
 def _forward_xla(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
-    """Compute the result, and the mean and inverse standard deviation [..., 1].
+    """Compute the result, and the float32 mean and inverse standard deviation [..., 1].
 
-    The statistics take a single pass over `x`.
+    The variance is E[x^2] - E[x]^2, so both statistics take a single pass over `x`.
     """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
@@ -159,21 +159,22 @@ def _backward_xla(
       sum_rows: whether to sum the cotangent of `x` over rows.
 
     Returns:
-      The cotangent of `x` in its dtype; the float32 [width] cotangents of scale and bias; the float32 [width] sum of
-      the first over rows, None without `sum_rows`.
+      The cotangent of `x` in its dtype. The float32 [width] cotangents of scale and bias. The float32 [width] sum over
+      rows of the cotangent of `x`, None without `sum_rows`.
     """
+    # Without the barrier, XLA shares subexpressions of the two passes and stores them in float32.
     x, mean, inv_std, scale = lax.optimization_barrier((x, mean, inv_std, scale))
     dy32 = dy.astype(jnp.float32)
     x_hat = (x.astype(jnp.float32) - mean) * inv_std
-    rows = tuple(range(x.ndim - 1))
-    d_scale, d_bias = (dy32 * x_hat).sum(rows), dy32.sum(rows)
+    leading_axes = tuple(range(x.ndim - 1))
+    d_scale, d_bias = (dy32 * x_hat).sum(leading_axes), dy32.sum(leading_axes)
     dx_hat = dy32 * broadcast_vector(scale, x)
     projection = jnp.mean(dx_hat * x_hat, axis=-1, keepdims=True)
     dx = inv_std * (dx_hat - jnp.mean(dx_hat, axis=-1, keepdims=True) - x_hat * projection)
     dx = dx.astype(x.dtype)
-    # Added after rounding: the row sum also reads dx, so XLA would store a float32 dx.
+    # dx_residual is added after rounding. The row sum reads dx too, so XLA would store an unrounded dx in float32.
     dx = dx if dx_residual is None else dx + dx_residual
-    return dx, d_scale, d_bias, dx.sum(rows, dtype=jnp.float32) if sum_rows else None
+    return dx, d_scale, d_bias, dx.sum(leading_axes, dtype=jnp.float32) if sum_rows else None
 
 
 def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:

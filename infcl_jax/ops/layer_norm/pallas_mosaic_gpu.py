@@ -1,7 +1,7 @@
 """LayerNorm on Hopper GPUs, in Pallas Mosaic GPU.
 
-Each warp processes whole rows, so row statistics are reductions within a warp. The gradients of scale and bias are
-accumulated in its registers. Every array is read or written once.
+Each warp processes whole rows, so row statistics are reductions within a warp. Each warp accumulates its terms of the
+gradients of scale and bias in registers. Every array of rows is read or written once.
 """
 
 import functools
@@ -115,15 +115,15 @@ def backward(
       inv_std: float32 [rows], inverse standard deviations from `forward`.
       scale: float32 [width].
       dy: [rows, width], cotangent of the result.
-      dx_residual: [rows, width], cotangent of `x` from its other uses, to be added; None for none.
+      dx_residual: [rows, width], cotangent of `x` from the residual connection, to be added; None for none.
       sum_rows: whether to sum the cotangent of `x` over rows.
       sm_count: number of SMs of the GPU.
       tiling: tiling of the rows; None for the tiling of this width in `BACKWARD`.
 
     Returns:
-      The cotangent of `x` in its dtype, rounded once; the float32 [width] cotangents of scale and bias; the float32
-      [width] sum over rows of the cotangent of `x` before rounding, None without `sum_rows`. All sums have a fixed
-      order, so results are deterministic.
+      The cotangent of `x` in its dtype, rounded once. The float32 [width] cotangents of scale and bias. The float32
+      [width] sum over rows of the unrounded cotangent of `x`, None without `sum_rows`. All sums have a fixed order, so
+      results are deterministic.
     """
     rows, width = x.shape
     streamed = {"x": x, "y": dy} | ({} if dx_residual is None else {"residual": dx_residual})

@@ -31,7 +31,7 @@ from infcl_jax.ops.pairwise_lse.dense import dense_lse
 def dense(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
 ) -> tuple[Array, Array | None, Array]:
-    """Computes the whole `[b, b]` matrix on every device, as in CLIP.
+    """Compute the whole `[b, b]` matrix on every device, as in CLIP.
 
     Args:
       block: this device's rows and columns; labels index its own columns.
@@ -57,7 +57,7 @@ def dense(
 def local(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
 ) -> tuple[Array, Array | None, Array]:
-    """Compares local rows and local columns with all gathered features (OpenCLIP).
+    """Compare local rows with all columns and all rows with local columns (OpenCLIP).
 
     Arguments and results are those of `dense`.
     """
@@ -67,18 +67,18 @@ def local(
     if not columns:
         return row, None, positive
     _, column, all_positives = dense_lse(_all_rows(block, axis_name), exclude=exclude)
-    # Each GEMM contributes half of a positive, so that the gradient of each half cancels with that GEMM's sums before
-    # rounding.
+    # Each of the two GEMMs contributes half of a positive. Its gradient then cancels with that of the GEMM's own sums
+    # before rounding.
     rows = block.x.shape[0]
     column_positive = lax.dynamic_slice_in_dim(all_positives, lax.axis_index(axis_name) * rows, rows)
     return row, column, (positive + column_positive) / 2
 
 
 def disco_forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
-    """Computes the forward pass of DisCo-CLIP, without storing the gathered features.
+    """Compute the forward pass of DisCo-CLIP, which does not save the gathered features.
 
-    Source: Chen et al., "DisCo-CLIP", section 3. The comparisons are those of `local`. Arguments and results are those
-    of `ring.forward`.
+    Source: Chen et al., "DisCo-CLIP", section 3. The GEMMs are those of `local`. Arguments and results are those of
+    `ring.forward`.
     """
     if axis_name is None:
         return backend.forward(block, exclude=exclude, columns=columns)
@@ -97,7 +97,7 @@ def disco_backward(
     exclude: bool,
     needs_grad: NeedsGrad,
 ) -> Gradient:
-    """Computes the backward pass of DisCo-CLIP: all-gather again, then reduce-scatter.
+    """Compute the backward pass of DisCo-CLIP: all-gather again, then reduce-scatter.
 
     Arguments and results are those of `ring.backward`.
     """
@@ -109,27 +109,27 @@ def disco_backward(
 
     if axis_name is None:
         return backward(block, cotangents)
-    if cotangents.column is not None:  # half from each GEMM, as in `local`
-        cotangents = cotangents._replace(positive_weight=cotangents.positive_weight / 2)
-    rows_only = cotangents._replace(column=None, column_weight=None)
+    if cotangents.column is not None:  # half of a positive from each GEMM, as in `local`
+        cotangents = cotangents._replace(d_positive=cotangents.d_positive / 2)
+    rows_only = cotangents._replace(column=None, d_column=None)
     row_gradient = backward(_all_columns(block._replace(y_scale=None), axis_name), rows_only)
     gradient = row_gradient._replace(y=_scatter(row_gradient.y, axis_name))
     if cotangents.column is None:
         return gradient
     all_rows = _all_rows(block, axis_name)
-    zero_weight = jnp.zeros(all_rows.x.shape[:1], cotangents.row_weight.dtype)
+    zeros = jnp.zeros(all_rows.x.shape[:1], cotangents.d_row.dtype)
     columns_only = cotangents._replace(
-        row=empty_log_sum(all_rows.x[:, 0].astype(zero_weight.dtype)),
-        row_weight=zero_weight,
+        row=empty_log_sum(all_rows.x[:, 0].astype(zeros.dtype)),
+        d_row=zeros,
         positive=_gather(cotangents.positive, axis_name),
-        positive_weight=_gather(cotangents.positive_weight, axis_name),
+        d_positive=_gather(cotangents.d_positive, axis_name),
     )
     column_gradient = backward(all_rows, columns_only)
     x_scale = column_gradient.x_scale
     if x_scale is not None and x_scale.ndim:
         x_scale = _scatter(x_scale, axis_name)
     column_gradient = column_gradient._replace(x=_scatter(column_gradient.x, axis_name), x_scale=x_scale)
-    return jax.tree.map(
+    return jax.tree.map(  # either may lack a gradient
         lambda a, b: b if a is None else a if b is None else a + b,
         gradient,
         column_gradient,
@@ -143,33 +143,33 @@ def gathered_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 
 def dense_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Bytes of `dense` besides the gathered features."""
+    """Bytes of `dense` without the gathered features."""
     return similarity_bytes(rows * devices, rows * devices) + CUBLAS_WORKSPACE
 
 
 def local_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Bytes of `local` besides the gathered features.
+    """Bytes of `local` without the gathered features.
 
-    There is one block for each direction, or a single block on one device.
+    Each direction has its own similarities; on one device both share them.
     """
     return min(devices, 2) * similarity_bytes(rows, rows * devices) + accumulator_bytes(rows, width)
 
 
 def disco_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Bytes of DisCo-CLIP besides the gathered features."""
+    """Bytes of `disco` without the gathered features."""
     return similarity_bytes(rows, rows * devices) + accumulator_bytes(rows, width)
 
 
 def _all_columns(block: Block, axis_name: AxisName) -> Block:
-    """Pairs this device's rows with the columns of all devices."""
+    """Pair this device's rows with the columns of all devices."""
     y, y_scale, y_mask = _gather((block.y, block.y_scale, block.y_mask), axis_name)
     return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=_global_labels(block, axis_name))
 
 
 def _all_rows(block: Block, axis_name: AxisName) -> Block:
-    """Pairs the rows of all devices with this device's columns.
+    """Pair the rows of all devices with this device's columns.
 
-    Labels of columns on other devices are out of range.
+    Labels that are columns of other devices are out of range.
     """
     x_scale = _gather(block.x_scale, axis_name) if block.x_scale.ndim else block.x_scale
     x, x_mask, labels = _gather((block.x, block.x_mask, _global_labels(block, axis_name)), axis_name)

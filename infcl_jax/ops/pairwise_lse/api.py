@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from infcl_jax.checks import check_choice, check_implementation, is_known
+from infcl_jax.checks import check_choice, check_implementation, is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_labels, checked_mask, checked_scales
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE, best_implementation, check_device
@@ -38,7 +38,7 @@ def pairwise_lse(
     columns: bool = True,
     implementation: str | None = None,
 ) -> PairwiseLSE:
-    """Computes row and column log-sum-exp over all pairs of a batch.
+    """Compute row and column log-sum-exp over all pairs of a batch.
 
     The pair matrix is not stored. With `s_ij = <x_i, y_j>` over the rows and columns of all devices of `axis_name`:
 
@@ -46,12 +46,11 @@ def pairwise_lse(
         col_j = log sum_i exp(y_scale_j * s_ij)
         positive_i = s_{i, labels_i}
 
-    Every contrastive loss of this package is a function of these vectors. The result is differentiable in `x`, `y`,
-    `x_scale` and `y_scale`. Only the gradients that the caller differentiates are computed. Inside `shard_map` (with
-    its default `check_vma=True`) the gradient of a sum over all devices is exact, including gradients of replicated
-    arguments.
+    InfoNCE and the global contrastive losses are functions of these vectors. The result is differentiable in `x`, `y`,
+    `x_scale` and `y_scale`. Gradients that the caller does not need are not computed. Inside `shard_map`, with its
+    default `check_vma=True`, the gradients of a sum over all devices are exact, also those of replicated arguments.
 
-    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions in one sweep.
+    Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions in one pass.
 
     Args:
       x: `[bx, D]` row features of this device, bf16, fp16, fp32 or fp64. L2 normalization is usual but not required.
@@ -59,11 +58,11 @@ def pairwise_lse(
       x_scale: inverse temperature of the rows, scalar or `[bx]`.
       y_scale: inverse temperature of the columns, scalar or `[by]`; `x_scale` if None.
       axis_name: mesh axis (or tuple of axes) over which the batch is sharded, inside `shard_map`. None for one device.
-        `()` inside `shard_map` compares the rows of each device among themselves only.
+        `()` inside `shard_map` compares each device's rows with its own columns only.
       positives: "include" or "exclude" positives in the sums.
-      labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A label out of range
-        is an error if its value is known. If it is traced, `row` and `positive` of that row and the gradients through
-        `row` are NaN.
+      labels: int `[bx]`, row of this device's `y` that is each row's positive; row i by default. A concrete label out
+        of range is an error. With a traced one, `row` and `positive` of that row and the gradients through `row` are
+        NaN.
       x_mask: bool `[bx]`, False for masked rows (padding). They are in no sum, and their results and gradients are 0.
         Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
@@ -84,11 +83,12 @@ def pairwise_lse(
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None
-    # With identical masks and default labels, a masked positive belongs to a masked row and is not needed.
-    masked_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
-    known_labels = is_known(labels)
+    # With identical masks and default labels, the row of a masked positive is masked too.
+    may_mask_positives = y_mask is not None and not (labels is None and x_mask is y_mask)
+    labels_known, given_mask = is_concrete(labels) and is_concrete(x_mask), x_mask
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
-    labels = checked_labels(labels, x.shape[0], y.shape[0], x_mask)
+    # With the caller's mask: under jit, a checked one is a tracer, with which the range of labels is not checked.
+    labels = checked_labels(labels, x.shape[0], y.shape[0], given_mask)
     if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
@@ -97,18 +97,18 @@ def pairwise_lse(
     row, column, positive = TABLE[implementation].compute(
         block, axis_name=axis_name, exclude=positives == "exclude", columns=columns
     )
-    if masked_positives:
+    if may_mask_positives:
         unmasked = jnp.take(block.y_mask, block.labels, mode="clip")
         positive = jnp.where(unmasked, positive, _similarities_of_pairs(block.x, inputs.y, block.labels))
-    if not known_labels:
-        row, positive = _nan_without_positive(block, row, positive)
+    if not labels_known:
+        row, positive = _nan_out_of_range(block, row, positive)
     return PairwiseLSE(
         zero_masked(row, x_mask), zero_masked(column, y_mask) if columns else None, zero_masked(positive, x_mask)
     )
 
 
 def _zero_masked_rows(block: Block) -> Block:
-    """Sets masked rows and columns to zero.
+    """Set masked rows and columns to zero.
 
     They may contain NaN, and 0 * NaN would make every gradient NaN.
     """
@@ -123,9 +123,9 @@ def _zero_masked_rows(block: Block) -> Block:
 
 
 def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
-    """Computes `<x_i, y_{labels_i}>` `[bx]`.
+    """Compute `<x_i, y_{labels_i}>` `[bx]`.
 
-    Non-finite values count as zero, so that no gradient is NaN.
+    Masked columns may be non-finite. They count as zero, so that no gradient is NaN.
     """
     dtype = accumulation_dtype(x.dtype)
     y = _zero_unless_finite(jnp.take(y, labels, axis=0, mode="clip").astype(dtype))
@@ -136,10 +136,10 @@ def _zero_unless_finite(array: Array) -> Array:
     return jnp.where(jnp.isfinite(array), array, jnp.zeros_like(array))
 
 
-def _nan_without_positive(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
-    """Sets `row` and `positive` to NaN for labels out of range.
+def _nan_out_of_range(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
+    """Set `row` and `positive` to NaN for labels out of range.
 
-    Gradients through `row` are NaN there too.
+    `row` is multiplied by NaN, so that its gradients are NaN too.
     """
     in_range = (block.labels >= 0) & (block.labels < block.y.shape[0])
     nan = jnp.full_like(positive, jnp.nan)

@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 
 class Block(NamedTuple):
-    """Rows and columns that one device compares in one call.
+    """Rows and columns that a backend compares in one call.
 
     Attributes:
       x: row features `[bx, D]`, bf16, fp32 or fp64.
@@ -52,11 +52,11 @@ class LogSum(NamedTuple):
     sumexp: Array
 
     def log(self) -> Array:
-        """Returns the log-sum-exp; -inf for an empty sum."""
+        """Return the log-sum-exp; -inf for an empty sum."""
         return self.shift + jnp.log(self.sumexp)
 
     def merge(self, other: "LogSum") -> "LogSum":
-        """Returns the log-sum-exp over both sets of terms."""
+        """Return the log-sum-exp over both sets of terms."""
         shift = jnp.maximum(self.shift, other.shift)
         finite = finite_shift(shift)
         sumexp = self.sumexp * jnp.exp(self.shift - finite) + other.sumexp * jnp.exp(other.shift - finite)
@@ -64,7 +64,7 @@ class LogSum(NamedTuple):
 
 
 def finite_shift(shift: Array) -> Array:
-    """Replaces -inf, the shift of an empty sum, by 0.
+    """Replace -inf, the shift of an empty sum, by 0.
 
     The result can be subtracted from exponents without NaN.
     """
@@ -72,7 +72,7 @@ def finite_shift(shift: Array) -> Array:
 
 
 def empty_log_sum(like: Array) -> LogSum:
-    """Returns empty log-sum-exps shaped like `like`.
+    """Return empty log-sum-exps shaped like `like`.
 
     They vary over the same mesh axes as `like`.
     """
@@ -102,19 +102,19 @@ class Cotangents(NamedTuple):
 
     Attributes:
       row: final `LogSum` of the rows over all blocks `[bx]`.
-      row_weight: dL / d row_lse `[bx]`.
-      column: final `LogSum` of the columns `[by]`; None without column sums.
-      column_weight: dL / d col_lse `[by]`; None without column sums.
+      d_row: dL / d row_lse `[bx]`.
+      column: final `LogSum` of the columns over all blocks `[by]`; None without column sums.
+      d_column: dL / d col_lse `[by]`; None without column sums.
       positive: similarity of each row with its positive `[bx]`; only read with labels.
-      positive_weight: dL / d positive `[bx]`; only read with labels.
+      d_positive: dL / d positive `[bx]`; only read with labels.
     """
 
     row: LogSum
-    row_weight: Array
+    d_row: Array
     column: LogSum | None
-    column_weight: Array | None
+    d_column: Array | None
     positive: Array
-    positive_weight: Array
+    d_positive: Array
 
 
 class Gradient(NamedTuple):
@@ -148,30 +148,30 @@ class NeedsGrad(NamedTuple):
 
 
 class Backend(Protocol):
-    """Exact computation of one block of any size on one device."""
+    """Computation of one block of any size on one device."""
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Computes row sums, column sums (if `columns`) and positives of a block.
+        """Compute row sums, column sums (if `columns`) and positives of a block.
 
         `exclude` leaves the positives out of both sums. Sums of masked rows or columns are arbitrary but never NaN.
         With a shared scale all sums use the shared shift, whether they are exact or not (see `stabilization`).
         """
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-        """Returns zero accumulators; those of the features in `dtype`.
+        """Return zero accumulators; those of the features in `dtype`.
 
         The backend chooses their layout. The first axis of the column accumulator is the columns, optionally padded at
         the end.
         """
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
-        """Adds the block's gradients to `acc`, in place where that saves memory.
+        """Add the block's gradients to `acc`, in place where that saves memory.
 
-        Masked rows and columns contribute nothing. The largest cotangents are about one.
+        Masked rows and columns contribute nothing. Cotangents are scaled so that the largest is between 1/2 and 1.
         """
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
-        """Converts complete accumulators into the gradients of rows, columns and scales.
+        """Convert complete accumulators into the gradients of rows, columns and scales.
 
         Only the sum of the scale gradient over all devices is defined. The share of one device is arbitrary.
         """
@@ -191,7 +191,7 @@ class Strategy:
 
 
 def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-    """Returns zeros for every needed gradient; those of the features in `dtype`."""
+    """Return zeros for every needed gradient; those of the features in `dtype`."""
 
     def zeros(like: Array | None, needed: bool, dtype: jnp.dtype) -> Array | None:
         return constant(like.shape, 0, dtype, varying_like=block.x) if needed and like is not None else None
@@ -204,13 +204,8 @@ def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gra
     )
 
 
-def accumulator_bytes(rows: int, width: int) -> int:
-    """Bytes of the fp32 gradients of equally many rows and columns."""
-    return 2 * rows * width * FP32_BYTES
-
-
 def zero_masked(array: Array, mask: Array | None) -> Array:
-    """Sets the masked rows of `array` `[n, ...]` to zero.
+    """Set the masked rows of `array` `[n, ...]` to zero.
 
     `mask` is bool `[n]`, False for masked rows; None leaves `array` unchanged.
     """
@@ -220,30 +215,25 @@ def zero_masked(array: Array, mask: Array | None) -> Array:
 
 
 def add_trees(a: Any, b: Any) -> Any:
-    """Adds two pytrees leaf by leaf, in the dtypes of the first."""
+    """Add two pytrees leaf by leaf, in the dtypes of the first."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns fp32 for bf16 and fp32 features, fp64 for fp64 features."""
+    """Return fp64 for fp64 features, else fp32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def similarities(x: Array, y: Array) -> Array:
-    """Computes all `<x_i, y_j>` `[bx, by]`, never in TF32.
+    """Compute all `<x_i, y_j>` `[bx, by]`, never in TF32.
 
     The result is in the accumulation dtype.
     """
     return matmul(x, y, contract=(1, 1))
 
 
-def similarity_bytes(rows: int, columns: int) -> int:
-    """Bytes of the fp32 similarities of a block and of dS computed from them."""
-    return 2 * rows * columns * FP32_BYTES
-
-
 def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Contracts one axis of each operand, in the accumulation dtype.
+    """Contract one axis of each operand, in the accumulation dtype.
 
     `contract` holds the axes of `a` and `b`. fp32 operands are never rounded to TF32.
     """
@@ -257,7 +247,7 @@ def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def as_varying(array: Array, axes: frozenset[str]) -> Array:
-    """Marks `array` as varying over the mesh axes `axes`.
+    """Mark `array` as varying over the mesh axes `axes`.
 
     JAX then sums its gradient over these axes.
     """
@@ -266,25 +256,36 @@ def as_varying(array: Array, axes: frozenset[str]) -> Array:
 
 
 def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """Applies `as_varying` over `axis_name` to a pytree; a no-op for None."""
+    """Apply `as_varying` over `axis_name` to a pytree; a no-op for None."""
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     return jax.tree.map(lambda a: as_varying(a, frozenset(axes)), tree)
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:
-    """Creates a constant array that varies over the axes of `varying_like`."""
+    """Create a constant array that varies over the axes of `varying_like`."""
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
 
 
 def zero_after(done: Any) -> Array:
-    """Returns int32 0 with a data dependency on the arrays of `done`.
+    """Return int32 0 with a data dependency on the arrays of `done`.
 
-    XLA removes optimization barriers before it schedules, so an order must be a data dependency.
+    XLA removes optimization barriers before it schedules, so only a data dependency fixes an order. XLA does not
+    simplify the minimum of absolute values and 0.
     """
     first = [jnp.abs(a[(0,) * a.ndim]).astype(jnp.float32) for a in jax.tree.leaves(done)]
     return jnp.minimum(sum(first, jnp.float32(0)), 0).astype(jnp.int32)
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Rounds `count` up to a multiple of `multiple`."""
+    """Round `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
+
+
+def accumulator_bytes(rows: int, width: int) -> int:
+    """Bytes of the fp32 gradients of `rows` rows and `rows` columns."""
+    return 2 * rows * width * FP32_BYTES
+
+
+def similarity_bytes(rows: int, columns: int) -> int:
+    """Bytes of the fp32 similarities of a block and of dS."""
+    return 2 * rows * columns * FP32_BYTES

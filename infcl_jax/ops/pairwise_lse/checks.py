@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from infcl_jax.checks import is_known
+from infcl_jax.checks import is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
 
 def check_features(x: Array, y: Array) -> None:
-    """Raises `ValueError` unless the features are valid matrices.
+    """Raise `ValueError` unless the features are valid matrices.
 
     `x` and `y` must be non-empty, floating, and of the same dtype and width.
     """
@@ -26,37 +26,37 @@ def check_features(x: Array, y: Array) -> None:
 
 
 def check_axis(axis_name: AxisName | None, *features: Array) -> None:
-    """Checks the mesh axes over which the batch is sharded.
+    """Check the mesh axes over which the batch is sharded.
 
     Args:
       axis_name: axis (or axes) of an enclosing `shard_map`; `()` for no axis; None for one device.
-      features: arrays of the batch. They reveal a missing axis name, except under `check_vma=False`.
+      features: arrays of the batch. Under `check_vma=True` their types show whether they vary over an axis.
 
     Raises:
-      ValueError: the axis does not exist, or it is None although the features differ between devices.
+      ValueError: the axis does not exist, or it is None although the features vary over an axis.
     """
     if axis_name is None:
         if varying := sorted(set().union(*(jax.typeof(a).manual_axis_type.varying for a in features))):
             raise ValueError(
                 f"expected axis_name for features that are sharded over the mesh axes {varying}, got None; pass "
-                f"axis_name={varying[0] if len(varying) == 1 else tuple(varying)!r}, or axis_name=() to compare the "
-                "rows of each device among themselves only"
+                f"axis_name={varying[0] if len(varying) == 1 else tuple(varying)!r}, or axis_name=() to compare each "
+                "device's rows with its own columns only"
             )
         return
     try:
         lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"axis_name {axis_name!r} is not an axis of an enclosing shard_map; call this inside shard_map over that "
-            "axis, or leave axis_name out (one device)"
+            f"expected axis_name to be an axis of an enclosing shard_map, got {axis_name!r}; call this inside a "
+            "shard_map over that axis, or leave axis_name out (one device)"
         ) from None
 
 
 def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array | None = None) -> Array:
-    """Returns labels as int32 `[x_rows]`, `arange(x_rows)` by default.
+    """Return labels as int32 `[x_rows]`, `arange(x_rows)` by default.
 
     Raises:
-      ValueError: labels are not integers of that shape, or a known label of an unmasked row is out of range.
+      ValueError: labels are not integers of that shape, or a concrete label of an unmasked row is out of range.
     """
     if labels is None:
         if y_rows < x_rows:
@@ -69,11 +69,11 @@ def checked_labels(labels: Array | None, x_rows: int, y_rows: int, mask: Array |
 
 
 def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) -> None:
-    """Raises `ValueError` if a known label is outside `[0, y_rows)`.
+    """Raise `ValueError` if a concrete label is outside `[0, y_rows)`.
 
-    Traced labels and labels of masked rows are not checked.
+    Labels of masked rows are not checked.
     """
-    if not all(map(is_known, (labels, mask))):
+    if not all(map(is_concrete, (labels, mask))):
         return
     values = np.asarray(labels)  # NumPy, because jax.numpy would trace even this under jit
     values = values if mask is None else values[np.asarray(mask)]
@@ -84,7 +84,7 @@ def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) ->
 
 
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
-    """Returns the mask as an array.
+    """Return the mask as an array.
 
     Raises:
       ValueError: the mask is not bool of shape `[rows]`.
@@ -97,15 +97,15 @@ def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
 def checked_scales(
     x_scale: Array | float, y_scale: Array | float | None, x: Array, y: Array, columns: bool
 ) -> tuple[Array, Array | None]:
-    """Returns both scales in the format of `base.Block`.
+    """Return both scales in the format of `base.Block`.
 
-    A shared scale is a scalar and None; other scales are vectors.
+    A shared scale is a scalar and `y_scale` is None; other scales are vectors.
 
     Raises:
       ValueError: a scale is neither a scalar nor one value per sample, or has no effect.
     """
     if y_scale is not None and not columns:
-        raise ValueError("y_scale has no meaning with columns=False; leave one of them out")
+        raise ValueError("expected no y_scale with columns=False, got one; leave one of them out")
     x_scale = _checked_scale("x_scale", x_scale, x)
     if y_scale is None and x_scale.ndim == 0:
         return x_scale, None

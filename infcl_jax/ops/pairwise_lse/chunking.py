@@ -18,20 +18,20 @@ STRIP_ROWS = 512
 
 
 def scan_strips(strip: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any, strip_rows: int | None) -> Any:
-    """Scans `strip(carry, rows_of_strip) -> (carry, per_row_results)` over equal strips.
+    """Scan `strip(carry, rows_of_strip) -> (carry, per_row_results)` over equal strips.
 
     Args:
       strip: function of the carry and the rows of one strip.
       carry: initial carry.
       rows: pytree of arrays with rows on the first axis. If strips do not divide the rows, the last strip is padded
-        with zeros. Masks are padded with False, see `padding_mask`.
+        with zeros. A mask is thus padded with False, see `padding_mask`.
       strip_rows: maximum rows of one strip; None for a single strip.
 
     Returns:
       `(carry, per-row results of all strips, without padding)`.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    strips, size = _division(count, strip_rows)
+    strips, size = _strip_count_and_rows(count, strip_rows)
     if strips == 1:
         return strip(carry, rows)
 
@@ -44,7 +44,7 @@ def scan_strips(strip: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: 
 
 
 def loop_over_slices(length: int, size: int, step: Callable[[Array, int, Any], Any], carry: Any) -> Any:
-    """Runs `carry = step(first, count, carry)` over slices of `length` rows.
+    """Run `carry = step(first, count, carry)` over slices of `length` rows.
 
     `count` is static: `size`, or the remainder in the last slice.
     """
@@ -57,19 +57,19 @@ def loop_over_slices(length: int, size: int, step: Callable[[Array, int, Any], A
 
 
 def update_rows(array: Array, rows: Array, first: Array) -> Array:
-    """Writes `rows` into `array` from row `first`, in the dtype of `array`."""
+    """Write `rows` into `array` from row `first` on, in the dtype of `array`."""
     rows = rows.astype(array.dtype)
     return rows if array.shape == rows.shape else lax.dynamic_update_slice_in_dim(array, rows, first, 0)
 
 
 def padding_mask(mask: Array | None, count: int, strip_rows: int | None) -> Array | None:
-    """Returns the row mask, creating it if `scan_strips` adds padding."""
-    strips, size = _division(count, strip_rows)
+    """Return the row mask; create one if `scan_strips` pads the rows."""
+    strips, size = _strip_count_and_rows(count, strip_rows)
     return jnp.ones(count, bool) if mask is None and strips * size != count else mask
 
 
 def valid_pairs(x_mask: Array | None, y_mask: Array | None, pairs: Array | None = None) -> Array | None:
-    """Combines row, column and pair masks into a mask `[rows, columns]`.
+    """Combine row, column and pair masks into a mask `[rows, columns]`.
 
     Returns None if all pairs are valid.
     """
@@ -82,12 +82,12 @@ def valid_pairs(x_mask: Array | None, y_mask: Array | None, pairs: Array | None 
 
 
 def is_positive(labels: Array, y: Array) -> Array:
-    """Returns bool `[rows, columns]`, True at each row's positive."""
+    """Return bool `[rows, columns]`, True at each row's positive."""
     return labels[:, None] == jnp.arange(y.shape[0], dtype=labels.dtype)[None, :]
 
 
 def positives(s: Array, labels: Array) -> Array:
-    """Gathers each row's positive `[rows]` from `s` `[rows, columns]`.
+    """Gather each row's positive `[rows]` from `s` `[rows, columns]`.
 
     The result is 0 for labels that are not a column of `s`.
     """
@@ -95,10 +95,10 @@ def positives(s: Array, labels: Array) -> Array:
     return jnp.where((labels >= 0) & (labels < s.shape[1]), chosen, jnp.zeros_like(chosen))
 
 
-def _division(count: int, strip_rows: int | None) -> tuple[int, int]:
-    """Returns the number of strips and the rows of one strip.
+def _strip_count_and_rows(count: int, strip_rows: int | None) -> tuple[int, int]:
+    """Return the number of strips and the rows of one strip.
 
-    Strips are as equal as possible.
+    Strips are as equal as possible; the last one may need padding.
     """
     strips = 1 if strip_rows is None else max(1, math.ceil(count / strip_rows))
     return strips, math.ceil(count / strips)

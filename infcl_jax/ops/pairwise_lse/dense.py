@@ -11,7 +11,7 @@ from infcl_jax.ops.pairwise_lse.chunking import is_positive, positives, valid_pa
 
 
 def dense_lse(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple[Array, Array | None, Array]:
-    """Computes row and column log-sum-exps and positives from the full pair matrix.
+    """Compute row and column log-sum-exps and positives from the full pair matrix.
 
     Features are promoted to at least fp32 first, so that both gradient terms of a positive are added before rounding.
     Empty sums are -inf. Positives outside the block are 0. Columns use `y_scale`, or the shared scale if it is None.

@@ -1,7 +1,7 @@
-"""Backend around the fused GPU kernels, in constant memory.
+"""Backend around the fused GPU kernels.
 
-The kernels compute windows: row and column ranges of a block (see `fused_windows`), in tiles of bf16 operands (see
-`fused_kernel_api` and `fused_operands`). This module selects the max-shift and reduces the sums of the windows.
+A kernel call computes one window of a block (see `fused_windows`) from bf16 operands (see `fused_kernel_api` and
+`fused_operands`). This module selects the max-shift and reduces the sums of the windows.
 """
 
 import dataclasses
@@ -30,37 +30,40 @@ from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum, within_range
 
 # Rows whose positives are gathered at a time: 32 MiB in bf16 for 512 features.
-POSITIVES = 1 << 15
+POSITIVE_ROWS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Computes a block with fused kernels.
+    """Backend around fused GPU kernels.
 
     Attributes:
       kernels: kernels of the default device.
-      windows: limits of the windows on that device.
+      windows: limits of window sizes on that device.
     """
 
     kernels: Kernels
     windows: WindowConfig = dataclasses.field(default_factory=WindowConfig)
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Implements `base.Backend.forward`."""
+        """Implement `base.Backend.forward`."""
         padded = Padded.of(block, self.kernels)
         bx, by = block.x.shape[0], block.y.shape[0]
-        shared = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
-        row, column = self._sweep(padded.operands(block, *shared), padded, exclude, columns)
-        shifts = shared
+        scale_shifts = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
+        row, column = self._sweep(padded.operands(block, *scale_shifts), padded, exclude, columns)
+        shifts = scale_shifts
         if not is_shared(block):
+            # Two more sweeps, with the maxima of the exponents as shifts, only if a sum is not exact.
             exact = within_range(row[:bx], block.x_mask, by)
             if columns:
                 exact &= within_range(column[:by], block.y_mask, bx)
             row, column, *shifts = lax.cond(
-                exact, lambda: (row, column, *shared), lambda: self._max_shifted_sums(block, padded, exclude, columns)
+                exact,
+                lambda: (row, column, *scale_shifts),
+                lambda: self._max_shifted_sums(block, padded, exclude, columns),
             )
         elif columns:
-            shifts = shared[0], shared[0]
+            shifts = scale_shifts[0], scale_shifts[0]
         return Sums(
             shifted_log_sum(shifts[0], row[:bx]),
             shifted_log_sum(shifts[1], column[:by]) if columns else None,
@@ -68,9 +71,9 @@ class Fused:
         )
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-        """Implements `base.Backend.accumulators`, with padding.
+        """Implement `base.Backend.accumulators`, with padding.
 
-        A shared scale needs no accumulator, see `gradient`.
+        The gradient of a shared scale has no accumulator, but needs that of x or y (see `gradient`).
         """
         shared = is_shared(block)
         padded = Padded.of(block, self.kernels)
@@ -81,16 +84,16 @@ class Fused:
         if acc.x is None:
             return acc
         rows = slice_rows = acc.x.shape[0]
-        if padded.num_terms == 1 and dtype == jnp.float32:
+        if padded.num_terms == 1 and dtype == jnp.float32:  # bf16 features in a ring
             slice_rows = self.windows.row_slice(rows, self.kernels.tile[0])
         return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
-        """Implements `base.Backend.backward`."""
+        """Implement `base.Backend.backward`."""
         padded = Padded.of(block, self.kernels)
-        row_weight, column_weight = factor(cotangents.row, cotangents.row_weight), None
+        row_factor, column_factor = factor(cotangents.row, cotangents.d_row), None
         if cotangents.column is not None:
-            column_weight = factor(cotangents.column, cotangents.column_weight)
+            column_factor = factor(cotangents.column, cotangents.d_column)
         if is_shared(block):
             operands = padded.operands(block, shared_shift(block.x_scale), None)
             scales = block.x_scale, block.x_scale
@@ -98,9 +101,9 @@ class Fused:
             operands = padded.operands(block, _finite_shift(cotangents.row), _finite_shift(cotangents.column))
             scales = block.x_scale, block.y_scale
         weights = Weights(
-            scales[0] * row_weight,
-            None if column_weight is None else scales[1] * column_weight,
-            None if block.labels is None else cotangents.positive_weight,
+            scales[0] * row_factor,
+            None if column_factor is None else scales[1] * column_factor,
+            None if block.labels is None else cotangents.d_positive,
         )
         moments = acc.x_scale is not None or acc.y_scale is not None
         sizes = self.windows.gradients(
@@ -115,26 +118,26 @@ class Fused:
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
         if acc.x_scale is not None:
-            acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_weight)
+            acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_factor)
         if acc.y_scale is not None:
-            acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_weight)
+            acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_factor)
         return acc
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
-        """Implements `base.Backend.gradient`.
+        """Implement `base.Backend.gradient`.
 
-        The gradient of a shared scale is derived from the feature gradients.
+        The gradient of a shared scale is computed from a feature gradient.
         """
         padded = Padded.of(block, self.kernels)
         scale, x_scale = block.x_scale, acc.x_scale
         if acc.x is not None:
             acc = acc._replace(x=jnp.concatenate(acc.x))
         if needs_grad.x_scale and is_shared(block):
-            # sum_ij dS_ij s_ij, without the positives' weights, is scale times the gradient of the scale.
+            # The gradient of the scale is sum_ij dS_ij s_ij / scale, without the positives' terms of dS.
             features, d = (padded.x, acc.x) if acc.x is not None else (padded.y, acc.y)
             in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
             positive = jnp.where(
-                in_block, cotangents.positive_weight * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
+                in_block, cotangents.d_positive * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
             )
             x_scale = (padded.dot(features, d) - positive.sum()) / scale
         return Gradient(
@@ -145,13 +148,13 @@ class Fused:
         )
 
     def _max_shifted_sums(self, block: Block, padded: Padded, exclude: bool, columns: bool) -> tuple[Array | None, ...]:
-        """Computes row and column sums with per-row and per-column maxima as shifts.
+        """Compute row and column sums with per-row and per-column maxima as shifts.
 
-        Returns the sums and the shifts.
+        Returns the sums and the shifts, in nats.
         """
         unshifted = padded.operands(block, jnp.zeros_like(block.x_scale), jnp.zeros_like(block.y[:, 0], jnp.float32))
         maxima = self._sweep(unshifted, padded, exclude, columns, maxima=True)
-        shifts = [None if a is None else finite_shift(a) / LOG2E for a in maxima]
+        shifts = [None if a is None else finite_shift(a) / LOG2E for a in maxima]  # base 2 to nats
         shifts = [None if a is None else a[:n] for a, n in zip(shifts, (padded.bx, padded.by), strict=True)]
         row, column = self._sweep(padded.operands(block, *shifts), padded, exclude, columns)
         return row, column, *shifts
@@ -159,7 +162,7 @@ class Fused:
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
     ) -> tuple[Array, Array | None]:
-        """Computes all row and column sums, or maxima, window by window."""
+        """Compute all row and column sums, or maxima, window by window."""
         combine = jnp.maximum if maxima else jnp.add
         init = -jnp.inf if maxima else 0.0
         rows, cols = operands.x.shape[0], operands.y.shape[0]
@@ -185,13 +188,13 @@ class Fused:
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
     def _positives(self, block: Block, padded: Padded) -> Array:
-        """Computes each row's positive, 0 if it is in another block."""
+        """Compute each row's similarity with its positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:
             return jnp.zeros_like(block.x[:, 0], jnp.float32)
         labels = padded.labels(block)
         padded_rows = padded.x.shape[0]
-        size = min(padded_rows, POSITIVES)
+        size = min(padded_rows, POSITIVE_ROWS)
         positive = constant((padded_rows,), 0, jnp.float32, varying_like=padded.x)
 
         def rows(first: Array, count: int, positive: Array) -> Array:

@@ -1,7 +1,7 @@
-"""Gradients of a block from its windows of dS, see `fused_windows` for the terms.
+"""Gradients of a block, accumulated over windows of dS.
 
-The loops are, from the outside: column groups, row slices (one for each accumulator of rows), windows of a row slice,
-windows of a column group.
+The loops are, from the outside: column groups, row slices (each with its own accumulator), windows of a row slice,
+windows of a column group. `fused_windows` defines windows and column groups.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Accumulators(NamedTuple):
     """Padded accumulators; None for gradients that are not needed.
 
     Attributes:
-      x: row gradients, in row slices.
-      y: column gradients. Within a column group: fp32 gradients of the columns of each window.
+      x: row gradients, one array per row slice.
+      y: column gradients. Within a column group: tuple of fp32 gradients, one per window.
       row_moment: fp32 `sum_j er_ij s_ij` of each row.
       column_moment: fp32 `sum_i ec_ij s_ij` of each column.
     """
@@ -35,7 +35,7 @@ class Accumulators(NamedTuple):
     column_moment: Array | None = None
 
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "Accumulators":
-        """Adds the moments of one window."""
+        """Add the moments of one window."""
         return self._replace(
             row_moment=combine_rows(jnp.add, self.row_moment, row, first_row),
             column_moment=None if column is None else combine_rows(jnp.add, self.column_moment, column, first_column),
@@ -57,10 +57,10 @@ class GradientSweep:
       kernels: kernels that compute dS.
       padded: features of the block.
       operands: operands of the kernels.
-      weights: padded factors of dS.
+      weights: padded weights of the exponentials in dS.
       sizes: sizes of windows and column groups.
-      exclude: leave positives out of the sums.
-      moments: whether to compute the moments.
+      exclude: whether positives are excluded from the sums.
+      moments: whether to compute the moments, for the gradients of per-sample scales.
     """
 
     kernels: Kernels
@@ -72,7 +72,7 @@ class GradientSweep:
     moments: bool
 
     def add_to(self, acc: Accumulators) -> Accumulators:
-        """Adds the gradients of the block; initializes the moments."""
+        """Add the gradients of the block; initialize the moments."""
         rows, columns = self.operands.x.shape[0], self.operands.y.shape[0]
         has_column_moment = self.moments and self.weights.column is not None
         acc = acc._replace(
@@ -82,7 +82,7 @@ class GradientSweep:
         return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
 
     def _add_group(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
-        """Adds the windows of all rows and `width` columns."""
+        """Add the windows of all rows and `width` columns."""
         x, y, size = acc.x, acc.y, self.sizes.columns
         group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
         d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
@@ -99,10 +99,10 @@ class GradientSweep:
     def _add_row_slice(
         self, first: int, group: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of `d_x_slice`, after the slice `previous`."""
+        """Add the windows of `d_x_slice`, after those of the accumulators in `previous`."""
         count = self.operands.x.shape[0] if d_x_slice is None else d_x_slice.shape[0]
         if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= self.sizes.rows:
-            # The GEMMs accumulate in place.
+            # The slice is one window high, so that its GEMMs accumulate in place.
             ordered_row = first + zero_after((previous, acc.y)) if previous else jnp.int32(first)
             return self._add_rows(jnp.int32(first), count, ordered_row, group, d_x_slice, acc)
 
@@ -117,13 +117,13 @@ class GradientSweep:
     def _add_rows(
         self, row: Array, count: int, ordered_row: Array, group: list[_Columns], d_x: Array | None, acc: Accumulators
     ) -> tuple[Array | None, Accumulators]:
-        """Adds the windows of `count` rows, one after the other.
+        """Add the windows of `count` rows, one after the other.
 
-        `ordered_row` equals `row`, with a data dependency on what must be complete before.
+        `ordered_row` equals `row`, with a data dependency on the accumulators that must be complete first.
         """
         d_y = list(acc.y)
         for i, (column, width) in enumerate(group):
-            d_s, row_moment, column_moment = self.kernels.weights(
+            d_s, row_moment, column_moment = self.kernels.ds(
                 self.operands,
                 self.weights,
                 Window(ordered_row, column, count, width),
@@ -138,23 +138,23 @@ class GradientSweep:
                 d_y[i] = d_y[i] + self._gemm(d_s, self.operands.x, row, count, axis=0)
             if self.moments:
                 acc = acc.with_moments(row_moment, column_moment, row, column)
-            # Serializes the windows: several dS would otherwise be in memory at once. The barrier includes the
-            # accumulated sums, not only the GEMMs.
+            # Serializes the windows, because several dS would otherwise be in memory at once. The barrier keeps the
+            # additions before the next window, too.
             d_x, d_y[i] = lax.optimization_barrier((d_x, d_y[i]))
             ordered_row = row + zero_after((d_x, d_y[i]))
         return d_x, acc._replace(y=tuple(d_y))
 
     def _gemm(self, d_s: Array, features: Array, first: Array, count: int, axis: int) -> Array:
-        """Multiplies a window of dS with features, in fp32.
+        """Compute `dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, in fp32.
 
-        The result is `dS @ y` (axis 1) or `dS.T @ x` (axis 0), with `count` rows of the features from row `first`.
+        `features` are the bf16 terms of y or x. The window has `count` of their rows, from row `first` on.
         """
         padded = self.padded
         rows = lax.dynamic_slice_in_dim(features, first, count)
         terms = [rows[:, n * padded.width : (n + 1) * padded.width] for n in range(padded.num_terms)]
-        length = d_s.shape[1] // padded.num_ds_terms
+        columns = d_s.shape[1] // padded.num_ds_terms
         gemms = (
-            matmul(d_s[:, p * length : (p + 1) * length], terms[q], contract=(axis, 0))
+            matmul(d_s[:, p * columns : (p + 1) * columns], terms[q], contract=(axis, 0))
             for p, q in padded.gradient_pairs
         )
         return functools.reduce(jnp.add, gemms)
@@ -164,7 +164,7 @@ class GradientSweep:
 
 
 def combine_rows(combine: Callable[[Array, Array], Array], acc: Array, update: Array, first: Array) -> Array:
-    """Combines `update` with the rows of `acc` from row `first`."""
+    """Combine `update` with the rows of `acc` from row `first` on."""
     if acc.shape == update.shape:
         return combine(acc, update.astype(acc.dtype))
     old = lax.dynamic_slice_in_dim(acc, first, update.shape[0])

@@ -11,9 +11,10 @@ import jax
 
 from infcl_jax.ops.pairwise_lse.base import Array
 
-# Rows per label range. The range tells a tile without positives at once.
-RANGE = 64
+# Rows per label range. A tile whose columns are outside the ranges of its rows skips the comparison with labels.
+LABEL_RANGE_ROWS = 64
 
+# Pairs (bf16 term of the left operand, bf16 term of the right operand) whose GEMMs are summed.
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -37,8 +38,8 @@ class Operands(NamedTuple):
       row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
       column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
       labels: int32 `[bx]`, column of each row's positive, -1 if it is not in the block; None: no positives.
-      lowest: int32 `[bx / RANGE]`, lowest label other than -1 of each range of rows; None without labels.
-      highest: int32 `[bx / RANGE]`, highest label of each range of rows; None without labels.
+      lowest: int32 `[bx / LABEL_RANGE_ROWS]`, lowest label other than -1 of each range of rows; None without labels.
+      highest: int32 `[bx / LABEL_RANGE_ROWS]`, highest label of each range of rows; None without labels.
     """
 
     x: Array
@@ -55,14 +56,14 @@ class Operands(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Factors of the exponentials in dS, fp32.
+    """Weights of the exponentials in dS, fp32.
 
-    `dS_ij = er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`.
+    `dS_ij = er_ij row_i + ec_ij column_j + [j == labels_i] positive_i`. With a shared scale er = ec = e.
 
     Attributes:
       row: `[bx]`.
-      column: `[by]`, or None without columns.
-      positive: `[bx]`, or None without positives.
+      column: `[by]`; None without column sums.
+      positive: `[bx]`; None without positives.
     """
 
     row: Array
@@ -73,7 +74,7 @@ class Weights(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows and columns of a block that one kernel call processes.
+    """Row and column range of a block that one kernel call computes.
 
     Attributes:
       row: first row, an int32 scalar.
@@ -102,13 +103,13 @@ class Kernels(Protocol):
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Computes the window's sums of exponentials, or maxima of exponents if `maxima`.
+        """Compute sums of a window's exponentials, or maxima of its exponents if `maxima`.
 
         Returns:
-          Reductions over columns `[rows]` and over rows `[columns]`.
+          Reductions over columns `[rows]` and over rows `[columns]` (None without `columns`), fp32.
         """
 
-    def weights(
+    def ds(
         self,
         operands: Operands,
         weights: Weights,
@@ -119,16 +120,17 @@ class Kernels(Protocol):
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Computes the window of dS, and moments if `moments`.
+        """Compute a window of dS, and moments if `moments`.
 
         Returns:
-          dS, bf16 `[rows, terms * columns]`, and the moments `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
+          dS as `terms` concatenated bf16 terms `[rows, terms * columns]`, and the moments `sum_j er_ij s_ij` `[rows]`
+          and `sum_i ec_ij s_ij` `[columns]`, fp32.
         """
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Computes `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
+        """Compute `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
 
 
 def term_width(x: Array, pairs: Pairs) -> int:
-    """Returns the padded number of features K of operands `[bx, num_terms * K]`."""
+    """Return the padded number of features K of operands `[bx, num_terms * K]`."""
     return x.shape[1] // (1 + max(p for p, _ in pairs))

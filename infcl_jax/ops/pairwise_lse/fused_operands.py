@@ -1,7 +1,7 @@
 """Conversion of a block to kernel operands.
 
-Features are padded to whole tiles and split into bf16 terms that sum to them. Exponents are in base 2. Masks are
-infinite shifts.
+Features are padded to whole tiles and split into bf16 terms that sum to them. Exponents are in base 2. Masked rows have
+the shift +inf, so that their exponentials are 0.
 """
 
 import dataclasses
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, round_up
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import RANGE, Kernels, Operands, Pairs, Weights
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Kernels, Operands, Pairs, Weights
 
 LOG2E = math.log2(math.e)
 # Relative truncation error of similarities, per feature. Tensor cores truncate at every accumulation, so that
-# similarities are too small. Measured on an H200: 0.75e-9 for random features, and at most 2.1e-9 if one feature
-# outweighs the others.
+# similarities are too small. Measured on an H200: 0.75e-9 for random features, at most 2.1e-9 if one feature dominates.
 TRUNCATION = 1e-9
 
 
@@ -46,25 +45,25 @@ class Padded:
 
     @classmethod
     def of(cls, block: Block, kernels: Kernels) -> "Padded":
-        """Pads and splits the features of a block."""
+        """Pad and split the features of a block."""
         num_terms = 1 if block.x.dtype == jnp.bfloat16 else 3
         width = round_up(block.x.shape[1], kernels.depth)
         x, y = (
-            _split_bf16(extended(a, (round_up(a.shape[0], tile), width)), num_terms)
+            _split_bf16(pad_to(a, (round_up(a.shape[0], tile), width)), num_terms)
             for a, tile in zip((block.x, block.y), kernels.tile, strict=True)
         )
         return cls(x, y, num_terms, width, block.x.shape[0], block.y.shape[0], block.x.shape[1])
 
     @property
     def gain(self) -> float:
-        """Factor on similarities that compensates truncation."""
+        """Factor on similarities that compensates the truncation of tensor cores."""
         return 1 + TRUNCATION * self.width
 
     @property
     def pairs(self) -> Pairs:
-        """Pairs of terms whose GEMMs sum to the similarities, smallest first.
+        """Pairs of terms whose GEMMs sum to the similarities, in increasing size.
 
-        The omitted pairs are below 2^-24 of a similarity.
+        The omitted pairs contribute less than 2^-24 of a similarity.
         """
         return ((0, 0),) if self.num_terms == 1 else ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
@@ -79,19 +78,20 @@ class Padded:
         return ((0, 0),) if self.num_terms == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
 
     def operands(self, block: Block, row_shift: Array, column_shift: Array | None) -> Operands:
-        """Returns the kernels' operands.
+        """Return the kernels' operands.
 
         Args:
-          block: the block, padded or not.
+          block: the block whose features these are.
           row_shift: max-shift of the rows' exponents in nats, `[]` or `[bx]`.
           column_shift: max-shift of the columns' exponents in nats, `[]` or `[by]`; not read with a shared scale.
         """
         rows, columns = self.x.shape[0], self.y.shape[0]
-        row_masked = _masked(block.x_mask, self.bx, rows)
-        column_masked = _masked(block.y_mask, self.by, columns)
+        row_masked = _mask_shift(block.x_mask, self.bx, rows)
+        column_masked = _mask_shift(block.y_mask, self.by, columns)
 
         def vector(a: Array, size: int, count: int, gain: float = 1) -> Array:
-            return extended(jnp.broadcast_to(a, (size,)) * (LOG2E * gain), (count,))
+            """Convert `a`, scalar or `[size]`, to base 2 and pad it to `[count]`."""
+            return pad_to(jnp.broadcast_to(a, (size,)) * (LOG2E * gain), (count,))
 
         x_shift = vector(row_shift, self.bx, rows)
         operands = Operands(
@@ -103,7 +103,7 @@ class Padded:
         )
         if block.labels is not None:
             labels = self.labels(block)
-            ranges = labels.reshape(-1, RANGE)
+            ranges = labels.reshape(-1, LABEL_RANGE_ROWS)
             valid_labels = jnp.where(ranges < 0, jnp.full_like(ranges, jnp.iinfo(jnp.int32).max), ranges)
             operands = operands._replace(labels=labels, lowest=valid_labels.min(1), highest=ranges.max(1))
         if block.y_scale is None:
@@ -119,29 +119,36 @@ class Padded:
         )
 
     def weights(self, weights: Weights) -> Weights:
-        """Pads the weights with zeros."""
+        """Pad the weights with zeros."""
         rows, columns = (self.x.shape[0],), (self.y.shape[0],)
         row, column, positive = weights
         return Weights(
-            extended(row, rows),
-            None if column is None else extended(column, columns),
-            None if positive is None else extended(positive, rows),
+            pad_to(row, rows),
+            None if column is None else pad_to(column, columns),
+            None if positive is None else pad_to(positive, rows),
         )
 
     def labels(self, block: Block) -> Array:
-        """Returns padded labels, -1 for padding and positives outside the block."""
+        """Return padded labels, -1 for padding and positives outside the block."""
         inside = (block.labels >= 0) & (block.labels < self.by)
         labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
-        return extended(labels, (self.x.shape[0],), -1)
+        return pad_to(labels, (self.x.shape[0],), -1)
 
     def dot(self, features: Array, gradient: Array) -> Array:
-        """Computes the inner product of padded features and padded gradients."""
+        """Compute the inner product of padded features and their padded gradient, in fp32."""
         terms = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.num_terms)))
+        # Sums the terms from the smallest to the largest.
         return (sum(term.astype(jnp.float32) for term in terms) * gradient.astype(jnp.float32)).sum()
 
 
-def _masked(mask: Array | None, count: int, padded: int) -> Array | None:
-    """Returns fp32 `[padded]`, +inf for masked rows and padding, else 0.
+def pad_to(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
+    """Pad the array with `value` at the end of each axis."""
+    widths = [(0, to - n) for n, to in zip(array.shape, shape, strict=True)]
+    return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
+
+
+def _mask_shift(mask: Array | None, count: int, padded: int) -> Array | None:
+    """Return the shift fp32 `[padded]`: +inf for masked rows and padding, else 0.
 
     Returns None if nothing is masked or padded.
     """
@@ -149,20 +156,14 @@ def _masked(mask: Array | None, count: int, padded: int) -> Array | None:
         return None
     infinite = jnp.float32(jnp.inf)
     shift = jnp.zeros(count, jnp.float32) if mask is None else jnp.where(mask, jnp.float32(0), infinite)
-    return extended(shift, (padded,), infinite)
-
-
-def extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
-    """Pads the array at the end of each axis."""
-    widths = [(0, to - n) for n, to in zip(array.shape, shape, strict=True)]
-    return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
+    return pad_to(shift, (padded,), infinite)
 
 
 def _split_bf16(features: Array, num_terms: int) -> Array:
-    """Splits features into concatenated bf16 terms that sum to them."""
+    """Split features into concatenated bf16 terms that sum to them."""
     terms, remainder = [], features
     for _ in range(num_terms):
-        # Not a conversion to bf16 and back, which the compiler may remove.
+        # XLA may remove a conversion to bf16 and back, but not `reduce_precision`.
         terms.append(lax.reduce_precision(remainder, 8, 7))
         remainder = remainder - terms[-1]
     return jnp.concatenate([term.astype(jnp.bfloat16) for term in terms], axis=1) if num_terms > 1 else features

@@ -1,7 +1,7 @@
 """Window sizes of the fused backend, and its workspace.
 
-A window is a range of rows and columns that one kernel call computes. A column group is a range of columns, one or
-several windows wide. Its fp32 gradients stay in memory while the windows of all rows add to them.
+A window is the row and column range of a block that one kernel call computes. A column group is one or several windows
+wide. Its fp32 gradients stay in memory while the windows of all rows are added to them.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ BF16_BYTES = 2
 FP32_TERMS = 3
 # Rows and columns of a tile of a cuBLAS GEMM on Hopper.
 GEMM_TILE = (128, 256)
-# Launch overhead of one window, as the depth of a GEMM of one wave.
+# Launch overhead of one window, in the depth (contraction length) of a GEMM of one wave.
 WINDOW_COST = 512
-# Windows of fewer columns are not considered.
-FEWEST_COLUMNS = 4096
-# fp32 vectors of the block's length in the fused backend, fitted to the memory in docs/benchmarks.md.
-VECTORS = 14
+# Narrower windows are not considered.
+MIN_COLUMNS = 4096
+# Number of fp32 vectors `[rows]` in the fused backend, fitted to the memory in docs/benchmarks.md.
+NUM_VECTORS = 14
 
 
 class WindowSizes(NamedTuple):
@@ -51,15 +51,16 @@ class WindowConfig:
       sm_count: SMs of the GPU, which the GEMMs of a window should fill.
       max_pairs: most pairs of a window of dS: 256 MiB in bf16.
       max_forward_pairs: most pairs of a window of sums: at most 256 MiB of partial sums, one per 128 columns.
-      large_block: rows plus columns above which vectors take half of the memory of dS.
+      large_block: rows plus columns from which `max_pairs` is halved, to leave memory for vectors.
       fp32_divisor: factor by which windows shrink with fp32 features. Tensor cores truncate at every accumulation, and
         the error grows with the length of a GEMM.
-      max_ring_pairs: most pairs per row and feature in a ring, where bf16 features rotate with fp32 accumulators. A
-        window then also has at most half of `max_pairs`.
+      max_ring_pairs: most pairs of a window of dS per row and feature of the block, in a ring with bf16 features and
+        fp32 accumulators. The window then also has at most half of `max_pairs`.
       row_slices: most row slices in a ring. Slices have separate accumulators and are unrolled, because XLA overlaps
         transfers with GEMMs but not with loops.
-      slice_rows: most rows of a row slice.
-      group_bytes: bytes of the fp32 gradients of a column group; a group has at least the columns of one window.
+      slice_rows: most rows of one of several row slices. A block of more than `row_slices * slice_rows` rows has a
+        single slice.
+      group_bytes: most bytes of the fp32 gradients of a column group of several windows.
     """
 
     sm_count: int = SM_COUNT
@@ -73,7 +74,7 @@ class WindowConfig:
     group_bytes: int = 128 << 20
 
     def sums(self, rows: int, columns: int, width: int, num_gemms: int, tile: tuple[int, int]) -> tuple[int, int]:
-        """Chooses the rows and columns of a window of sums.
+        """Choose the rows and columns of a window of sums.
 
         Args:
           rows: padded rows of the block.
@@ -82,7 +83,7 @@ class WindowConfig:
           num_gemms: number of bf16 GEMMs whose results sum to the similarities.
           tile: multiples of the rows and columns of a window.
         """
-        return self.fitting(rows, columns, self.max_forward_pairs // num_gemms, width, tile)
+        return self.best_size(rows, columns, self.max_forward_pairs // num_gemms, width, tile)
 
     def gradients(
         self,
@@ -94,7 +95,7 @@ class WindowConfig:
         fp32: bool,
         fp32_accumulators: bool,
     ) -> WindowSizes:
-        """Chooses the sizes of windows of dS.
+        """Choose the sizes of windows of dS.
 
         Args:
           block: padded rows and columns of the block.
@@ -110,19 +111,19 @@ class WindowConfig:
             limit //= self.fp32_divisor
         elif fp32_accumulators:
             limit = min(self.max_pairs // 2, self.max_ring_pairs * rows * width)
-        window = self.fitting(slice_rows, columns, limit, width, tile)
+        window = self.best_size(slice_rows, columns, limit, width, tile)
         return WindowSizes(*window, max(window[1], self.group_bytes // (FP32_BYTES * width) // window[1] * window[1]))
 
     def row_slice(self, rows: int, tile_rows: int) -> int:
-        """Returns the rows of each row slice of a ring."""
+        """Return the number of rows of a row slice in a ring."""
         if rows > self.row_slices * self.slice_rows:
             return rows
         return max(round_up(-(-rows // self.row_slices), tile_rows), self.slice_rows // 2)
 
-    def fitting(self, rows: int, columns: int, limit: int, width: int, tile: tuple[int, int]) -> tuple[int, int]:
-        """Chooses the rows and columns of a window by estimated time.
+    def best_size(self, rows: int, columns: int, limit: int, width: int, tile: tuple[int, int]) -> tuple[int, int]:
+        """Choose the rows and columns of a window of at most `limit` pairs.
 
-        There are as few windows of at most `limit` pairs as possible, with GEMMs that fill the GPU.
+        It minimizes the estimated time of all windows: the GEMM waves of dX and dY, and the launch overhead.
         """
 
         def time(size: tuple[int, int]) -> float:
@@ -134,11 +135,11 @@ class WindowConfig:
         return min((s for s in sizes if s[0] * s[1] <= limit or s == sizes[-1]), key=time)
 
     def _waves(self, rows: int, width: int) -> int:
-        """Number of GEMM waves on the GPU for a result `[rows, width]`."""
+        """Number of waves of a GEMM with result `[rows, width]`."""
         return -(-(-(-rows // GEMM_TILE[0]) * -(-width // GEMM_TILE[1])) // self.sm_count)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Bytes of the fused backend on each device, without the ring's.
+        """Bytes of the fused backend on each device, without `ring.rotating_bytes`.
 
         These are dS of a window, fp32 accumulators, vectors, bf16 terms of fp32 features and the workspace of cuBLAS.
         """
@@ -155,13 +156,13 @@ class WindowConfig:
             in_place = not fp32 and rows <= self.row_slices * self.slice_rows
             gemm_results = 0 if in_place else rows * width * itemsize
             accumulators = accumulator_bytes(rows, width) + gemm_results
-        return BF16_BYTES * pairs + accumulators + terms + VECTORS * rows * FP32_BYTES + CUBLAS_WORKSPACE
+        return BF16_BYTES * pairs + accumulators + terms + NUM_VECTORS * rows * FP32_BYTES + CUBLAS_WORKSPACE
 
 
 def _candidates(rows: int, columns: int, limit: int, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yields window sizes, from the fewest to the most windows per row.
+    """Yield window sizes, from the widest to the narrowest.
 
-    Windows have equal shares of the columns, and at most `limit` pairs unless a row of tiles has more.
+    Windows have equal shares of the columns, and at most `limit` pairs unless one row of tiles has more.
     """
 
     def share(length: int, windows: int, multiple: int) -> int:
@@ -171,5 +172,5 @@ def _candidates(rows: int, columns: int, limit: int, tile: tuple[int, int]) -> I
         window_columns = share(columns, windows, tile[1])
         window_rows = max(tile[0], limit // window_columns // tile[0] * tile[0])
         yield share(rows, -(-rows // window_rows), tile[0]), window_columns
-        if window_columns <= min(columns, FEWEST_COLUMNS):
+        if window_columns <= min(columns, MIN_COLUMNS):
             return

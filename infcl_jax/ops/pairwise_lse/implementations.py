@@ -19,8 +19,8 @@ from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
-# Compute capabilities from Ampere to Hopper.
-TRITON = ("8.0", "8.6", "8.7", "8.9", HOPPER)
+# Compute capabilities of the Triton kernels, from Ampere to Hopper.
+TRITON_CAPABILITIES = ("8.0", "8.6", "8.7", "8.9", HOPPER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Implementation:
     """One row of the table.
 
     Attributes:
-      strategy: a `Strategy` around a backend. Or a function with the arguments and results of `all_gather.dense`, which
-        JAX differentiates.
-      workspace: functions `(rows, width, dtype, devices) -> bytes` of the buffers on each device; their sum is
-        `workspace_bytes`.
+      strategy: a `Strategy`, or a function with the arguments and results of `all_gather.dense` that JAX
+        differentiates.
+      workspace: functions with the arguments of `workspace_bytes`, which is the sum of their results.
       backend: `backend(single_device)` creates the backend of a `Strategy` for the default device. With
         `single_device`, its kernels never overlap with collectives, such as the transfers of a ring.
-      rank: the available implementation of the highest rank is the default; 0: never the default, see `quadratic`.
+      rank: the available implementation with the highest rank is the default. Rank 0 is never the default, see
+        `quadratic`.
       requires: required device and packages, for the error message; None: any device.
-      runs_on: whether the compute capability of the default device (None without an NVIDIA GPU) and the packages are as
-        required.
+      runs_on: `runs_on(capability)` is True if the compute capability of the default device (None without an NVIDIA
+        GPU) and the installed packages meet the requirements.
       fp64: whether fp64 features are supported.
     """
 
@@ -51,20 +51,20 @@ class Implementation:
 
     @property
     def quadratic(self) -> bool:
-        """True if the workspace grows with the square of the batch."""
+        """True if the workspace is quadratic in the batch size."""
         return self.rank == 0
 
     def compute(
         self, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
     ) -> tuple[Array, Array | None, Array]:
-        """Computes log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
+        """Compute log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
         if not isinstance(self.strategy, Strategy):
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
         return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Estimates the workspace on each device.
+        """Estimate the workspace on each device.
 
         Args:
           rows: rows of the batch on each device.
@@ -80,7 +80,7 @@ def _mosaic_gpu(single_device: bool) -> Backend:
     from infcl_jax.ops.pairwise_lse.fused import Fused
     from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 
-    # Collectives occupy SMs. A persistent CTA that waits for such an SM starts late and delays the whole kernel.
+    # Collectives occupy SMs. A persistent CTA that waits for such an SM delays the end of the whole kernel.
     sm_count = multiprocessors()
     return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device), WindowConfig(sm_count))
 
@@ -95,7 +95,7 @@ def _triton(single_device: bool) -> Backend:
 
 @functools.cache
 def _triton_error() -> str | None:
-    """Returns why jax-triton or Triton cannot be used, in one line; None if they can."""
+    """Return why jax-triton or Triton cannot be used, in one line; None if they can."""
     # Imported lazily, because only GPUs need these modules.
     from infcl_jax.ops.pairwise_lse.triton import load
 
@@ -106,13 +106,13 @@ def _triton_error() -> str | None:
     return None
 
 
-# Backends of the rings in plain XLA; `infcl_jax.siglip_loss` has the same strips.
+# Backends of the rings in plain XLA. `infcl_jax.siglip_loss` uses the same strip sizes.
 XLA_RINGS = {"ring": XlaStrips(rows=None), "xla": XlaStrips()}
 
 _DISCO = Strategy(all_gather.disco_forward, all_gather.disco_backward)
 _RING = Strategy(ring.forward, ring.backward)
 
-# In the order in which messages list them.
+# Error messages list the implementations in this order.
 TABLE = {
     "dense": Implementation(all_gather.dense, (all_gather.gathered_bytes, all_gather.dense_bytes)),
     "local": Implementation(all_gather.local, (all_gather.gathered_bytes, all_gather.local_bytes)),
@@ -140,7 +140,7 @@ TABLE = {
         _triton,
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
-        runs_on=lambda capability: capability in TRITON and _triton_error() is None,
+        runs_on=lambda capability: capability in TRITON_CAPABILITIES and _triton_error() is None,
         fp64=False,
     ),
 }
@@ -148,15 +148,15 @@ IMPLEMENTATIONS = tuple(TABLE)
 
 
 def available_implementations() -> tuple[str, ...]:
-    """Names of `pairwise_lse`'s implementations that run on the default device."""
+    """Names of the implementations that run on the default device."""
     capability = compute_capability()
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
 def best_implementation(dtype: Any = jnp.float32) -> str:
-    """Returns the fastest constant-memory implementation for the default device.
+    """Return the fastest implementation for the default device.
 
-    Warns once on a GPU without fused kernels.
+    Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
@@ -171,10 +171,10 @@ def best_implementation(dtype: Any = jnp.float32) -> str:
 
 
 def check_device(implementation: str, dtype: Any) -> None:
-    """Raises `ValueError` if the default device or dtype is not supported."""
+    """Raise `ValueError` unless the default device and the dtype are supported."""
     row = TABLE[implementation]
     if not row.runs_on(capability := compute_capability()):
-        reason = f" ({_triton_error()})" if implementation == "triton" and capability in TRITON else ""
+        reason = f" ({_triton_error()})" if implementation == "triton" and capability in TRITON_CAPABILITIES else ""
         raise ValueError(
             f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}{reason}; "
             f"use one of {available_implementations()} or None"
@@ -185,7 +185,7 @@ def check_device(implementation: str, dtype: Any) -> None:
 
 @functools.cache
 def _warn_no_kernels(capability: str) -> None:
-    reason = f": {_triton_error()}" if capability in TRITON else ""
+    reason = f": {_triton_error()}" if capability in TRITON_CAPABILITIES else ""
     warnings.warn(
         f"no fused kernels for a GPU of compute capability {capability}; the loss runs as strips in plain XLA{reason}",
         stacklevel=2,

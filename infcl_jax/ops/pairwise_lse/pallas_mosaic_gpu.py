@@ -1,7 +1,7 @@
 """Fused Pallas Mosaic GPU kernels for Hopper: epilogues of the similarity tiles.
 
-Forward: one sweep over the tiles reduces one exponential to row and column sums. Backward: the tiles are recomputed and
-converted to dS, followed by two GEMMs with the features.
+Forward: the epilogue reduces the exponentials of a tile to row and column sums. Backward: it converts the recomputed
+tile to dS, which two cuBLAS GEMMs multiply with the features.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     broadcast,
 )
 
-# Tile sizes were measured on an H200, see docs/benchmarks.md.
+# The fastest tile sizes on an H200, see docs/benchmarks.md.
 FORWARD = Tiles()
 BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
 PER_SAMPLE = Tiles(columns=64, store_slots=2)
 
 
 def _traced_once(method: Callable) -> Callable:
-    """Shares one trace and one lowering between windows of equal size.
+    """Share one trace and one lowering between windows of equal size.
 
     Non-array arguments are static.
     """
@@ -48,11 +48,11 @@ def _traced_once(method: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu:
-    """Implements `fused_kernel_api.Kernels` for Hopper GPUs.
+    """`fused_kernel_api.Kernels` for Hopper GPUs.
 
     Attributes:
-      forward: tile sizes of the sums.
-      backward: (largest feature width, tile sizes) of dS, in increasing order of width.
+      forward: tile sizes of the sums with a shared scale.
+      backward: (largest feature width, tile sizes) of dS with a shared scale, in increasing order of width.
       per_sample: tile sizes of both with per-sample scales, which need more registers.
       sm_count: number of SMs.
       persistent: whether CTAs are persistent, see `TileSchedule`.
@@ -79,7 +79,7 @@ class MosaicGpu:
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Implements `Kernels.sums`."""
+        """Implement `Kernels.sums`."""
         schedule = self._schedule(self.forward, operands, window, pairs)
         combine, reduce = (jnp.maximum, jnp.max) if maxima else (jnp.add, jnp.sum)
         identity = -jnp.inf if maxima else 0.0
@@ -126,7 +126,7 @@ class MosaicGpu:
         return reduce(partials["row"], 0), reduce(partials["column"], 0) if columns else None
 
     @_traced_once
-    def weights(
+    def ds(
         self,
         operands: Operands,
         weights: Weights,
@@ -137,15 +137,15 @@ class MosaicGpu:
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Implements `Kernels.weights`."""
+        """Implement `Kernels.ds`."""
         width = term_width(operands.x, pairs)
         tiles = next(t for widest, t in self.backward if width <= widest)
         schedule = self._schedule(tiles, operands, window, pairs)
         per_sample = operands.column_scale is not None
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
-        # Replacing dS at the positives excludes them without more registers. Moments need exact zeros instead.
-        replace = exclude and not moments
+        # Overwriting dS at the positives excludes them and takes no registers. Moments need exponentials of zero there.
+        overwrite = exclude and not moments
         names = _column_names(operands) + ["column_weight"] * columns
 
         def init(work: WorkTile) -> tuple:
@@ -171,7 +171,7 @@ class MosaicGpu:
                         moment_acc[j // SUBTILE] = moment_acc[j // SUBTILE] + column * s_ij
                     ds = _weighted(row, column, broadcast(row_weight, 0), column_weight)
                     if positives:
-                        ds = work.where_positive(ds, i, j, functools.partial(_with_weight, work, i, replace))
+                        ds = work.where_positive(ds, i, j, functools.partial(_with_weight, work, i, overwrite))
                     store(ds, i, j)
                 if moments:
                     work.refs["row_moment"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_moment
@@ -199,7 +199,7 @@ class MosaicGpu:
 
     @_traced_once
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Implements `Kernels.positives`."""
+        """Implement `Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         width = term_width(x, pairs)
         schedule = TileSchedule(
@@ -233,20 +233,20 @@ class MosaicGpu:
 
 
 class _SubtileStore:
-    """Rounds and stores the subtiles of dS through SMEM.
+    """Writer of bf16 subtiles of dS through SMEM.
 
     Attributes:
       work: tile of the warpgroup.
-      terms: bf16 terms to store; each is the rounding residual of the ones before.
-      stored: number of copies started for this tile.
+      terms: number of bf16 terms of dS; each rounds the residual of the ones before.
+      stored: number of copies to global memory started for this tile.
     """
 
     def __init__(self, work: WorkTile, terms: int) -> None:
-        """Starts with all SMEM slots free."""
+        """Start with all SMEM slots free."""
         self.work, self.terms, self.stored = work, terms, 0
 
     def __call__(self, ds: Array, i: int, j: int) -> None:
-        """Stores the subtile at `[i, j]` of the tile."""
+        """Store the subtile at `[i, j]` of the tile."""
         work, num_slots = self.work, self.work.schedule.tiles.store_slots
         for term in range(self.terms):
             slot = self.stored % num_slots
@@ -265,10 +265,10 @@ class _SubtileStore:
 
 
 def _named_operands(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
-    """Names the kernel operands; those of labels only if `labels`."""
+    """Return kernel operands by name; labels and their ranges only if `labels`."""
     skipped = () if labels else ("labels", "lowest", "highest")
-    given = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
-    return _window_start(window) | given
+    present = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
+    return _window_start(window) | present
 
 
 def _window_start(window: Window) -> dict[str, Array]:
@@ -294,9 +294,9 @@ def _column_names(operands: Operands) -> list[str]:
 
 
 def _preload_columns(work: WorkTile, names: list[str]) -> list[dict[str, Array]]:
-    """Loads column vectors that fit in registers for a whole task.
+    """Load a column vector of each subtile for a whole task.
 
-    The list has one dict per subtile, and is empty if there are too many vectors.
+    Returns an empty list if there is more than one vector, because registers hold only one.
     """
     if len(names) > 1:
         return []
@@ -306,9 +306,9 @@ def _preload_columns(work: WorkTile, names: list[str]) -> list[dict[str, Array]]
 def _column_loaders(
     work: WorkTile, names: list[str], preloaded: list[dict[str, Array]] | None = None
 ) -> list[Callable[[], dict[str, Array]]]:
-    """Returns a loader of the column vectors for each subtile.
+    """Return a loader of the column vectors for each subtile.
 
-    Loaders return `preloaded` registers if there are any, else they load on demand.
+    A loader returns the `preloaded` vectors if there are any. Otherwise it loads them from global memory.
     """
     if preloaded:
         return [functools.partial(dict, vectors) for vectors in preloaded]
@@ -325,17 +325,17 @@ def _subtile_columns(schedule: TileSchedule) -> range:
 
 
 def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> tuple[Array, Array | None]:
-    """Computes the exponents of the row sums and of the column sums.
+    """Compute the exponents of the row sums and of the column sums.
 
     The second result is None if both are equal (shared scale).
     """
     rows = {name: broadcast(v, 0) for name, v in rows.items()}
     columns = {name: broadcast(v, 1) for name, v in columns.items()}
-    scaled, reference = s * rows["row_scale"], rows["row_shift"]
+    scaled, shift = s * rows["row_scale"], rows["row_shift"]
     if "column_scale" in columns:
-        row = scaled - (reference + columns["column_masked"])
+        row = scaled - (shift + columns["column_masked"])
         return row, s * columns["column_scale"] - (columns["column_shift"] + rows["row_masked"])
-    return scaled - (reference + columns["column_shift"] if columns else reference), None
+    return scaled - (shift + columns["column_shift"] if columns else shift), None
 
 
 def _without_positives(work: WorkTile, row: Array, column: Array | None, i: int, j: int) -> tuple[Array, Array | None]:
@@ -347,7 +347,7 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
 
 
 def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
-    """Computes dS of a subtile without the positives' weights."""
+    """Compute dS of a subtile without the positives' weights."""
     if column_weight is None:
         return row * row_weight
     if column is None:
@@ -355,23 +355,24 @@ def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight
     return row * row_weight + column * broadcast(column_weight, 1)
 
 
-def _with_weight(work: WorkTile, i: int, replace: bool, ds: Array) -> Array:
-    """Adds the positives' weights to a subtile of dS, or replaces it (`replace`)."""
+def _with_weight(work: WorkTile, i: int, overwrite: bool, ds: Array) -> Array:
+    """Add the positives' weights to a subtile of dS, or overwrite it with them."""
     weight = broadcast(work.load_rows("positive_weight", i), 0)
-    return weight if replace else ds + weight
+    return weight if overwrite else ds + weight
 
 
 def _column_accumulators(schedule: TileSchedule, value: float) -> tuple[Array, ...]:
-    """Returns initial accumulators of the column reduction, one per subtile of columns.
+    """Return initial accumulators of the column reduction, one per subtile of columns.
 
-    Rows of successive tiles are reduced elementwise in registers first.
+    An accumulator is a whole subtile in registers, reduced elementwise over subtiles of rows. Its rows are reduced
+    once, at the end of the task.
     """
     acc = jnp.full((SUBTILE, SUBTILE), value, jnp.float32)
     return tuple(plgpu.layout_cast(acc, WGMMA_LAYOUT) for _ in _subtile_columns(schedule))
 
 
 def _store_columns(work: WorkTile, name: str, column_acc: tuple[Array, ...], maxima: bool = False) -> None:
-    """Reduces column accumulators over rows and stores the partial result."""
+    """Reduce column accumulators over rows and store the partial result."""
     with work.serialized():
         reduced = [acc.max(0) if maxima else acc.sum(0) for acc in column_acc]
     for j, partial in _with_offsets(reduced):

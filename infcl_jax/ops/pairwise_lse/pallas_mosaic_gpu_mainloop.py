@@ -45,17 +45,17 @@ def run(
     epilogue: Callable[[WorkTile, Array, Any, Any], Any],
     finalize: Callable[[WorkTile, Any], None],
 ) -> dict[str, Array]:
-    """Computes the tiles of `x @ y.T` and calls the epilogue on each.
+    """Compute the tiles of `x @ y.T` and call the epilogue on each.
 
     Args:
       schedule: tile schedule.
       operands: arrays by name, including "x" and "y" (concatenated bf16 terms of the features), and "first_row" and
         "first_column" of the window, int32 `[1]`.
       results: shapes and dtypes of the results by name.
-      init: returns the initial carry of a task.
-      prefetch: loads the vectors of `epilogue` before the GEMM.
-      epilogue: `epilogue(work, s, vectors, carry) -> carry`; tiles `s` are fp32 `[rows, columns]` in registers.
-      finalize: stores the carry after the last tile of a task.
+      init: `init(work) -> carry` at the start of a task.
+      prefetch: `prefetch(work) -> vectors` of a tile, before its GEMM.
+      epilogue: `epilogue(work, s, vectors, carry) -> carry` of a tile; `s` is fp32 `[rows, columns]` in registers.
+      finalize: `finalize(work, carry)` stores the carry at the end of a task.
 
     Returns:
       The results by name.
@@ -72,7 +72,7 @@ def run(
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
 
         def task_of(i: Array) -> WorkTile:
-            """Returns the i-th task of this CTA, without a row tile."""
+            """Return the i-th task of this CTA, without a row tile."""
             tasks_per_segment = schedule.columns // t.cluster_columns
             task = cluster + i * schedule.grid_clusters
             segment, cluster_tile = lax.div(task, tasks_per_segment), lax.rem(task, tasks_per_segment)
@@ -118,7 +118,7 @@ def run(
 
             @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
             def _(step: Array) -> None:
-                # The peer CTA may still multicast tiles to this CTA and signal its barriers.
+                # The peer CTA may still multicast tiles to this CTA or signal its barriers. Exit only after that.
                 plgpu.barrier_wait(empty.at[lax.rem(step, t.stages)])
 
         def compute() -> None:
@@ -130,7 +130,7 @@ def run(
 
             @pl.when(warpgroup == 1)
             def _() -> None:
-                plgpu.barrier_arrive(reduction_order.at[0])
+                plgpu.barrier_arrive(reduction_order.at[0])  # warpgroup 0 reduces first, see `WorkTile.serialized`
 
             def multiply(acc: Any, k: Array, step: Array) -> Array:
                 slot = lax.rem(step, t.stages)
@@ -172,7 +172,7 @@ def run(
 
             @pl.when(warpgroup == 0)
             def _() -> None:
-                plgpu.barrier_wait(reduction_order.at[0])
+                plgpu.barrier_wait(reduction_order.at[0])  # every arrival needs a wait
 
         lax.cond(warpgroup == PRODUCER, produce, compute)
 
@@ -184,7 +184,7 @@ def run(
         scratch_types=[
             smem((t.stages, t.cta_rows, TILE_K)),
             smem((t.stages, t.columns, TILE_K)),
-            smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),
+            smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),  # placeholder
             plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             plgpu.ClusterBarrier(collective_axes=("member",), **empty) if t.cluster > 1 else plgpu.Barrier(**empty),
             plgpu.Barrier(),

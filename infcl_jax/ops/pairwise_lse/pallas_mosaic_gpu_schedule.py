@@ -15,15 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infcl_jax.ops.common.gpu import SHARED_MEMORY, SWIZZLE_BYTES
 from infcl_jax.ops.pairwise_lse.base import Array
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import RANGE, Pairs
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Pairs
 
 WARPGROUPS = 2  # compute warpgroups of a CTA
 TILE_K = SWIZZLE_BYTES // 2  # bf16 features per step
 SUBTILE = 64  # rows and columns of an epilogue subtile, which is stored at once
 SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
-SEGMENT_COST = 0.25  # cost of ending a task, in row tiles
+SEGMENT_COST = 0.25  # time to end a task, in times of a row tile
 BARRIER_BYTES = 1024  # bytes of SMEM reserved for barriers
-REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for row reductions of a subtile: fp32 from each of four warps
+REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for reductions of a subtile over rows: fp32 from each of four warps
 
 WGMMA_LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COLUMN_LAYOUT = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
@@ -33,7 +33,7 @@ Refs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of one kernel's main loop.
+    """Tile sizes and pipeline of one kernel.
 
     Attributes:
       rows: rows of one warpgroup's tile; a CTA's tile has twice as many.
@@ -52,7 +52,7 @@ class Tiles:
     store_slots: int = 0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for sizes that the hardware does not support."""
+        """Raise `ValueError` for sizes that the hardware or the kernels do not support."""
         if self.rows % SUBTILE or self.columns % SUBTILE or self.columns > 256 or self.cluster not in (1, 2):
             raise ValueError(
                 f"expected rows and columns in multiples of {SUBTILE}, columns <= 256 and cluster 1 or 2, got {self}"
@@ -88,8 +88,7 @@ class Tiles:
 class TileSchedule:
     """Tile schedule of one kernel call.
 
-    A task is a segment of row tiles in one column tile, so that column vectors stay in registers. The CTAs of a cluster
-    process adjacent column tiles.
+    A task is a segment of consecutive row tiles in one column tile, so that column vectors stay in registers.
 
     Attributes:
       tiles: tile sizes.
@@ -133,7 +132,7 @@ class TileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Number of row tiles of a cluster."""
+        """Number of row tiles per column tile."""
         return 1 if self.diagonal else self.rows // self.tiles.cta_rows
 
     @property
@@ -159,7 +158,7 @@ class TileSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class WorkTile:
-    """Tile of similarities that a compute warpgroup processes.
+    """Tile of similarities that one compute warpgroup processes.
 
     Attributes:
       schedule: tile schedule.
@@ -190,22 +189,22 @@ class WorkTile:
         return self.column_tile * self.schedule.tiles.columns
 
     def load_rows(self, name: str, i: int) -> Array:
-        """Loads `[SUBTILE]` of a row vector from row `i` of the tile."""
+        """Load `[SUBTILE]` of a row vector from row `i` of the tile."""
         rows = pl.ds(window_offset(self.refs, 0) + self.row + i, SUBTILE)
         return plgpu.load(self.refs[name].at[rows], layout=ROW_LAYOUT, optimized=False)
 
     def load_columns(self, name: str, j: int) -> Array:
-        """Loads `[SUBTILE]` of a column vector from column `j` of the tile."""
+        """Load `[SUBTILE]` of a column vector from column `j` of the tile."""
         columns = pl.ds(window_offset(self.refs, 1) + self.column + j, SUBTILE)
         return plgpu.load(self.refs[name].at[columns], layout=COLUMN_LAYOUT, optimized=False)
 
     def where_positive(self, values: Any, i: int, j: int, change: Callable[[Array], Array]) -> Any:
-        """Applies `change` to the positives of the subtile at `[i, j]`.
+        """Apply `change` to the positives of the subtile at `[i, j]`.
 
         `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
         """
         first = window_offset(self.refs, 1) + self.column
-        label_range = lax.div(window_offset(self.refs, 0) + self.row + i, RANGE)
+        label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
 
         def changed(values: Any) -> Any:
@@ -218,14 +217,14 @@ class WorkTile:
 
     @contextlib.contextmanager
     def serialized(self) -> Iterator[None]:
-        """Serializes the warpgroups: their row reductions share one SMEM buffer."""
+        """Serialize the warpgroups, whose reductions over rows share one SMEM buffer."""
         plgpu.barrier_wait(self.refs["reduction_order"].at[self.warpgroup])
         yield
         plgpu.barrier_arrive(self.refs["reduction_order"].at[1 - self.warpgroup])
 
 
 def broadcast(vector: Array, axis: int) -> Array:
-    """Broadcasts a vector along `axis` (0: rows, 1: columns) to a subtile."""
+    """Broadcast a vector over the rows (`axis` 0) or columns (1) to a subtile."""
     return lax.broadcast_in_dim(vector, (SUBTILE, SUBTILE), [axis])
 
 

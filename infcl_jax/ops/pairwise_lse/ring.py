@@ -38,10 +38,10 @@ from infcl_jax.ops.pairwise_lse.base import (
 
 # Unrolled steps need no copies of the carry; rings with more steps are unrolled in groups of this size.
 MAX_UNROLL = 16
-# A block has at most SLICES slices. For GEMM throughput a slice has at least LARGE_SLICE columns, or half of the block
-# if that is less. Slices are multiples of SLICE_MULTIPLE columns.
-SLICES = 4
-LARGE_SLICE = 4096
+# A block has at most MAX_SLICES slices. For GEMM throughput a slice has at least MIN_SLICE columns, or half of the
+# block if that is less. Slices are multiples of SLICE_MULTIPLE columns.
+MAX_SLICES = 4
+MIN_SLICE = 4096
 SLICE_MULTIPLE = 256
 
 Compare = Callable[[Any, bool], tuple[Any, Any]]
@@ -50,15 +50,15 @@ Accumulate = Callable[[int, Any, Any, Any, bool], tuple[Any, Any]]
 
 
 def sweep(compare: Compare, columns: Any, merge: Merge, axis_name: AxisName | None) -> tuple[Any, Any]:
-    """Rotates column blocks around the ring and merges local and remote contributions.
+    """Rotate column blocks around the ring and merge local and remote contributions.
 
     The compute of one block overlaps with two transfers: the next block and the remote contributions of the previous
-    step. Only the last transfer of the remote contributions is exposed. Use it for contributions that are small.
+    step. Only the last transfer of the remote contributions is exposed. Use this for contributions smaller than their
+    columns, such as column sums.
 
     Args:
-      compare: `compare(columns, own) -> (local, remote)`: contributions that stay on this device, and contributions
-        that belong to the device that owns `columns`. `own` (static) is True in the step in which this device owns
-        `columns`.
+      compare: `compare(columns, own) -> (local, remote)` returns the contributions to this device's rows, and to
+        `columns` on the device that owns them. `own` (static) is True in the step in which this device owns them.
       columns: pytree of this device's arrays to rotate.
       merge: associative merge of two contributions of the same structure.
       axis_name: mesh axis of the ring, or several with the slowest links first; None for a single device.
@@ -72,7 +72,7 @@ def sweep(compare: Compare, columns: Any, merge: Merge, axis_name: AxisName | No
 
 
 def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str, ...], *, own: bool) -> tuple[Any, Any]:
-    """Rotates once around all axes; starts with the own block if `own`.
+    """Rotate once around all axes, starting with the own block if `own`.
 
     `remote` stays on the last device that compares its block, which is one hop before its owner along every axis.
     """
@@ -109,12 +109,12 @@ def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str,
 def accumulate(
     compare: Accumulate, slices: list, local: Any, remote: list, axis_name: AxisName | None
 ) -> tuple[Any, list]:
-    """Rotates slices and their accumulators around the ring and accumulates in place.
+    """Rotate slices and their accumulators around the ring and accumulate in place.
 
     Accumulators move together with their slices, so that no device stores a contribution in addition to its
-    accumulator. Use it for accumulators that are larger than their slices. The next slice arrives during the compute of
-    the current one, and only that slice is in memory twice. The own block comes last. Only the first transfer of the
-    first slice is exposed.
+    accumulator. Use this for accumulators larger than their slices, such as gradients. The next slice arrives during
+    the compute of the current one, and only that slice is in memory twice. The own block comes last. Only the first
+    transfer of the first slice is exposed.
 
     Args:
       compare: `compare(i, column_slice, local, remote, own) -> (local, remote)` adds the contributions of slice number
@@ -141,7 +141,7 @@ def accumulate(
 def _rotate_accumulate(
     compare: Accumulate, slices: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
 ) -> tuple[Any, list]:
-    """Rotates once around all axes; ends with the own block if `own`.
+    """Rotate once around all axes, ending with the own block if `own`.
 
     Blocks come from the furthest device to the nearest. The first slice starts on the device that compares it first.
     The other slices start one hop before it along the last axis. `remote` stays on the last device that compares its
@@ -177,10 +177,10 @@ def _rotate_accumulate(
 def _step(
     compare: Accumulate, state: tuple[list, Any, list], axes: tuple[str, ...], *, own: bool, last: bool
 ) -> tuple[list, Any, list]:
-    """Compares every slice once while the next one arrives.
+    """Compare every slice once while the next one arrives.
 
-    During the last slice, the first slice of the next step arrives, unless this is the last step. The state is
-    `(slices, local, remote)`, see `accumulate`.
+    During the compute of the last slice, the first slice of the next step arrives, unless this is the last step. The
+    state is `(slices, local, remote)`, see `accumulate`.
     """
     slices, local, remote = list(state[0]), state[1], list(state[2])
 
@@ -190,7 +190,7 @@ def _step(
     for i, next_slice in enumerate([*range(1, len(slices)), 0]):
         has_next, single_slice = next_slice or not last, next_slice == i
         if has_next and not single_slice:
-            if i:  # one transfer at a time
+            if i:  # after the compute of slice i - 1: one transfer in flight at a time
                 slices[next_slice], remote[next_slice] = _after(remote[i - 1], (slices[next_slice], remote[next_slice]))
             fetch(next_slice)
         if i:
@@ -202,10 +202,10 @@ def _step(
 
 
 def _after(done: Any, tree: Any) -> Any:
-    """Adds a data dependency on `done` to the matrices of `tree`.
+    """Add a data dependency on `done` to the matrices of `tree`.
 
-    Row 0 is written onto itself at an index computed from `done`. Without the dependency, XLA would start all transfers
-    at once and merge the GEMMs of several slices.
+    The dependency is an update of row 0 with itself, at an index computed from `done`. Without it, XLA would start all
+    transfers at once and merge the GEMMs of several slices.
     """
     if not jax.tree.leaves(done):
         return tree
@@ -214,7 +214,7 @@ def _after(done: Any, tree: Any) -> Any:
 
 
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
-    """Splits a pytree of column arrays into slices.
+    """Split a pytree of column arrays into slices.
 
     Each slice comes with the index of its first column. On a single device there is one slice.
     """
@@ -226,14 +226,14 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
 
 
 def slice_columns(columns: int) -> int:
-    """Returns the columns of a slice; the last slice may have fewer."""
-    return min(columns, round_up(max(-(-columns // SLICES), min(-(-columns // 2), LARGE_SLICE)), SLICE_MULTIPLE))
+    """Return the number of columns of a slice; the last slice may have fewer."""
+    return min(columns, round_up(max(-(-columns // MAX_SLICES), min(-(-columns // 2), MIN_SLICE)), SLICE_MULTIPLE))
 
 
 def rotating_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
     """Bytes of the rotating columns on each device.
 
-    These are a block of `rows` columns, its double-buffered slice and that slice's fp32 accumulators.
+    These are a block of `rows` columns, the second buffer of one slice and that slice's fp32 accumulators.
     """
     if devices == 1:
         return 0
@@ -242,16 +242,16 @@ def rotating_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 
 def ring_axes(axis_name: AxisName | None) -> tuple[str, ...]:
-    """Returns the mesh axes with several devices, slowest links first."""
+    """Return the mesh axes with several devices, slowest links first."""
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
-    """Sends arrays to the device with coordinates larger by `by` along `axes`.
+    """Send arrays to the device whose coordinates along `axes` are larger by `by`.
 
-    XLA combines permutes with identical lists of device pairs. Each `number` orders the list differently, so that its
-    transfers stay separate.
+    XLA combines permutes with identical lists of device pairs. `number` rotates the list, so that transfers of
+    different slices stay separate.
     """
     if not axes:
         return tree
@@ -263,7 +263,7 @@ def _shift(tree: Any, axes: tuple[str, ...], by: int, number: int = 0) -> Any:
 
 
 def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Sums:
-    """Computes this device's row sums, column sums and positives over all devices.
+    """Compute this device's row sums, column sums and positives over all devices.
 
     Args:
       backend: computes one block.
@@ -291,7 +291,7 @@ def backward(
     exclude: bool,
     needs_grad: NeedsGrad,
 ) -> Gradient:
-    """Computes the gradients of this device's rows, columns and scales.
+    """Compute the gradients of this device's rows, columns and scales.
 
     The column accumulators rotate with the columns.
 
@@ -307,24 +307,24 @@ def backward(
       Gradients. Those of the features are in the accumulation dtype, or in the features' dtype on a single device.
     """
     single_device = not ring_axes(axis_name)
-    # Accumulation over ring steps needs full precision. On a single device, rounding once needs no fp32 copy.
+    # Gradients accumulated over ring steps need fp32. On a single device they are rounded once, without an fp32 copy.
     init = backend.accumulators(
         block, needs_grad, block.x.dtype if single_device else accumulation_dtype(block.x.dtype)
     )
-    column_state = _column_operands(block), (cotangents.column, cotangents.column_weight), (init.y, init.y_scale)
+    column_state = _column_operands(block), (cotangents.column, cotangents.d_column), (init.y, init.y_scale)
     sliced = split(column_state, axis_name)
 
     def compare(i: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
-        columns, (column, column_weight) = column_slice
+        columns, (column, d_column) = column_slice
         step_block = _with_columns(block, columns, block.labels - sliced[i][0] if own else None)
-        step_cotangents = cotangents._replace(column=column, column_weight=column_weight)
+        step_cotangents = cotangents._replace(column=column, d_column=d_column)
         acc = local._replace(y=remote[0], y_scale=remote[1])
         acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
 
     slices, remote = [state[:2] for _, state in sliced], [state[2] for _, state in sliced]
     local, remote = accumulate(compare, slices, init._replace(y=None, y_scale=None), remote, axis_name)
-    d_y, d_y_scale = jax.tree.map(lambda *sliced: jnp.concatenate(sliced), *remote)
+    d_y, d_y_scale = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *remote)
     return backend.gradient(block, cotangents, local._replace(y=d_y, y_scale=d_y_scale), needs_grad)
 
 
@@ -338,7 +338,7 @@ def _with_columns(block: Block, operands: tuple, labels: Array | None) -> Block:
 
 
 def _merge(a: Any, b: Any) -> Any:
-    """Merges log-sum-exps and adds all other leaves."""
+    """Merge log-sum-exps and add all other leaves."""
 
     def is_log_sum(value: Any) -> bool:
         return isinstance(value, LogSum)

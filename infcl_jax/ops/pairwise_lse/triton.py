@@ -57,7 +57,7 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernels:
-    """Implements `fused_kernel_api.Kernels` for GPUs from Ampere to Hopper.
+    """`fused_kernel_api.Kernels` for GPUs from Ampere to Hopper.
 
     The gradients are library GEMMs.
 
@@ -71,7 +71,7 @@ class TritonKernels:
 
     @classmethod
     def for_capability(cls, capability: str) -> "TritonKernels":
-        """Creates the kernels for a CUDA compute capability.
+        """Create the kernels for a CUDA compute capability.
 
         Raises:
           ValueError: the GPU is not Ampere, Ada or Hopper.
@@ -100,14 +100,14 @@ class TritonKernels:
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Array, Array | None]:
-        """Implements `Kernels.sums`."""
+        """Implement `Kernels.sums`."""
         operands = operands if exclude else operands._replace(labels=None)
         needed = ("row_partials", "column_partials") if columns else ("row_partials",)
         out = self._compute_tiles(operands, None, window, pairs, needed, exclude=exclude, maxima=maxima)
         reduce = jnp.max if maxima else jnp.sum
         return reduce(out["row_partials"], 0), reduce(out["column_partials"], 0) if columns else None
 
-    def weights(
+    def ds(
         self,
         operands: Operands,
         weights: Weights,
@@ -118,7 +118,7 @@ class TritonKernels:
         terms: int,
         moments: bool,
     ) -> tuple[Array, Array | None, Array | None]:
-        """Implements `Kernels.weights`."""
+        """Implement `Kernels.ds`."""
         if self.config.block_m * terms * window.columns >= 1 << 31:
             raise ValueError(
                 f"expected a window whose tiles of dS span less than 2^31 elements, got {window}; use fewer columns"
@@ -130,7 +130,7 @@ class TritonKernels:
         return out["ds"], row, out["column_partials"].sum(0) if column_moment else None
 
     def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Implements `Kernels.positives`."""
+        """Implement `Kernels.positives`."""
         rows = x.shape[0]
         num_tiles = rows // min(self.config.block_m, self.config.block_n)
         out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
@@ -149,7 +149,7 @@ class TritonKernels:
         maxima: bool = False,
         terms: int = 0,
     ) -> dict[str, Array]:
-        """Computes all tiles of a window.
+        """Compute all tiles of a window.
 
         Partial sums and maxima are per tile, to be reduced over the first axis.
 
@@ -203,7 +203,7 @@ class TritonKernels:
         num_warps: int,
         **constants: int,
     ) -> dict[str, Array]:
-        """Launches `{kernel}_kernel`; operands and results have the names of its pointers."""
+        """Launch `{kernel}_kernel`; operands and results have the names of its pointers."""
         c, width = self.config, term_width(operands["x"], pairs)
         if shape[0] % c.block_m or shape[1] % c.block_n or width % c.block_d:
             raise ValueError(
@@ -240,13 +240,13 @@ class TritonKernels:
 
 
 def _digits(terms: list[int]) -> int:
-    """Packs the indices of terms into hexadecimal digits, the first one lowest."""
+    """Pack the indices of terms into hexadecimal digits, the first one lowest."""
     return sum(term << 4 * index for index, term in enumerate(terms))
 
 
 @functools.cache
 def load() -> tuple[Any, Any]:
-    """Imports jax_triton and `triton_kernels`.
+    """Import jax_triton and `triton_kernels`.
 
     Raises:
       ImportError: a package is missing or cannot be imported, or its version silently computes nothing.
@@ -274,7 +274,7 @@ def load() -> tuple[Any, Any]:
 
 
 def _adapt_dce_rule() -> None:
-    """Gives jax-triton's rule of dead code elimination the signature that JAX 0.12 calls.
+    """Give jax-triton's rule of dead code elimination the signature that JAX 0.12 calls.
 
     jax-triton 0.4.1 registers `rule(used_outs, eqn)`, the signature of JAX 0.11. JAX 0.12 calls it with `(used_outs,
     live_ins, eqn)`. Once a release of jax-triton registers a rule of three parameters, this function can go.

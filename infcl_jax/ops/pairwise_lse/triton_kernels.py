@@ -33,7 +33,7 @@ def similarity_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Computes one tile of s in a single loop over all pairs of terms."""
+    """Compute one tile of s in a single loop over all pairs of terms."""
     offs_d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + (start_m.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_M)[:, None] * STRIDE + offs_d[None, :])
     y_ptrs = y_ptr + (start_n.to(tl.int64) * STRIDE + tl.arange(0, BLOCK_N)[None, :] * STRIDE + offs_d[:, None])
@@ -49,13 +49,13 @@ def similarity_tile(
 
 @triton.jit
 def load_vector(ptr, offs):
-    """Loads a vector; None if it is absent."""
+    """Load a vector; None if it is absent."""
     return None if ptr is None else tl.load(ptr + offs)
 
 
 @triton.jit
 def exponentials(exponent, positive, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr):
-    """Computes the exponentials in base 2, or returns the exponents if `MAXIMA`."""
+    """Compute the exponentials in base 2, or return the exponents if `MAXIMA`."""
     if EXCLUDE and positive is not None:
         exponent = tl.where(positive, float("-inf"), exponent)
     return exponent if MAXIMA else tl.exp2(exponent)
@@ -65,7 +65,7 @@ def exponentials(exponent, positive, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr
 def store_partials(
     ptr, index, stride, start, e, s, MOMENTS: tl.constexpr, MAXIMA: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Reduces a tile over one axis and stores the result.
+    """Reduce a tile over one axis and store the result.
 
     The reductions are sums of e, maxima of its exponents or moments sum(e * s). They are stored from `[index, start]`
     in an array with rows of `stride` elements.
@@ -76,7 +76,7 @@ def store_partials(
 
 @triton.jit
 def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
-    """Stores a tile of dS in bf16 terms; each is a rounding residual."""
+    """Store a tile of dS in bf16 terms; each is a rounding residual."""
     BLOCK_M: tl.constexpr = ds.shape[0]
     BLOCK_N: tl.constexpr = ds.shape[1]
     tile_m, tile_n, _, tiles_n = tile
@@ -96,7 +96,7 @@ def epilogue(
     s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr,
     DS_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Converts a tile of s to sums, maxima, or dS and moments.
+    """Convert a tile of s to sums, maxima, or dS and moments.
 
     `label` is relative to the tile; None for a tile without positives.
     """
@@ -148,7 +148,7 @@ def tile_kernel(
     EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr, DS_TERMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of sums or maxima, or of dS with moments.
+    """Compute one tile of sums or maxima, or of dS with moments.
 
     Without `row_weight_ptr` the results are sums of e or maxima of its exponents, else dS and moments.
     """
@@ -200,7 +200,7 @@ def diagonal_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Computes the similarities s_ii on the diagonal of one tile."""
+    """Compute the similarities s_ii on the diagonal of one tile."""
     start = tl.program_id(0) * min(BLOCK_M, BLOCK_N)
     start_m = start // BLOCK_M * BLOCK_M
     start_n = start // BLOCK_N * BLOCK_N

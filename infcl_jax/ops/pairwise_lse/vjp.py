@@ -1,6 +1,7 @@
-"""Custom VJP of a `Strategy` and its backend, with the choice of max-shift.
+"""Custom VJP of a strategy and its backend.
 
-The shared max-shift is tried first. If its sums are not exact, the general path recomputes them (see `stabilization`).
+With a shared scale, the shared max-shift is tried first. If its sums are not exact, the general path recomputes them
+(see `stabilization`).
 """
 
 import dataclasses
@@ -55,7 +56,10 @@ def blockwise(
     y_mask: Array | None,
     labels: Array,
 ) -> tuple[Array, Array | None, Array]:
-    """Computes row and column log-sum-exps and positives of a `base.Block`."""
+    """Compute row and column log-sum-exps and positives, with a custom VJP.
+
+    The arrays are the fields of this device's `base.Block`. The results are over all devices.
+    """
     sums = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
     return _logarithms(sums.final)
 
@@ -75,7 +79,7 @@ class _ForwardSums(NamedTuple):
 
 
 def _sums(plan: Plan, block: Block) -> _ForwardSums:
-    """Computes the sums of this device's rows and columns over all devices."""
+    """Compute the sums of this device's rows and columns over all devices."""
     axis_name = plan.axis_name
 
     def sums(block: Block) -> Sums:
@@ -94,10 +98,10 @@ def _sums(plan: Plan, block: Block) -> _ForwardSums:
 
 
 def _unless_exact[T](exact: Array, value: T, recompute: Callable[[], T]) -> T:
-    """Returns `value` if `exact`, else `recompute()`.
+    """Return `value` if `exact`, else `recompute()`.
 
-    On GPUs the host evaluates the condition and must wait for `exact`. Only consumers of the result wait with it. A
-    loop with zero iterations returns `value` without a copy, unlike a conditional.
+    On GPUs the host evaluates the condition, so it synchronizes on `exact`. Work enqueued before is not delayed. A loop
+    with zero iterations returns `value` without a copy, unlike a conditional.
     """
     return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), recompute()), (exact, value))[1]
 
@@ -109,7 +113,7 @@ def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StaticNeedsGrad:
-    """Passes the static `NeedsGrad` from the forward to the backward rule."""
+    """Residual without arrays that holds the static `NeedsGrad` for the backward rule."""
 
     needs_grad: NeedsGrad
 
@@ -136,13 +140,14 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
             exclude=plan.exclude,
             needs_grad=needs_grad,
         )
-        # `grad_scale` is a power of two and contains the mean's 1/b. Multiplying last is exact and keeps small values
-        # from being rounded.
+        # The cotangents of a mean contain 1/b. Multiplying by a power of two after the GEMMs is exact and keeps dS from
+        # underflow.
         d_x, d_y = (None if g is None else _scaled(g, grad_scale, block.x.dtype) for g in (grads.x, grads.y))
         x_scale, y_scale = (None if g is None else g * grad_scale for g in (grads.x_scale, grads.y_scale))
         return Gradient(d_x, d_y, x_scale, y_scale)
 
     def recompute() -> Gradient:
+        # The gradient of a shared scale is the sum over its per-sample copies.
         needs_grad = static.needs_grad._replace(y_scale=static.needs_grad.x_scale)
         grads = gradient(per_sample(block, plan.columns), sums.final, needs_grad)
         if not needs_grad.x_scale:
@@ -150,7 +155,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         x_scale = grads.x_scale.sum()
         return grads._replace(x_scale=x_scale if grads.y_scale is None else x_scale + grads.y_scale.sum(), y_scale=None)
 
-    # Uses the first sums before they are known to be exact, so that the backward pass is enqueued before the host
+    # Uses the first sums whether they are exact or not, so that the backward pass is enqueued before the host
     # synchronizes.
     grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
@@ -172,9 +177,9 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
 
 
 def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
-    """Multiplies by `factor` and rounds once to `dtype`.
+    """Multiply by `factor` and round once to `dtype`.
 
-    If the dtype stays the same, slices are updated in place, because XLA would allocate a copy of the whole array.
+    If the dtype stays the same, slices are updated in place. XLA would otherwise allocate a copy of the whole array.
     """
     if array.dtype != dtype:
         return (array * factor).astype(dtype)
@@ -187,7 +192,7 @@ def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
 
 
 def _power_of_two_bound(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
-    """Returns the power of two above the largest absolute cotangent.
+    """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.
     """

@@ -1,6 +1,6 @@
-"""Portable backend in plain XLA that loops over strips of rows.
+"""Portable backend in plain XLA.
 
-It computes one or two exponentials per pair, see `stabilization`.
+It computes one exponential per pair with a shared scale, else up to two (see `stabilization`).
 """
 
 import dataclasses
@@ -40,39 +40,36 @@ from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_s
 
 @dataclasses.dataclass(frozen=True)
 class XlaStrips:
-    """Computes a block strip by strip.
+    """Backend in plain XLA that loops over strips of rows.
 
     Attributes:
-      rows: rows of one strip, which holds `rows * by` similarities at a time; None: one strip for the whole block.
+      rows: rows of one strip, so that `rows * by` similarities are in memory; None: one strip for the whole block.
     """
 
     rows: int | None = STRIP_ROWS
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
-        """Implements `base.Backend.forward`."""
+        """Implement `base.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-        """Implements `base.Backend.accumulators`."""
+        """Implement `base.Backend.accumulators`."""
         return zero_gradients(block, needs_grad, dtype)
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
-        """Implements `base.Backend.backward`."""
+        """Implement `base.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         backward = self._shared_backward if is_shared(block) else self._general_backward
         needs_grad = NeedsGrad(*(a is not None for a in acc))
         return add_trees(acc, backward(block, cotangents, exclude, needs_grad))
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
-        """Implements `base.Backend.gradient`."""
+        """Implement `base.Backend.gradient`."""
         return acc
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
-        """Bytes of one strip of a square block, and of the block's gradients.
-
-        They do not depend on the dtype and the number of devices.
-        """
+        """Bytes of one strip of a square block, and of the block's fp32 gradients."""
         strip_rows = rows if self.rows is None else min(self.rows, rows)
         return similarity_bytes(strip_rows, rows) + accumulator_bytes(rows, width)
 
@@ -101,19 +98,19 @@ class XlaStrips:
 
     def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, needs_grad: NeedsGrad) -> Gradient:
         scale, shift = block.x_scale, shared_shift(block.x_scale)
-        column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.column_weight)
+        column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.d_column)
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
             d_y, d_scale = carry
-            s, e = _shared_exponentials(block, rows.rows, shift, exclude)
-            row_col_factor = factor(rows.sums, rows.weight)[:, None]
+            s, e = _shared_exponentials(block, rows.operands, shift, exclude)
+            row_col_factor = factor(rows.sums, rows.d_row)[:, None]
             if column_factor is not None:
                 row_col_factor = row_col_factor + column_factor[None, :]
-            probability = e * row_col_factor
-            d_s = _with_positive(block, rows, scale * probability)
+            p = e * row_col_factor
+            d_s = _with_positive(block, rows, scale * p)
             if d_scale is not None:
-                d_scale = d_scale + (probability * s).sum()
-            d_y, d_x = _products(block, rows, d_s, d_y, needs_grad)
+                d_scale = d_scale + (p * s).sum()
+            d_y, d_x = _feature_gradients(block, rows, d_s, d_y, needs_grad)
             return (d_y, d_scale), d_x
 
         start = (
@@ -128,18 +125,18 @@ class XlaStrips:
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, tuple]:
             d_y, d_y_scale = carry
-            s = similarities(rows.rows.x, block.y)
-            valid = _valid(block, rows.rows, exclude)
-            alpha = rows.rows.scale[:, None]
-            p_row = _probability(alpha * s, _column_vector(rows.sums), rows.weight[:, None], valid)
+            s = similarities(rows.operands.x, block.y)
+            valid = _valid(block, rows.operands, exclude)
+            alpha = rows.operands.scale[:, None]
+            p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, valid, axis=1)
             d_s = alpha * p_row
             if column is not None:
                 beta = block.y_scale[None, :]
-                p_column = _probability(beta * s, _row_vector(column), cotangents.column_weight[None, :], valid)
+                p_column = _weighted_softmax(beta * s, column, cotangents.d_column, valid, axis=0)
                 d_s = d_s + beta * p_column
                 if d_y_scale is not None:
                     d_y_scale = d_y_scale + (p_column * s).sum(0)
-            d_y, d_x = _products(block, rows, _with_positive(block, rows, d_s), d_y, needs_grad)
+            d_y, d_x = _feature_gradients(block, rows, _with_positive(block, rows, d_s), d_y, needs_grad)
             return (d_y, d_y_scale), (d_x, (p_row * s).sum(1) if needs_grad.x_scale else None)
 
         needs_y_scale = needs_grad.y_scale and column is not None
@@ -161,10 +158,12 @@ class _Rows(NamedTuple):
 
 
 class _BackwardRows(NamedTuple):
-    rows: _Rows
+    """Row operands of the backward pass, to be split into strips."""
+
+    operands: _Rows
     sums: LogSum
-    weight: Array
-    positive_weight: Array | None
+    d_row: Array
+    d_positive: Array | None
 
 
 def _rows(block: Block) -> _Rows:
@@ -172,8 +171,8 @@ def _rows(block: Block) -> _Rows:
 
 
 def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
-    positive_weight = None if block.labels is None else cotangents.positive_weight
-    return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
+    d_positive = None if block.labels is None else cotangents.d_positive
+    return _BackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive)
 
 
 def _shared_exponentials(block: Block, rows: _Rows, shift: Array, exclude: bool) -> tuple[Array, Array]:
@@ -200,44 +199,34 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     return LogSum(shift, sumexp)
 
 
-def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
-    """Computes `weight * exp(z - lse)` without rounding the log-sum-exp.
+def _weighted_softmax(z: Array, sums: LogSum, d_lse: Array, valid: Array | None, axis: int) -> Array:
+    """Compute `d_lse * exp(z - lse)` without rounding the log-sum-exp.
 
-    The result is 0 for an empty sum, whatever `z` is.
+    `axis` is the reduced axis of the sums. The result is 0 for an empty sum, whatever `z` is.
     """
     shift = jnp.where(sums.sumexp > 0, sums.shift, jnp.full_like(sums.shift, jnp.inf))
-    p = jnp.exp(z - shift) * factor(sums, weight)
+    p = jnp.exp(z - jnp.expand_dims(shift, axis)) * jnp.expand_dims(factor(sums, d_lse), axis)
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 
-def _column_vector(sums: LogSum) -> LogSum:
-    return LogSum(sums.shift[:, None], sums.sumexp[:, None])
-
-
-def _row_vector(sums: LogSum) -> LogSum:
-    return LogSum(sums.shift[None, :], sums.sumexp[None, :])
-
-
 def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
-    """Adds the positives' term in the accumulation dtype, before rounding.
+    """Add the positives' term of dS in the accumulation dtype.
 
-    Probability minus one cancels, so rounding first would leave only noise.
+    Probability minus one cancels, so rounding to the features' dtype first would leave only noise.
     """
-    if rows.positive_weight is None or rows.rows.labels is None:
+    if rows.d_positive is None or rows.operands.labels is None:
         return d_s
-    return d_s + jnp.where(
-        is_positive(rows.rows.labels, block.y),
-        rows.positive_weight[:, None],
-        jnp.zeros_like(rows.positive_weight[:, None]),
-    )
+    d_positive = rows.d_positive[:, None]
+    return d_s + jnp.where(is_positive(rows.operands.labels, block.y), d_positive, jnp.zeros_like(d_positive))
 
 
-def _products(
+def _feature_gradients(
     block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, needs_grad: NeedsGrad
 ) -> tuple[Array | None, Array | None]:
+    """Add `dS.T @ x` to `d_y` and compute `d_x = dS @ y`."""
     d_s = d_s.astype(block.x.dtype)
     if d_y is not None:
-        d_y = d_y + matmul(d_s, rows.rows.x, contract=(0, 0))
+        d_y = d_y + matmul(d_s, rows.operands.x, contract=(0, 0))
     return d_y, matmul(d_s, block.y, contract=(1, 0)) if needs_grad.x else None
 
 

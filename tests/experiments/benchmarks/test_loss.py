@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_said_and_the_rest_goes_on(tmp_path, monkeypatch, c
     assert [r["status"] for r in records] == ["ok", "ok", OUT_OF_MEMORY, "ok"]
     assert all(records[2][name] is None for name in (*FIGURES, *ERRORS))
     assert capsys.readouterr().out.splitlines()[4].endswith(OUT_OF_MEMORY)
-    benchmark_loss.draw([records[2]], tmp_path / "nothing.png")
+    benchmark_loss.plot([records[2]], tmp_path / "nothing.png")
     assert_picture(tmp_path)
 
 

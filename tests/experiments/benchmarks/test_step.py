@@ -204,7 +204,7 @@ def test_siglip_is_timed_with_the_bias_of_the_model(bias):
     case = step_case.Case.create(siglip, oracle.mesh_of(1), B)
     training = types.SimpleNamespace(state=types.SimpleNamespace(samples=None, step=0), batch={})
     features = dict(zip(("image", "text"), oracle.features("random", B, B, 16), strict=True))
-    with contextlib.nullcontext() if bias else pytest.raises(ValueError, match="needs a model with a logit bias"):
+    with contextlib.nullcontext() if bias else pytest.raises(ValueError, match="expected a model with a logit bias"):
         value, _ = case._loss_program(training, features)()
         assert value == pytest.approx(float(siglip_loss(*features.values(), 1 / 0.07, bias)), rel=1e-5)
 

@@ -172,10 +172,10 @@ def test_best_attention(shape, dtype, mesh, best):
 @pytest.mark.parametrize(
     ("mesh", "shape", "dtype", "message"),
     [
-        (None, (2, 50, 2, 64), BF16, "expects a Hopper GPU, got cpu"),
-        (ALONE, (2, 321, 2, 64), BF16, "at most 320 positions and heads of 64 channels, got bfloat16, 321 and 64"),
+        (None, (2, 50, 2, 64), BF16, "expected a Hopper GPU .* got cpu"),
+        (ALONE, (2, 321, 2, 64), BF16, "at most 320 positions and heads of 64 channels .* got bfloat16, 321 and 64"),
         (ALONE, (2, 50, 2, 32), FP16, "got float16, 50 and 32"),
-        (ALONE, (2, 50, 2, 64), "float32", "expects bf16 or fp16"),
+        (ALONE, (2, 50, 2, 64), "float32", "expected bf16 or fp16"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_said(mesh, shape, dtype, message):

@@ -66,5 +66,5 @@ def test_the_fastest_implementation_of_the_device_is_the_default(monkeypatch, ca
 def test_windows_fill_the_sms_of_the_gpu(name):
     with under(described(cores=78)):
         assert TABLE[name].backend(True).windows == WindowConfig(sm_count=78)
-    sizes = {WindowConfig(sms).fitting(65_536, 65_536, 1 << 27, 640, (128, 256)) for sms in (132, 108, 72, 58)}
+    sizes = {WindowConfig(sms).best_size(65_536, 65_536, 1 << 27, 640, (128, 256)) for sms in (132, 108, 72, 58)}
     assert len(sizes) > 1

@@ -225,7 +225,7 @@ def test_merged_log_sums_lose_nothing():
         ({"y_scale": np.ones(5, np.float32)}, "y_scale"),
         ({"y_scale": 1.0, "columns": False}, "columns=False"),
         ({"y_mask": np.ones(6, np.int32)}, "y_mask"),
-        ({"axis_name": "data"}, "not an axis"),
+        ({"axis_name": "data"}, "enclosing shard_map, got 'data'"),
         ({"implementation": "cuda"}, "implementation"),
     ],
 )

@@ -227,8 +227,8 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
 )
 def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dtype, options):
     """Tests windows with remainders, in loops, with rounding per column group."""
-    monkeypatch.setattr(WindowConfig, "fitting", lambda *_: size)
-    monkeypatch.setattr(fused, "POSITIVES", 256)
+    monkeypatch.setattr(WindowConfig, "best_size", lambda *_: size)
+    monkeypatch.setattr(fused, "POSITIVE_ROWS", 256)
     check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 
@@ -335,7 +335,7 @@ def test_windows_are_whole_tiles_within_the_limit(limit):
         (tile[0], 1 << 20),
         (77 * tile[0], 991 * tile[1]),
     ]:
-        size = WindowConfig().fitting(*counts, limit, 512, tile)
+        size = WindowConfig().best_size(*counts, limit, 512, tile)
         assert all(n % t == 0 and t <= n <= count for n, t, count in zip(size, tile, counts, strict=True))
         assert math.prod(size) <= limit
 

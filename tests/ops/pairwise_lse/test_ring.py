@@ -36,7 +36,7 @@ def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
     four.
     """
     monkeypatch.setattr(ring, "SLICE_MULTIPLE", columns)
-    monkeypatch.setattr(ring, "LARGE_SLICE", columns)
+    monkeypatch.setattr(ring, "MIN_SLICE", columns)
     devices, bx, by = 8, 3, 4
     mesh, rng = mesh_of(shape), np.random.default_rng(1)
     x, y = oracle.features("random", bx * devices, by * devices, 11, np.float64)

@@ -223,9 +223,7 @@ def check_weights(
     for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
         for terms in (1, 2):
-            got, row, column = k.weights(
-                operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2
-            )
+            got, row, column = k.ds(operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2)
             assert got.dtype == jnp.bfloat16
             d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, terms, axis=1))
             assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** terms + tolerance) * np.abs(d_s).max()
@@ -249,7 +247,7 @@ def check_positives(k, pairs, size):
             row_shift=jnp.zeros(size),
             column_shift=jnp.full(size, jnp.inf).at[i].set(0),
         )
-        _, row, _ = k.weights(one, weights, window, pairs, exclude=False, terms=1, moments=True)
+        _, row, _ = k.ds(one, weights, window, pairs, exclude=False, terms=1, moments=True)
         assert row[i] == positives[i]
 
 
@@ -302,7 +300,7 @@ def test_windows_of_dS_are_limited():
     operands, _ = make(BF16, masked=False, per_sample=False, labels=False)
     weights, window = Weights(jnp.ones(SHAPE[0]), None, None), dataclasses.replace(WHOLE, columns=1 << 25)
     with pytest.raises(ValueError, match="less than 2\\^31 elements"):
-        WIDE.weights(operands, weights, window, BF16, exclude=False, terms=2, moments=False)
+        WIDE.ds(operands, weights, window, BF16, exclude=False, terms=2, moments=False)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.7", "8.9", "9.0"])
@@ -365,8 +363,8 @@ def f(i):
     return (
         k.sums(shared, w, one, exclude=False, columns=True, maxima=False),
         k.sums(single, w, six, exclude=True, columns=True, maxima=True),
-        k.weights(shared, weights, w, one, exclude=False, terms=1, moments=False),
-        k.weights(single, weights, w, six, exclude=True, terms=2, moments=True),
+        k.ds(shared, weights, w, one, exclude=False, terms=1, moments=False),
+        k.ds(single, weights, w, six, exclude=True, terms=2, moments=True),
         k.positives(x, x, six),
     )
 

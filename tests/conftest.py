@@ -26,6 +26,7 @@ def pytest_configure(config):
         jax.config.update("jax_enable_compilation_cache", False)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import, whichever test imports it first
     jax.config.update("jax_platforms", "cpu")
     if chosen != "slow":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"

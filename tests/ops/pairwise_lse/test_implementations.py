@@ -23,7 +23,7 @@ def test_every_implementation_is_documented_and_selectable(name):
     assert f'| `"{name}"` |' in README
     row = TABLE[name]
     with under(ALONE if row.requires else None):
-        if name in available_implementations():
+        if name in available_implementations() and name != "triton":  # in an interpreter, see test_triton.py
             result = jax.eval_shape(lambda x, y: pairwise_lse(x, y, 1.0, implementation=name), FEATURES, FEATURES)
             assert [a.shape for a in result] == [(8,)] * 3
     if row.requires:

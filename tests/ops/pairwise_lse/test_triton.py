@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import os
 import subprocess
@@ -95,15 +94,9 @@ def interpreted_call(*, kernel, out_type, grid, **arguments):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Runs kernels in Triton's interpreter, which must be chosen before they are defined."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    """Runs kernels in Triton's interpreter, see `TRITON_INTERPRET` in conftest.py."""
     pytest.importorskip("triton", "3.7")
     monkeypatch.setattr(pytest.importorskip("jax_triton"), "triton_call", interpreted_call)
-    kernels.load.cache_clear()
-    module = importlib.reload(kernels.load()[1])
-    yield
-    monkeypatch.delenv("TRITON_INTERPRET")
-    importlib.reload(module)
     kernels.load.cache_clear()
 
 

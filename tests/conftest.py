@@ -11,10 +11,15 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Checks the shapes in the signatures of ops and models. Public functions raise their own ValueError for bad input, so
+# their modules are not checked here but in test_signatures.py.
+install_import_hook(["infcl_jax.models", "infcl_jax.ops"], "signatures.checked_backend")
 
 
 def pytest_configure(config):

@@ -43,4 +43,4 @@ def _shapes(hint):
 
 
 def _has_shapes(hint):
-    return inspect.isclass(hint) and issubclass(hint, AbstractArray) or any(map(_has_shapes, get_args(hint)))
+    return (inspect.isclass(hint) and issubclass(hint, AbstractArray)) or any(map(_has_shapes, get_args(hint)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Int32, Shaped
 
 Array = jax.Array
 AxisName = str | tuple[str, ...]
@@ -32,13 +33,13 @@ class Block(NamedTuple):
         is in another block. None: the block contains no positives.
     """
 
-    x: Array
-    y: Array
-    x_scale: Array
-    y_scale: Array | None = None
-    x_mask: Array | None = None
-    y_mask: Array | None = None
-    labels: Array | None = None
+    x: Float[Array, "bx d"]
+    y: Float[Array, "by d"]
+    x_scale: Float[Array, ""] | Float[Array, "bx"]
+    y_scale: Float[Array, "by"] | None = None
+    x_mask: Bool[Array, "bx"] | None = None
+    y_mask: Bool[Array, "by"] | None = None
+    labels: Int32[Array, "bx"] | None = None
 
 
 class LogSum(NamedTuple):
@@ -48,10 +49,10 @@ class LogSum(NamedTuple):
     differs from one by less, so the rounding would hide its gradient. An empty sum is (-inf, 0).
     """
 
-    shift: Array
-    sumexp: Array
+    shift: Float[Array, "..."]
+    sumexp: Float[Array, "..."]
 
-    def log(self) -> Array:
+    def log(self) -> Float[Array, "..."]:
         """Returns the log-sum-exp; -inf for an empty sum."""
         return self.shift + jnp.log(self.sumexp)
 
@@ -63,7 +64,7 @@ class LogSum(NamedTuple):
         return LogSum(shift, sumexp)
 
 
-def finite_shift(shift: Array) -> Array:
+def finite_shift(shift: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Replaces -inf, the shift of an empty sum, by 0.
 
     The result can be subtracted from exponents without NaN.
@@ -71,7 +72,7 @@ def finite_shift(shift: Array) -> Array:
     return jnp.where(jnp.isneginf(shift), jnp.zeros_like(shift), shift)
 
 
-def empty_log_sum(like: Array) -> LogSum:
+def empty_log_sum(like: Float[Array, "..."]) -> LogSum:
     """Returns empty log-sum-exps shaped like `like`.
 
     They vary over the same mesh axes as `like`.
@@ -92,7 +93,7 @@ class Sums(NamedTuple):
 
     row: LogSum
     column: LogSum | None
-    positive: Array
+    positive: Float[Array, "bx"]
 
 
 class Cotangents(NamedTuple):
@@ -110,11 +111,11 @@ class Cotangents(NamedTuple):
     """
 
     row: LogSum
-    row_weight: Array
+    row_weight: Float[Array, "bx"]
     column: LogSum | None
-    column_weight: Array | None
-    positive: Array
-    positive_weight: Array
+    column_weight: Float[Array, "by"] | None
+    positive: Float[Array, "bx"]
+    positive_weight: Float[Array, "bx"]
 
 
 class Gradient(NamedTuple):
@@ -130,9 +131,9 @@ class Gradient(NamedTuple):
     """
 
     x: Any
-    y: Array | None
-    x_scale: Array | None
-    y_scale: Array | None
+    y: Float[Array, "padded_by padded_d"] | None
+    x_scale: Float[Array, ""] | Float[Array, "bx"] | None
+    y_scale: Float[Array, "by"] | None
 
 
 class NeedsGrad(NamedTuple):
@@ -209,7 +210,7 @@ def accumulator_bytes(rows: int, width: int) -> int:
     return 2 * rows * width * FP32_BYTES
 
 
-def zero_masked(array: Array, mask: Array | None) -> Array:
+def zero_masked(array: Shaped[Array, "n *rest"], mask: Bool[Array, "n"] | None) -> Shaped[Array, "n *rest"]:
     """Sets the masked rows of `array` `[n, ...]` to zero.
 
     `mask` is bool `[n]`, False for masked rows; None leaves `array` unchanged.
@@ -229,7 +230,7 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def similarities(x: Array, y: Array) -> Array:
+def similarities(x: Float[Array, "bx d"], y: Float[Array, "by d"]) -> Float[Array, "bx by"]:
     """Computes all `<x_i, y_j>` `[bx, by]`, never in TF32.
 
     The result is in the accumulation dtype.
@@ -242,7 +243,7 @@ def similarity_bytes(rows: int, columns: int) -> int:
     return 2 * rows * columns * FP32_BYTES
 
 
-def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def matmul(a: Float[Array, "_ _"], b: Float[Array, "_ _"], contract: tuple[int, int]) -> Float[Array, "_ _"]:
     """Contracts one axis of each operand, in the accumulation dtype.
 
     `contract` holds the axes of `a` and `b`. fp32 operands are never rounded to TF32.
@@ -276,7 +277,7 @@ def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_lik
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
 
 
-def zero_after(done: Any) -> Array:
+def zero_after(done: Any) -> Int32[Array, ""]:
     """Returns int32 0 with a data dependency on the arrays of `done`.
 
     XLA removes optimization barriers before it schedules, so an order must be a data dependency.

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -158,7 +159,7 @@ class Fused:
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float32[Array, "bx"], Float32[Array, "by"] | None]:
         """Computes all row and column sums, or maxima, window by window."""
         combine = jnp.maximum if maxima else jnp.add
         init = -jnp.inf if maxima else 0.0
@@ -184,7 +185,7 @@ class Fused:
         )
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
-    def _positives(self, block: Block, padded: Padded) -> Array:
+    def _positives(self, block: Block, padded: Padded) -> Float32[Array, "bx"]:
         """Computes each row's positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:

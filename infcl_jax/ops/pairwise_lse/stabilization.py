@@ -8,6 +8,7 @@ the general path: maxima, and two exponentials per pair.
 import math
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, LogSum, Sums
 
@@ -23,7 +24,7 @@ LARGEST_SUM = 1e37
 SMALLEST_SCALE = 1e-6
 
 
-def shared_shift(scale: Array) -> Array:
+def shared_shift(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Returns the shared shift `c`.
 
     `exp(scale * s - c)` stays below `e^60` for normalized features.
@@ -44,7 +45,7 @@ def per_sample(block: Block, columns: bool) -> Block:
     )
 
 
-def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
+def shifted_log_sum(shift: Float[Array, ""] | Float[Array, "n"], sumexp: Float[Array, "n"]) -> LogSum:
     """Returns a sum with the shared shift as `LogSum`.
 
     The shift of an empty sum becomes -inf, so that it does not affect later merges.
@@ -52,7 +53,7 @@ def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
     return LogSum(jnp.where(sumexp > 0, shift, -jnp.inf), sumexp)
 
 
-def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
+def within_range(sumexp: Float[Array, "n"], mask: Bool[Array, "n"] | None, terms: int) -> Bool[Array, ""]:
     """Returns whether all unmasked sums of up to `terms` terms are exact.
 
     The limits are the constants above.
@@ -62,7 +63,7 @@ def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
     return jnp.all(in_range if mask is None else in_range | ~mask)
 
 
-def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
+def all_within_range(block: Block, sums: Sums, devices: int) -> Bool[Array, ""]:
     """Returns whether this device's final sums with the shared shift are exact."""
     exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
@@ -70,7 +71,7 @@ def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
     return exact & (block.x_scale > SMALLEST_SCALE)
 
 
-def factor(sums: LogSum, weight: Array) -> Array:
+def factor(sums: LogSum, weight: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Returns `weight / sumexp`, zero for an empty sum."""
     nonempty = sums.sumexp > 0
     return jnp.where(nonempty, weight, jnp.zeros_like(weight)) / jnp.where(

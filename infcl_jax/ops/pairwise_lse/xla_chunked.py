@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -154,17 +155,17 @@ class XlaStrips:
 class _Rows(NamedTuple):
     """Row operands of a block, to be split into strips."""
 
-    x: Array
-    scale: Array | None
-    mask: Array | None
-    labels: Array | None
+    x: Float[Array, "rows d"]
+    scale: Float[Array, "rows"] | None
+    mask: Bool[Array, "rows"] | None
+    labels: Int32[Array, "rows"] | None
 
 
 class _BackwardRows(NamedTuple):
     rows: _Rows
     sums: LogSum
-    weight: Array
-    positive_weight: Array | None
+    weight: Float[Array, "rows"]
+    positive_weight: Float[Array, "rows"] | None
 
 
 def _rows(block: Block) -> _Rows:
@@ -176,23 +177,25 @@ def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
     return _BackwardRows(_rows(block), cotangents.row, cotangents.row_weight, positive_weight)
 
 
-def _shared_exponentials(block: Block, rows: _Rows, shift: Array, exclude: bool) -> tuple[Array, Array]:
+def _shared_exponentials(
+    block: Block, rows: _Rows, shift: Float[Array, ""], exclude: bool
+) -> tuple[Float[Array, "rows by"], Float[Array, "rows by"]]:
     s = similarities(rows.x, block.y)
     e = jnp.exp(block.x_scale * s - shift)
     valid = _valid(block, rows, exclude)
     return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
 
 
-def _valid(block: Block, rows: _Rows, exclude: bool) -> Array | None:
+def _valid(block: Block, rows: _Rows, exclude: bool) -> Bool[Array, "#rows #by"] | None:
     not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
     return valid_pairs(rows.mask, block.y_mask, not_positive)
 
 
-def _positives(s: Array, labels: Array | None) -> Array:
+def _positives(s: Float[Array, "rows by"], labels: Int32[Array, "rows"] | None) -> Float[Array, "rows"]:
     return jnp.zeros_like(s[:, 0]) if labels is None else positives(s, labels)
 
 
-def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
+def _log_sum(z: Float[Array, "rows by"], valid: Bool[Array, "#rows #by"] | None, axis: int) -> LogSum:
     if valid is not None:
         z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     shift = z.max(axis)
@@ -200,7 +203,12 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     return LogSum(shift, sumexp)
 
 
-def _probability(z: Array, sums: LogSum, weight: Array, valid: Array | None) -> Array:
+def _probability(
+    z: Float[Array, "rows by"],
+    sums: LogSum,
+    weight: Float[Array, "#rows #by"],
+    valid: Bool[Array, "#rows #by"] | None,
+) -> Float[Array, "rows by"]:
     """Computes `weight * exp(z - lse)` without rounding the log-sum-exp.
 
     The result is 0 for an empty sum, whatever `z` is.
@@ -218,7 +226,7 @@ def _row_vector(sums: LogSum) -> LogSum:
     return LogSum(sums.shift[None, :], sums.sumexp[None, :])
 
 
-def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
+def _with_positive(block: Block, rows: _BackwardRows, d_s: Float[Array, "rows by"]) -> Float[Array, "rows by"]:
     """Adds the positives' term in the accumulation dtype, before rounding.
 
     Probability minus one cancels, so rounding first would leave only noise.
@@ -233,8 +241,12 @@ def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
 
 
 def _products(
-    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, needs_grad: NeedsGrad
-) -> tuple[Array | None, Array | None]:
+    block: Block,
+    rows: _BackwardRows,
+    d_s: Float[Array, "rows by"],
+    d_y: Float[Array, "by d"] | None,
+    needs_grad: NeedsGrad,
+) -> tuple[Float[Array, "by d"] | None, Float[Array, "rows d"] | None]:
     d_s = d_s.astype(block.x.dtype)
     if d_y is not None:
         d_y = d_y + matmul(d_s, rows.rows.x, contract=(0, 0))
@@ -245,5 +257,5 @@ def _zeros(block: Block, shape: tuple[int, ...]) -> Array:
     return constant(shape, 0, accumulation_dtype(block.x.dtype), varying_like=block.x)
 
 
-def _column_zeros(block: Block) -> Array:
+def _column_zeros(block: Block) -> Float[Array, "by"]:
     return _zeros(block, block.y.shape[:1])

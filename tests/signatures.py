@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import beartype
 from beartype.door import is_bearable
 from beartype.vale import Is
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, jaxtyped
 
 # Their functions raise ValueError for arguments of other shapes, which a type error would hide.
 OWN_CHECKS = {"infcl_jax.models.clip", "infcl_jax.ops.pairwise_lse.api", "infcl_jax.ops.pairwise_lse.checks"}
@@ -31,13 +31,17 @@ def checked(function):
 
 
 def _shapes(hint):
-    """Return a hint for the shapes in `hint` and in the fields of a named tuple; Any without shapes."""
+    """Return a hint for the shapes in `hint`; Any without shapes.
+
+    The fields of a named tuple are checked too. Their sizes are its own: a function may return another block.
+    """
     if not hasattr(hint, "_fields"):
         return hint if _has_shapes(hint) else Any
     fields = {name: _shapes(field) for name, field in get_type_hints(hint, include_extras=True).items()}
 
     def match(value):
-        return all(is_bearable(getattr(value, name), field) for name, field in fields.items())
+        with jaxtyped("context"):
+            return all(is_bearable(getattr(value, name), field) for name, field in fields.items())
 
     return Annotated[hint, Is[match]]
 

@@ -53,6 +53,7 @@ def expected(args, options, local, masks, weights, devices, by):
     x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
 
     def value(x, y, x_scale, y_scale):
+        y_scale = None if y_scale is None else jnp.broadcast_to(y_scale, y.shape[:1])
         block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
         row, col, positive = dense.dense_lse(block, exclude=options["positives"] == "exclude", columns=columns)
         if x_mask is not None:
@@ -138,7 +139,8 @@ def test_oracle_against_finite_differences(exclude):
         labels = jnp.arange(4, dtype=jnp.int32)
 
         def value(x, y, x_scale, y_scale):
-            row, col, positive = dense.dense_lse(Block(x, y, x_scale, y_scale, labels=labels), exclude=exclude)
+            block = Block(*map(jnp.asarray, (x, y, x_scale, y_scale)), labels=labels)
+            row, col, positive = dense.dense_lse(block, exclude=exclude)
             return (row * row).sum() + (col * positive[0]).sum() + positive.sum()
 
         args = (x, y, jnp.linspace(3.0, 9.0, 4), jnp.linspace(2.0, 8.0, 6))

@@ -13,13 +13,14 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
+from signatures import BACKENDS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Checks the shapes in the signatures of ops and models. Public functions raise their own ValueError for bad input, so
-# their modules are not checked here but in test_signatures.py.
-install_import_hook(["infcl_jax.models", "infcl_jax.ops"], "signatures.checked_backend")
+# Checks the shapes in the signatures of ops and models while the tests call them. Public functions raise ValueError for
+# bad input, which this must not hide; test_signatures.py checks their signatures against calls.
+install_import_hook(BACKENDS, "signatures.checked_backend")
 
 
 def pytest_configure(config):

@@ -1,6 +1,7 @@
 """Type checker of the shapes in signatures, for the import hook of `conftest.py` and for `test_signatures.py`."""
 
 import inspect
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import beartype
@@ -8,17 +9,23 @@ from beartype.door import is_bearable
 from beartype.vale import Is
 from jaxtyping import AbstractArray, jaxtyped
 
-# Their functions raise ValueError for arguments of other shapes, which a type error would hide.
-OWN_CHECKS = {"infcl_jax.models.clip", "infcl_jax.ops.pairwise_lse.api", "infcl_jax.ops.pairwise_lse.checks"}
+_ROOT = Path(__file__).parents[1]
+# The first three raise ValueError for arguments of other shapes. Triton compiles its kernels from their source.
+_LEFT_OUT = {"models/clip", "ops/pairwise_lse/api", "ops/pairwise_lse/checks", "ops/pairwise_lse/triton_kernels"}
+BACKENDS = [
+    ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+    for folder in ("models", "ops")
+    for path in (_ROOT / "infcl_jax" / folder).rglob("*.py")
+    if str(path.relative_to(_ROOT / "infcl_jax").with_suffix("")) not in _LEFT_OUT
+]
 
 
 def checked_backend(function):
-    """Apply `checked` to the functions and methods of the modules that leave checks to their callers.
+    """Apply `checked` except to nested functions.
 
-    Nested functions are left out: every call of the outer function would decorate them anew, which takes 2 ms.
+    Every call of the outer function would decorate them anew, which takes 2 ms.
     """
-    own_checks = function.__module__ in OWN_CHECKS or "<locals>" in function.__qualname__
-    return function if own_checks else checked(function)
+    return function if "<locals>" in function.__qualname__ else checked(function)
 
 
 def checked(function):

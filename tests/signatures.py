@@ -2,9 +2,11 @@
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import beartype
+import numpy as np
 from beartype.door import is_bearable
 from beartype.vale import Is
 from jaxtyping import AbstractArray, jaxtyped
@@ -38,12 +40,12 @@ def checked(function):
 
 
 def _shapes(hint):
-    """Return a hint for the shapes in `hint`; Any without shapes.
+    """Return a hint for the shapes in `hint`, which NumPy arrays may have too; Any without shapes.
 
     The fields of a named tuple are checked too. Their sizes are its own: a function may return another block.
     """
     if not hasattr(hint, "_fields"):
-        return hint if _has_shapes(hint) else Any
+        return _with_numpy(hint) if _has_shapes(hint) else Any
     fields = {name: _shapes(field) for name, field in get_type_hints(hint, include_extras=True).items()}
 
     def match(value):
@@ -53,5 +55,17 @@ def _shapes(hint):
     return Annotated[hint, Is[match]]
 
 
+def _is_shape(hint):
+    return inspect.isclass(hint) and issubclass(hint, AbstractArray)
+
+
 def _has_shapes(hint):
-    return (inspect.isclass(hint) and issubclass(hint, AbstractArray)) or any(map(_has_shapes, get_args(hint)))
+    return _is_shape(hint) or any(map(_has_shapes, get_args(hint)))
+
+
+def _with_numpy(hint):
+    """Accept NumPy arrays for JAX arrays, as JAX does."""
+    if _is_shape(hint):
+        return hint.dtype[hint.array_type | np.ndarray, hint.dim_str]
+    origin, parts = get_origin(hint), tuple(map(_with_numpy, get_args(hint)))
+    return (Union if origin is UnionType else origin)[parts] if parts else hint

@@ -165,7 +165,7 @@ class CLIP(nn.Module):
         _check_image(image, self.visual.image_size)
         if image.dtype == jnp.uint8:
             image = normalize_image(image, self.image_mean, self.image_std)
-        return l2_normalize(self.visual(jnp.asarray(image), train=train), self.feature_dtype)  # type: ignore[operator]
+        return l2_normalize(self.visual(image, train=train), self.feature_dtype)  # type: ignore[operator]
 
     def encode_text(self, text: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
         """Encode a batch of texts.
@@ -181,7 +181,7 @@ class CLIP(nn.Module):
           [b, embed_dim], L2-normalized, in `feature_dtype`.
         """
         _check_text(text, self.text.context_length)
-        return l2_normalize(self.text(jnp.asarray(text), train=train), self.feature_dtype)  # type: ignore[operator]
+        return l2_normalize(self.text(text, train=train), self.feature_dtype)  # type: ignore[operator]
 
     @nn.compact
     def logit_scale_and_bias(self) -> tuple[Float32[Array, ""], Float32[Array, ""] | None]:

@@ -62,7 +62,7 @@ def test_shorter_batches_give_the_same_features():
 
 
 def test_pool_takes_the_first_largest_id():
-    tokens = jnp.array([[1, 9, 0], [9, 2, 9], [3, 4, 9]], jnp.int32)
+    tokens = np.array([[1, 9, 0], [9, 2, 9], [3, 4, 9]], np.int32)
     states = jnp.arange(9, dtype=jnp.float32).reshape(3, 3, 1)
     np.testing.assert_array_equal(take_positions(states, end_position(tokens))[:, 0], [1, 3, 8])
 

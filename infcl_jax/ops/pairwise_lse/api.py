@@ -79,7 +79,6 @@ def pairwise_lse(
         missing inside `shard_map`.
     """
     check_features(x, y)
-    x, y = jnp.asarray(x), jnp.asarray(y)
     check_choice("positives", positives, ("include", "exclude"))
     check_implementation(implementation, IMPLEMENTATIONS)
     implementation = implementation or best_implementation(x.dtype)

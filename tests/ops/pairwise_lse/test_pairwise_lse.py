@@ -139,8 +139,7 @@ def test_oracle_against_finite_differences(exclude):
         labels = jnp.arange(4, dtype=jnp.int32)
 
         def value(x, y, x_scale, y_scale):
-            block = Block(*map(jnp.asarray, (x, y, x_scale, y_scale)), labels=labels)
-            row, col, positive = dense.dense_lse(block, exclude=exclude)
+            row, col, positive = dense.dense_lse(Block(x, y, x_scale, y_scale, labels=labels), exclude=exclude)
             return (row * row).sum() + (col * positive[0]).sum() + positive.sum()
 
         args = (x, y, jnp.linspace(3.0, 9.0, 4), jnp.linspace(2.0, 8.0, 6))

@@ -191,17 +191,24 @@ class Strategy:
     backward: Callable[..., Gradient]
 
 
-def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+def zero_gradients(
+    x: Float[Array, "padded_bx padded_d"],
+    y: Float[Array, "padded_by padded_d"],
+    x_scale: Float[Array, ""] | Float[Array, "bx"],
+    y_scale: Float[Array, "by"] | None,
+    needs_grad: NeedsGrad,
+    dtype: jnp.dtype,
+) -> Gradient:
     """Returns zeros for every needed gradient; those of the features in `dtype`."""
 
     def zeros(like: Array | None, needed: bool, dtype: jnp.dtype) -> Array | None:
-        return constant(like.shape, 0, dtype, varying_like=block.x) if needed and like is not None else None
+        return constant(like.shape, 0, dtype, varying_like=x) if needed and like is not None else None
 
     return Gradient(
-        zeros(block.x, needs_grad.x, dtype),
-        zeros(block.y, needs_grad.y, dtype),
-        zeros(block.x_scale, needs_grad.x_scale, block.x_scale.dtype),
-        zeros(block.y_scale, needs_grad.y_scale, block.x_scale.dtype),
+        zeros(x, needs_grad.x, dtype),
+        zeros(y, needs_grad.y, dtype),
+        zeros(x_scale, needs_grad.x_scale, x_scale.dtype),
+        zeros(y_scale, needs_grad.y_scale, x_scale.dtype),
     )
 
 

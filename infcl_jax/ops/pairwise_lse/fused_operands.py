@@ -164,7 +164,7 @@ def extended(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
     return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
 
 
-def _split_bf16(features: Float[Array, "n k"], num_terms: int) -> BFloat16[Array, "n _"]:
+def _split_bf16(features: Float[Array, "n k"], num_terms: int) -> Float[Array, "n _"]:
     """Splits features into concatenated bf16 terms that sum to them."""
     terms, remainder = [], features
     for _ in range(num_terms):

@@ -56,7 +56,7 @@ class XlaStrips:
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implements `base.Backend.accumulators`."""
-        return zero_gradients(block, needs_grad, dtype)
+        return zero_gradients(block.x, block.y, block.x_scale, block.y_scale, needs_grad, dtype)
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implements `base.Backend.backward`."""

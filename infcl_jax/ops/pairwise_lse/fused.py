@@ -77,8 +77,8 @@ class Fused:
         padded = Padded.of(block, self.kernels)
         x = needs_grad.x or (shared and needs_grad.x_scale and not needs_grad.y)
         stored = NeedsGrad(x, needs_grad.y, needs_grad.x_scale and not shared, needs_grad.y_scale)
-        features = (a[:, : padded.width] for a in (padded.x, padded.y))
-        acc = zero_gradients(*features, block.x_scale, block.y_scale, stored, dtype)
+        x_term, y_term = (a[:, : padded.width] for a in (padded.x, padded.y))
+        acc = zero_gradients(x_term, y_term, block.x_scale, block.y_scale, stored, dtype)
         if acc.x is None:
             return acc
         rows = slice_rows = acc.x.shape[0]

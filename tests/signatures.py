@@ -1,4 +1,7 @@
-"""Type checker of the shapes in signatures, for the import hook of `conftest.py` and for `test_signatures.py`."""
+"""Type checker of the shapes in signatures.
+
+The import hook of `conftest.py` applies it to backends, and `test_signatures.py` to public functions.
+"""
 
 import inspect
 from pathlib import Path
@@ -40,9 +43,9 @@ def checked(function):
 
 
 def _shapes(hint):
-    """Return a hint for the shapes in `hint`, which NumPy arrays may have too; Any without shapes.
+    """Return a hint for the shapes in `hint`; Any without shapes.
 
-    The fields of a named tuple are checked too. Their sizes are its own: a function may return another block.
+    NumPy arrays match too. The fields of a named tuple are checked too. Their sizes are its own: a function may return another block.
     """
     if not hasattr(hint, "_fields"):
         return _with_numpy(hint) if _has_shapes(hint) else Any
@@ -67,5 +70,5 @@ def _with_numpy(hint):
     """Accept NumPy arrays for JAX arrays, as JAX does."""
     if _is_shape(hint):
         return hint.dtype[hint.array_type | np.ndarray, hint.dim_str]
-    origin, parts = get_origin(hint), tuple(map(_with_numpy, get_args(hint)))
-    return (Union if origin is UnionType else origin)[parts] if parts else hint
+    origin, arguments = get_origin(hint), tuple(map(_with_numpy, get_args(hint)))
+    return (Union if origin is UnionType else origin)[arguments] if arguments else hint

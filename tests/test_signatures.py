@@ -1,4 +1,4 @@
-"""Shapes in signatures: checked in backends while the tests run, and here in the public functions."""
+"""Shapes in the signatures of public functions, and the hook that checks those of backends."""
 
 import subprocess
 import sys

@@ -45,7 +45,8 @@ def checked(function):
 def _shapes(hint):
     """Return a hint for the shapes in `hint`; Any without shapes.
 
-    NumPy arrays match too. The fields of a named tuple are checked too. Their sizes are its own: a function may return another block.
+    NumPy arrays match, too. The fields of a named tuple are checked among themselves only, because a function may return
+    a block of other sizes.
     """
     if not hasattr(hint, "_fields"):
         return _with_numpy(hint) if _has_shapes(hint) else Any

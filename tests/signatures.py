@@ -45,7 +45,7 @@ def checked(function):
 def _shapes(hint):
     """Return a hint for the shapes in `hint`; Any without shapes.
 
-    NumPy arrays match, too. The fields of a named tuple are checked among themselves only, because a function may return
+    NumPy arrays match, too. The fields of a named tuple are checked among themselves only: a function may return
     a block of other sizes.
     """
     if not hasattr(hint, "_fields"):

@@ -1,4 +1,4 @@
-"""Shapes in the signatures of public functions, and the hook that checks those of backends."""
+"""Shapes in the signatures of public functions, and the hook that checks backends."""
 
 import subprocess
 import sys

@@ -12,9 +12,15 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import install_import_hook
+from signatures import BACKENDS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Checks the shapes in the signatures of ops and models while the tests call them. Public functions raise ValueError for
+# bad input, which this must not hide; test_signatures.py checks their signatures against calls.
+install_import_hook(BACKENDS, "signatures.checked_backend")
 
 
 def pytest_configure(config):

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, PyTree
 
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 
 Array = jax.Array
-EncodeFn = Callable[[Any, Any, Array | None], Any]
+EncodeFn = Callable[[Any, Any, Array | None], PyTree[Float[Array, "chunk ..."]]]
 # (parameters, features of the whole batch) -> (loss, auxiliary output)
-LossFn = Callable[[Any, dict[str, Any]], tuple[Array, Any]]
+LossFn = Callable[[Any, dict[str, Any]], tuple[Float[Array, ""], Any]]
 # (device number, its parameters, its rows, replicated arrays) -> its rows of the result
 PerDevice = Callable[[Array | int, Any, Any, Any], Any]
 
@@ -56,7 +57,7 @@ class Layout:
         yield range(full, self.count), self.rows % self.size, keep > full
 
 
-def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> np.ndarray:
+def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> Int[np.ndarray, "chunk"]:
     """Indices of one chunk's rows in the batch, in the chunk's order.
 
     Example:

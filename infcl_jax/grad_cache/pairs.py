@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Integer, PyTree
 
 from infcl_jax.grad_cache.chunks import Array, leading_rows, widen
 from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, finite_shift
 from infcl_jax.ops.pairwise_lse.checks import checked_labels
 
-ScoreFn = Callable[[Any, Any, Any], Array]
+ScoreFn = Callable[[Any, Any, Any], Float[Array, "bx by"]]
 
 
 class PairScores(NamedTuple):
@@ -29,13 +30,19 @@ class PairScores(NamedTuple):
       positive: score of each row's positive pair, `[bx]`.
     """
 
-    row: Array
-    col: Array
-    positive: Array
+    row: Float[Array, "bx"]
+    col: Float[Array, "by"]
+    positive: Float[Array, "bx"]
 
 
 def pairwise_scores_lse(
-    score_fn: ScoreFn, params: Any, x: Any, y: Any, *, tile: int | tuple[int, int], labels: Array | None = None
+    score_fn: ScoreFn,
+    params: PyTree[Float[Array, "..."]],
+    x: PyTree[Float[Array, "bx ..."]],
+    y: PyTree[Float[Array, "by ..."]],
+    *,
+    tile: int | tuple[int, int],
+    labels: Integer[Array, "bx"] | None = None,
 ) -> PairScores:
     """Row and column log-sum-exps of learned pair scores.
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jax.sharding import Mesh
+from jaxtyping import Float, Integer
 
 from infcl_jax.checks import check_implementation
 from infcl_jax.losses.batch import Array
@@ -30,9 +31,9 @@ class LossOutput(NamedTuple):
       logit_scale: scalar inverse temperature for the metrics; None: the logit scale of the model.
     """
 
-    value: Array
+    value: Float[Array, ""]
     rows: SampleState | None = None
-    logit_scale: Array | None = None
+    logit_scale: Float[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Loss(abc.ABC):
         del num_samples, init_logit_scale
         return None
 
-    def write(self, samples: SampleState, index: Array, rows: SampleState) -> SampleState:
+    def write(self, samples: SampleState, index: Integer[Array, "b"], rows: SampleState) -> SampleState:
         """Write the new rows of a batch into the sample state.
 
         The update is in place if `samples` is donated.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Num
 
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
@@ -85,7 +86,9 @@ def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, 
     return axis_name, math.prod(mesh.shape[axis] for axis in axes)
 
 
-def global_mean(values: Array, mask: Array | None, axis_name: AxisName | None) -> Array:
+def global_mean(
+    values: Float[Array, "b"], mask: Bool[Array, "b"] | None, axis_name: AxisName | None
+) -> Float[Array, ""]:
     """Mean of unmasked `[b/n]` values over all devices; 0 if all are masked."""
     if mask is None:
         value_sum, count = values.sum(), jnp.asarray(values.size, values.dtype)
@@ -101,7 +104,7 @@ def global_sum(value: Array, axis_name: AxisName | None) -> Array:
     return lax.psum(value, axis_name) if axis_name else value
 
 
-def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
+def checked_scalar(name: str, value: Num[Array, ""] | float, like: Float[Array, "..."]) -> Float[Array, ""]:
     """Cast `value` to a scalar of at least fp32.
 
     Raises:
@@ -113,7 +116,7 @@ def checked_scalar(name: str, value: Array | float, like: Array) -> Array:
     return value.astype(accumulation_dtype(like.dtype))
 
 
-def cross_entropy(negative_lse: Array, positive: Array) -> Array:
+def cross_entropy(negative_lse: Float[Array, "b"], positive: Float[Array, "b"]) -> Float[Array, "b"]:
     """Elementwise `log(exp(negative_lse) + exp(positive)) - positive`, in nats.
 
     Softplus keeps full relative precision for a confident row. In fp32, the direct difference of two logits near 100
@@ -122,7 +125,7 @@ def cross_entropy(negative_lse: Array, positive: Array) -> Array:
     return jax.nn.softplus(negative_lse - positive)
 
 
-def check_pairs(image: Array, text: Array) -> None:
+def check_pairs(image: Float[Array, "b d"], text: Float[Array, "b d"]) -> None:
     """Raise `ValueError` unless image and text have equal shapes `[b, D]`."""
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(f"expected image and text features of the same shape [b, D], got {image.shape}, {text.shape}")

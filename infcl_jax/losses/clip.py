@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float
 
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, cross_entropy, global_mean, over_mesh
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def clip_loss(
-    image: Array,
-    text: Array,
-    logit_scale: Array | float,
+    image: Float[Array, "b d"],
+    text: Float[Array, "b d"],
+    logit_scale: Float[Array, ""] | float,
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
-    mask: Array | None = None,
+    mask: Bool[Array, "b"] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, ""]:
     """Symmetric InfoNCE loss over all pairs of the global batch.
 
     The loss is `mean_i((row_i + col_i) / 2 - scale * s_ii)` with similarities `s_ij = <image_i, text_j>`. Here `row_i`
@@ -66,7 +67,9 @@ def clip_loss(
     return over_mesh(_loss, implementation, (image, text, mask), scale, axis_name=axis_name, mesh=mesh)
 
 
-def _loss(implementation: str | None, axis_name: AxisName | None, sharded: Any, scale: Array) -> Array:
+def _loss(
+    implementation: str | None, axis_name: AxisName | None, sharded: Any, scale: Float[Array, ""]
+) -> Float[Array, ""]:
     image, text, mask = sharded
     negatives = pairwise_lse(
         image,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Integer
 
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, over_mesh
 from infcl_jax.losses.global_estimator import estimate
@@ -16,15 +17,15 @@ from infcl_jax.ops.pairwise_lse.checks import check_features, checked_mask
 
 
 def global_contrastive_loss(
-    image: Array,
-    text: Array,
-    index: Array,
+    image: Float[Array, "b d"],
+    text: Float[Array, "b d"],
+    index: Integer[Array, "b"],
     state: SampleState,
     *,
     variant: str,
-    gamma: Array | float,
-    logit_scale: Array | float | None = None,
-    epoch: Array | int | None = None,
+    gamma: Float[Array, ""] | float,
+    logit_scale: Float[Array, ""] | float | None = None,
+    epoch: Integer[Array, ""] | int | None = None,
     temperature_learning_rate: float | None = None,
     temperature_beta1: float = 0.9,
     temperature_beta2: float = 0.999,
@@ -34,10 +35,10 @@ def global_contrastive_loss(
     mode: str = "published",
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
-    mask: Array | None = None,
+    mask: Bool[Array, "b"] | None = None,
     implementation: str | None = None,
     rows_only: bool = False,
-) -> tuple[Array, SampleState]:
+) -> tuple[Float[Array, ""], SampleState]:
     """Contrastive loss of each sample against the whole dataset.
 
     The state holds a moving average u of each sample's mean exponential over its negatives. `s_ij` is the similarity of

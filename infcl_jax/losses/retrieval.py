@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Integer
 
 from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import (
@@ -23,17 +24,17 @@ from infcl_jax.ops.pairwise_lse.checks import checked_labels, checked_mask
 
 
 def retrieval_loss(
-    query: Array,
-    passage: Array,
-    scale: Array | float,
+    query: Float[Array, "bq d"],
+    passage: Float[Array, "bp d"],
+    scale: Float[Array, ""] | float,
     *,
-    labels: Array | None = None,
+    labels: Integer[Array, "bq"] | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
-    mask: Array | None = None,
-    passage_mask: Array | None = None,
+    mask: Bool[Array, "bq"] | None = None,
+    passage_mask: Bool[Array, "bp"] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, ""]:
     """InfoNCE of every query against all passages of the global batch.
 
     The loss is the mean over queries of `row_i - scale * s_{i, labels_i}`, with `row_i` the log-sum-exp of row i of

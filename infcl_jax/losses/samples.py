@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float32, Integer
 
 from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
@@ -30,10 +31,10 @@ class SampleState(NamedTuple):
       second_moment: Adam's second moment of the temperature gradient.
     """
 
-    log_u: Array
-    temperature: Array | None = None
-    first_moment: Array | None = None
-    second_moment: Array | None = None
+    log_u: Float32[Array, "n 2"]
+    temperature: Float32[Array, "n 2"] | None = None
+    first_moment: Float32[Array, "n 2"] | None = None
+    second_moment: Float32[Array, "n 2"] | None = None
 
 
 def create_samples(
@@ -76,7 +77,7 @@ def create_samples(
     return jax.jit(create, out_shardings=sharding)()
 
 
-def check_index(index: Array, mask: Array | None, state: SampleState) -> None:
+def check_index(index: Integer[Array, "b"], mask: Bool[Array, "b"] | None, state: SampleState) -> None:
     """Check that concrete (not traced) indices are samples of the dataset.
 
     The bound is the number of samples if the state is concrete and on one device. Otherwise it is the padded size, a
@@ -109,7 +110,7 @@ def _is_on_one_device(array: Array) -> bool:
     return not isinstance(array, jax.Array) or len(array.devices()) == 1
 
 
-def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -> SampleState:
+def read_samples(state: SampleState, index: Integer[Array, "b"], axis_name: AxisName | None) -> SampleState:
     """Read the state rows of the local batch, inside `shard_map`.
 
     Communication per row of the global batch is 4 bytes for the index and 8 bytes per array of the state.
@@ -140,7 +141,7 @@ def read_samples(state: SampleState, index: Array, axis_name: AxisName | None) -
 
 def write_samples(
     state: SampleState,
-    index: Array,
+    index: Integer[Array, "b"],
     rows: SampleState,
     *,
     axis_name: AxisName | None = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float
 
 from infcl_jax.checks import check_implementation
 from infcl_jax.losses.base import Loss, LossOutput
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
 
 
 def siglip_loss(
-    image: Array,
-    text: Array,
-    logit_scale: Array | float,
-    logit_bias: Array | float,
+    image: Float[Array, "b d"],
+    text: Float[Array, "b d"],
+    logit_scale: Float[Array, ""] | float,
+    logit_bias: Float[Array, ""] | float,
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
-    mask: Array | None = None,
+    mask: Bool[Array, "b"] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, ""]:
     """Pairwise sigmoid loss over all pairs of the global batch.
 
     The loss is `1/b sum_ij softplus(-z_ij (scale * s_ij + bias))` with `s_ij = <image_i, text_j>`, and z = 1 on the
@@ -77,7 +78,7 @@ def siglip_loss(
     return over_mesh(_loss, implementation, (image, text, mask), shared, axis_name=axis_name, mesh=mesh)
 
 
-def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared: Any) -> Array:
+def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared: Any) -> Float[Array, ""]:
     image, text, mask = sharded
     check_axis(axis_name, image, text)
     plan = _Plan(axis_name, XLA_RINGS[implementation].rows)

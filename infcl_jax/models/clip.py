@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Integer, UInt8
 
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
 
@@ -30,13 +31,13 @@ class CLIPOutput(NamedTuple):
       logit_bias: float32 scalar added to the scaled similarities; None for a model without one.
     """
 
-    image: jax.Array
-    text: jax.Array
-    logit_scale: jax.Array
-    logit_bias: jax.Array | None
+    image: Float[Array, "b embed_dim"]
+    text: Float[Array, "b embed_dim"]
+    logit_scale: Float32[Array, ""]
+    logit_bias: Float32[Array, ""] | None
 
 
-def l2_normalize(x: jax.Array, dtype: Any) -> jax.Array:
+def l2_normalize(x: Float[Array, "*batch d"], dtype: Any) -> Float[Array, "*batch d"]:
     """Scale the last axis to unit length.
 
     Args:
@@ -53,8 +54,10 @@ def l2_normalize(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def normalize_image(
-    image: jax.Array, mean: Sequence[float] = OPENAI_IMAGE_MEAN, std: Sequence[float] = OPENAI_IMAGE_STD
-) -> jax.Array:
+    image: UInt8[Array, "*batch 3"],
+    mean: Sequence[float] = OPENAI_IMAGE_MEAN,
+    std: Sequence[float] = OPENAI_IMAGE_STD,
+) -> Float32[Array, "*batch 3"]:
     """Normalize pixels by channel.
 
     Args:
@@ -121,7 +124,13 @@ class CLIP(nn.Module):
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None
 
-    def __call__(self, image: jax.Array, text: jax.Array, *, train: bool = False) -> CLIPOutput:
+    def __call__(
+        self,
+        image: UInt8[Array, "b h w 3"] | Float[Array, "b h w 3"],
+        text: Integer[Array, "b t"],
+        *,
+        train: bool = False,
+    ) -> CLIPOutput:
         """Encode a batch of images and texts.
 
         Args:
@@ -138,7 +147,9 @@ class CLIP(nn.Module):
         scale, bias = self.logit_scale_and_bias()
         return CLIPOutput(self.encode_image(image, train=train), self.encode_text(text, train=train), scale, bias)
 
-    def encode_image(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+    def encode_image(
+        self, image: UInt8[Array, "b h w 3"] | Float[Array, "b h w 3"], *, train: bool = False
+    ) -> Float[Array, "b embed_dim"]:
         """Encode a batch of images.
 
         Args:
@@ -156,7 +167,7 @@ class CLIP(nn.Module):
             image = normalize_image(image, self.image_mean, self.image_std)
         return l2_normalize(self.visual(image, train=train), self.feature_dtype)  # type: ignore[operator]
 
-    def encode_text(self, text: jax.Array, *, train: bool = False) -> jax.Array:
+    def encode_text(self, text: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
         """Encode a batch of texts.
 
         Args:
@@ -173,7 +184,7 @@ class CLIP(nn.Module):
         return l2_normalize(self.text(text, train=train), self.feature_dtype)  # type: ignore[operator]
 
     @nn.compact
-    def logit_scale_and_bias(self) -> tuple[jax.Array, jax.Array | None]:
+    def logit_scale_and_bias(self) -> tuple[Float32[Array, ""], Float32[Array, ""] | None]:
         """Return logit scale and logit bias, for losses over precomputed features.
 
         Returns:

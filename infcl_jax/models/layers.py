@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
 
 from infcl_jax.ops.bias_activation.api import Activation, activate
 from infcl_jax.ops.layer_norm.api import normalize, normalize_with_residual
@@ -17,7 +18,7 @@ PRODUCT = "product"
 
 
 @jax.custom_vjp
-def take_positions(states: jax.Array, position: jax.Array) -> jax.Array:
+def take_positions(states: Float[Array, "b t width"], position: Integer[Array, "b"]) -> Float[Array, "b width"]:
     """Gather one position of each sequence, with a gradient that needs no scatter.
 
     Args:
@@ -30,7 +31,9 @@ def take_positions(states: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.take_along_axis(states, position[:, None, None], axis=1)[:, 0]
 
 
-def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+def _take_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: Float[Array, "b width"]
+) -> tuple[Float[Array, "b t width"], None]:
     states, position = saved
     mask = jnp.arange(states.shape[1])[None] == position[:, None]
     return jnp.where(mask[:, :, None], cotangent[:, None], jnp.zeros_like(states)), None
@@ -51,15 +54,17 @@ class LayerNorm(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def _weights(self, width: int) -> tuple[jax.Array, jax.Array]:
+    def _weights(self, width: int) -> tuple[Float[Array, "{width}"], Float[Array, "{width}"]]:
         scale = self.param("scale", nn.initializers.ones, (width,), self.param_dtype)
         return scale, self.param("bias", nn.initializers.zeros, (width,), self.param_dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalize [..., width] to [..., width] in `dtype`."""
         return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype))
 
-    def with_residual(self, x: jax.Array, deferred_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def with_residual(
+        self, x: Float[Array, "*batch width"], deferred_bias: Float[Array, "width"] | None
+    ) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]]:
         """Return the normalized input and the residual input, see `normalize_with_residual`."""
         return normalize_with_residual(x, *self._weights(x.shape[-1]), deferred_bias, jnp.dtype(self.dtype))
 
@@ -82,17 +87,21 @@ class Dense(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
+    def weights(self, inputs: int) -> tuple[Float[Array, "{inputs} {self.features}"], Float[Array, "{self.features}"]]:
         """Return kernel and bias, for callers with their own GEMM."""
         kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
-    def activated(self, x: jax.Array, activation: Activation) -> jax.Array:
+    def activated(
+        self, x: Float[Array, "*batch inputs"], activation: Activation
+    ) -> Float[Array, "*batch {self.features}"]:
         """Map [..., inputs] to `activation(x @ kernel + bias)`, [..., features] in `dtype`."""
         kernel, bias = self.weights(x.shape[-1])
         return activate(checkpointed_affine(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
 
-    def without_bias_gradient(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def without_bias_gradient(
+        self, x: Float[Array, "*batch inputs"]
+    ) -> tuple[Float[Array, "*batch {self.features}"], Float[Array, "{self.features}"]]:
         """Return `x @ kernel + bias` and the bias.
 
         Maps [..., inputs] to [..., features] in `dtype`. The bias is added under `stop_gradient`, so the

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from infcl_jax.checks import check_positive_int
 
@@ -70,7 +71,7 @@ class BatchNorm(nn.Module):
     scale_init: Any = nn.initializers.ones
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: Float[Array, "b h w c"], *, train: bool) -> Float32[Array, "b h w c"]:
         """Normalize [b, h, w, c] over all axes but the last, to float32."""
         x, channels = x.astype(jnp.float32), x.shape[-1:]
         scale = self.param("scale", self.scale_init, channels, self.param_dtype).astype(jnp.float32)
@@ -106,7 +107,7 @@ class AttentionPool(nn.Module):
     param_dtype: str
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float32[Array, "b {self.embed_dim}"]:
         """Map [b, h, w, c] to float32 [b, embed_dim]."""
         b, h, w, c = x.shape
         init = nn.initializers.normal(c**-0.5)
@@ -136,7 +137,7 @@ class Bottleneck(nn.Module):
     param_dtype: str
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: Float[Array, "b h w c"], *, train: bool) -> Float[Array, "b _ _ _"]:
         """Map [b, h, w, c] to [b, h/stride, w/stride, 4 planes]."""
         conv, norm = _conv_and_norm(self.dtype, self.param_dtype)
         out = nn.relu(norm(name="bn1")(conv(self.planes, (1, 1), name="conv1")(x), train=train))
@@ -175,7 +176,7 @@ class ResNet(nn.Module):
         return self.config.image_size
 
     @nn.compact
-    def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(self, image: Float[Array, "b h w 3"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
         """Encode images.
 
         Args:
@@ -222,7 +223,7 @@ def _conv_and_norm(dtype: str, param_dtype: str) -> tuple[Any, Any]:
     return conv, functools.partial(BatchNorm, param_dtype)
 
 
-def _average_pool(x: jax.Array, size: int) -> jax.Array:
+def _average_pool(x: Float[Array, "b h w c"], size: int) -> Float[Array, "b _ _ c"]:
     """Average [b, h, w, c] over non-overlapping squares of `size` positions."""
     b, h, w, c = x.shape
     return x if size == 1 else x.reshape(b, h // size, size, w // size, size, c).mean((2, 4))

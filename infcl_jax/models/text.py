@@ -1,14 +1,14 @@
 """CLIP's text tower: a causal transformer pooled at the end token."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Integer
 
 from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
 from infcl_jax.ops.embedding import embed_tokens
 
 
-def end_position(tokens: jax.Array) -> jax.Array:
+def end_position(tokens: Integer[Array, "b t"]) -> Int32[Array, "b"]:
     """Return the position of each sequence's end token, the largest id.
 
     Args:
@@ -41,7 +41,7 @@ class TextTransformer(nn.Module):
     context_length: int
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
         """Encode token ids.
 
         Args:
@@ -56,7 +56,7 @@ class TextTransformer(nn.Module):
         x = layer_norm(self.config, "ln_final", jnp.float32)(x)
         return feature_projection(self.config, self.embed_dim, "text_projection")(x)
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def _embed(self, tokens: Integer[Array, "b t"]) -> Float[Array, "b t {self.config.width}"]:
         """Return token plus positional embeddings, [b, t, width] in the compute dtype."""
         c = self.config
         table = self.param("token_embedding", nn.initializers.normal(0.02), (self.vocab_size, c.width), c.param_dtype)

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
 
 from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
@@ -192,7 +193,9 @@ class SelfAttention(nn.Module):
     padding: int = 0
 
     @nn.compact
-    def __call__(self, x: jax.Array, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: Float[Array, "tokens width"], position: Integer[Array, "b"] | None = None
+    ) -> tuple[Float[Array, "rows width"], Float[Array, "width"]]:
         """Apply self-attention to all tokens or to one token of each sequence.
 
         Args:
@@ -222,7 +225,9 @@ class SelfAttention(nn.Module):
         (y,) = checkpointed_affine(y.reshape(-1, c.width), (out_kernel,), (jax.lax.stop_gradient(bias),))
         return y, bias
 
-    def _project(self, x: jax.Array, kernel: jax.Array, query_bias: jax.Array) -> tuple[jax.Array, ...]:
+    def _project(
+        self, x: Float[Array, "tokens width"], kernel: Float[Array, "width _"], query_bias: Float[Array, "width"]
+    ) -> tuple[Float[Array, "b {self.positions} heads d"], ...]:
         """Project all tokens to queries, keys and values, packed if `prefers_packed`."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
@@ -243,7 +248,7 @@ class Mlp(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: Float[Array, "*batch width"]) -> tuple[Float[Array, "*batch width"], Float[Array, "width"]]:
         """Apply the MLP to [..., width] in the compute dtype.
 
         Returns:
@@ -270,8 +275,12 @@ class TransformerBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, deferred_bias: jax.Array | None, position: jax.Array | None, train: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self,
+        x: Float[Array, "tokens width"],
+        deferred_bias: Float[Array, "width"] | None,
+        position: Integer[Array, "b"] | None,
+        train: bool,
+    ) -> tuple[Float[Array, "rows width"], Float[Array, "width"] | None]:
         """Run the block.
 
         Args:
@@ -317,7 +326,9 @@ class Transformer(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, position: jax.Array | None = None, *, train: bool = False) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "b t width"], position: Integer[Array, "b"] | None = None, *, train: bool = False
+    ) -> Float[Array, "b t width"] | Float[Array, "b width"]:
         """Run the blocks.
 
         Args:

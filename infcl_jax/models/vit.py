@@ -5,6 +5,7 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
 
 from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
 
@@ -23,7 +24,7 @@ class PatchEmbedding(nn.Module):
     patch_size: int
 
     @nn.compact
-    def __call__(self, image: jax.Array) -> jax.Array:
+    def __call__(self, image: Float[Array, "b h w c"]) -> Float[Array, "b patches {self.config.width}"]:
         """Map [b, H, W, 3] to [b, (H / patch) (W / patch), width].
 
         Patches are in row-major order. The result is in the compute dtype.
@@ -38,7 +39,7 @@ class PatchEmbedding(nn.Module):
         return patches @ kernel.reshape(-1, c.width).astype(c.dtype)
 
 
-def drop_patches(rng: jax.Array, tokens: jax.Array, rate: float) -> jax.Array:
+def drop_patches(rng: jax.Array, tokens: Shaped[Array, "b n width"], rate: float) -> Shaped[Array, "b kept width"]:
     """Keep a random subset of the patches of each sample.
 
     Args:
@@ -85,7 +86,7 @@ class VisionTransformer(nn.Module):
     patch_dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(self, image: Float[Array, "b h w 3"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
         """Encode images.
 
         Args:
@@ -104,7 +105,7 @@ class VisionTransformer(nn.Module):
             x = normalize(transformer(x, train=train)[:, 1:]).mean(axis=1)
         return feature_projection(self.config, self.embed_dim, "proj")(x)
 
-    def _embed(self, image: jax.Array, train: bool) -> jax.Array:
+    def _embed(self, image: Float[Array, "b h w 3"], train: bool) -> Float[Array, "b positions {self.config.width}"]:
         """Embed patches and class token; sums and gradients are float32.
 
         Returns:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Integer
 
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
 
@@ -14,7 +15,9 @@ _TILE = 128  # sorted rows summed by id in one GEMM
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def embed_tokens(table: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+def embed_tokens(
+    table: Float[Array, "v width"], positions: Float[Array, "t width"], tokens: Integer[Array, "b t"], dtype: Any
+) -> Float[Array, "b t width"]:
     """Look up token embeddings and add positional embeddings in float32.
 
     The gradient is accumulated in float32: a 16-bit sum over a frequent token, such as the start token of every
@@ -41,7 +44,9 @@ def _embed_forward(table: jax.Array, positions: jax.Array, tokens: jax.Array, dt
     return embed_tokens(table, positions, tokens, dtype), (table, positions, tokens)
 
 
-def _embed_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple:
+def _embed_backward(
+    dtype: Any, saved: tuple[jax.Array, ...], cotangent: Float[Array, "b t width"]
+) -> tuple[Float[Array, "v width"], Float[Array, "t width"], None]:
     table, positions, tokens = saved
     d_table = _sum_over_devices(tokens, cotangent, len(table)).astype(table.dtype)
     d_positions = jnp.sum(cotangent, axis=0, dtype=jnp.float32).astype(positions.dtype)
@@ -51,7 +56,9 @@ def _embed_backward(dtype: Any, saved: tuple[jax.Array, ...], cotangent: jax.Arr
 embed_tokens.defvjp(_embed_forward, _embed_backward)
 
 
-def _sum_over_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+def _sum_over_devices(
+    tokens: Integer[Array, "b t"], rows: Float[Array, "b t width"], count: int
+) -> Float32[Array, "{count} width"]:
     """Sum the rows of each token id over all devices.
 
     Args:
@@ -71,7 +78,7 @@ def _sum_over_devices(tokens: jax.Array, rows: jax.Array, count: int) -> jax.Arr
     return on_each_device(local, PartitionSpec(axes), PartitionSpec())(tokens, rows)
 
 
-def sum_by_id(ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+def sum_by_id(ids: Integer[Array, "n"], rows: Float[Array, "n width"], count: int) -> Float32[Array, "{count} width"]:
     """Sum the rows of each id in a fixed order.
 
     The rows are sorted by id and split into tiles. Within a tile, a GEMM with a 0/1 matrix replaces every row by the

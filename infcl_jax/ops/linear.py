@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from infcl_jax.ops.layer_norm.api import broadcast_vector
 
@@ -31,7 +32,11 @@ def cast(parameters: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda a: checkpoint_name(lax.stop_gradient(a).astype(x.dtype), DERIVED), parameters)
 
 
-def affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
+def affine(
+    x: Float[Array, "*batch inputs"],
+    kernels: tuple[Float[Array, "inputs _"], ...],
+    biases: tuple[Float[Array, "_"] | None, ...],
+) -> tuple[Float[Array, "*batch _"], ...]:
     """Compute `x @ kernel + bias` for each kernel and bias.
 
     Args:
@@ -52,7 +57,7 @@ def affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
     return tuple(add_bias(y, bias) for y, bias in zip(outputs, biases, strict=True))
 
 
-def contract(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def contract(spec: str, x: Float[Array, "..."], kernel: Float[Array, "..."]) -> Float[Array, "..."]:
     """Contract `x` with a reshaped kernel in the dtype of `x`.
 
     Args:
@@ -97,7 +102,7 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 @jax.custom_vjp
-def route_gradient(x: jax.Array, bias: jax.Array) -> jax.Array:
+def route_gradient(x: Float[Array, "*batch width"], bias: Float[Array, "n"]) -> Float[Array, "*batch width"]:
     """Return `x` and route its gradient to a bias already added to it.
 
     Args:
@@ -110,7 +115,9 @@ def route_gradient(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x
 
 
-def _route_backward(bias: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _route_backward(
+    bias: Float[Array, "n"], dx: Float[Array, "*batch width"]
+) -> tuple[Float[Array, "*batch width"], Float[Array, "n"]]:
     leading_axes = tuple(range(dx.ndim - 1))
     return dx, dx[..., : len(bias)].sum(leading_axes, dtype=jnp.float32).astype(bias.dtype)
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Integer
 
 from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
@@ -75,7 +76,13 @@ def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImp
     return shape[1] % 2 if (implementation or best_attention(shape, dtype)) == "cudnn" else 0
 
 
-def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, padding: int) -> jax.Array:
+def _cudnn_attention(
+    query: Float[Array, "b t heads d"],
+    key: Float[Array, "b t heads d"],
+    value: Float[Array, "b t heads d"],
+    causal: bool,
+    padding: int,
+) -> Float[Array, "b t heads d"]:
     b, t = query.shape[:2]
     # The causal mask already hides trailing padding from all valid queries.
     lengths = jnp.full(b, t - padding, jnp.int32) if padding and not causal else None
@@ -85,19 +92,23 @@ def _cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _mosaic_attention(packed: jax.Array, causal: bool) -> jax.Array:
+def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> Float[Array, "b t heads d"]:
     """Attention of packed [b, t, 3 heads, d] on the Hopper kernels."""
     return _mosaic_forward(packed, causal)[0]
 
 
-def _mosaic_forward(packed: jax.Array, causal: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _mosaic_forward(
+    packed: Float[Array, "b t qkv_heads d"], causal: bool
+) -> tuple[Float[Array, "b t heads d"], tuple[jax.Array, ...]]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
     out, lse = _call_mosaic(pallas_mosaic_gpu.forward, causal, packed)
     return out, (packed, out, lse)
 
 
-def _mosaic_backward(causal: bool, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array, ...]:
+def _mosaic_backward(
+    causal: bool, saved: tuple[jax.Array, ...], d_out: Float[Array, "b t heads d"]
+) -> tuple[jax.Array, ...]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
     return _call_mosaic(pallas_mosaic_gpu.backward, causal, *saved, d_out)
@@ -115,8 +126,12 @@ def _call_mosaic(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _xla_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, scale: float
-) -> jax.Array:
+    query: Float[Array, "b n heads d"],
+    key: Float[Array, "b t heads d"],
+    value: Float[Array, "b t heads d"],
+    mask: Bool[Array, "#b #heads #n #t"] | None,
+    scale: float,
+) -> Float[Array, "b n heads d"]:
     """Attention in plain XLA with a memory-saving gradient.
 
     The only array of size [b, heads, n, t] saved for the backward pass is the softmax weights, in the dtype of the
@@ -138,8 +153,12 @@ def _xla_attention(
 
 
 def _xla_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, scale: float
-) -> tuple[jax.Array, tuple]:
+    query: Float[Array, "b n heads d"],
+    key: Float[Array, "b t heads d"],
+    value: Float[Array, "b t heads d"],
+    mask: Bool[Array, "#b #heads #n #t"] | None,
+    scale: float,
+) -> tuple[Float[Array, "b n heads d"], tuple]:
     s = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * scale
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
@@ -147,7 +166,9 @@ def _xla_forward(
     return jnp.einsum("bhnt,bthd->bnhd", p, value), (query, key, value, p)
 
 
-def _xla_backward(scale: float, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+def _xla_backward(
+    scale: float, saved: tuple[jax.Array, ...], d_out: Float[Array, "b n heads d"]
+) -> tuple[Float[Array, "b n heads d"], Float[Array, "b t heads d"], Float[Array, "b t heads d"], None]:
     query, key, value, p = saved  # p = 0 at masked positions, so ds = 0 there
     dp = jnp.einsum("bnhd,bthd->bhnt", d_out, value, preferred_element_type=jnp.float32)
     p32 = p.astype(jnp.float32)
@@ -161,11 +182,11 @@ _xla_attention.defvjp(_xla_forward, _xla_backward)
 
 
 def attend(
-    *qkv: jax.Array,
+    *qkv: Float[Array, "b t qkv_heads d"],
     causal: bool,
     padding: int = 0,
     implementation: AttentionImplementation | None = None,
-) -> jax.Array:
+) -> Float[Array, "b t heads d"]:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
 
     Args:
@@ -199,15 +220,15 @@ def attend(
 
 
 def attend_from(
-    query: jax.Array,
-    x: jax.Array,
-    key_kernel: jax.Array,
-    value_kernel: jax.Array,
-    position: jax.Array,
+    query: Float[Array, "b heads d"],
+    x: Float[Array, "b t width"],
+    key_kernel: Float[Array, "width heads*d"],
+    value_kernel: Float[Array, "width heads*d"],
+    position: Integer[Array, "b"],
     *,
     causal: bool,
     padding: int = 0,
-) -> jax.Array:
+) -> Float[Array, "b heads d"]:
     """Attention of one query per sequence, without projecting keys and values.
 
     Scores are bilinear in query and token, so the key projection is applied to the query. The output is linear in the

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Float32
 
 from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
     CHANNELS,
@@ -40,7 +41,9 @@ def accepts(positions: int, channels: int, dtype: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "sm_count"))
-def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array]:
+def forward(
+    packed: Float[Array, "b t qkv_heads d"], *, causal: bool, sm_count: int
+) -> tuple[Float[Array, "b t heads d"], Float32[Array, "b*heads padded_t"]]:
     """Scaled dot-product attention with an online float32 softmax.
 
     Args:
@@ -114,7 +117,15 @@ def forward(packed: Array, *, causal: bool, sm_count: int) -> tuple[Array, Array
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "sm_count"))
-def backward(packed: Array, out: Array, lse: Array, d_out: Array, *, causal: bool, sm_count: int) -> tuple[Array]:
+def backward(
+    packed: Float[Array, "b t qkv_heads d"],
+    out: Float[Array, "b t heads d"],
+    lse: Float32[Array, "b*heads padded_t"],
+    d_out: Float[Array, "b t heads d"],
+    *,
+    causal: bool,
+    sm_count: int,
+) -> tuple[Float[Array, "b t qkv_heads d"]]:
     """Gradients of attention (Dao et al. 2022, appendix B.2).
 
     Args:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32
 
 from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
@@ -18,7 +19,7 @@ Activation = Literal["gelu", "quick_gelu"]
 ActivationImplementation = Literal["xla", "mosaic_gpu"]
 
 
-def best_activation(x: jax.Array) -> ActivationImplementation:
+def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> ActivationImplementation:
     """Select the fastest biased activation for the target device.
 
     Args:
@@ -38,8 +39,11 @@ def best_activation(x: jax.Array) -> ActivationImplementation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def activate(
-    x: jax.Array, bias: jax.Array, name: Activation, implementation: ActivationImplementation | None = None
-) -> jax.Array:
+    x: Float[Array, "*batch width"],
+    bias: Float[Array, "width"],
+    name: Activation,
+    implementation: ActivationImplementation | None = None,
+) -> Float[Array, "*batch width"]:
     """Apply an activation to `x + bias`, computed in float32.
 
     The backward pass saves `x` and recomputes the rest.
@@ -62,8 +66,8 @@ def _backward(
     name: Activation,
     implementation: ActivationImplementation | None,
     saved: tuple[jax.Array, jax.Array],
-    dy: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    dy: Float[Array, "*batch width"],
+) -> tuple[Float[Array, "*batch width"], Float[Array, "width"]]:
     x, bias = saved
     use_kernel = (implementation or best_activation(x)) == "mosaic_gpu"
     dx, d_bias = (_backward_kernel if use_kernel else _backward_xla)(x, bias, dy, name)
@@ -73,14 +77,18 @@ def _backward(
 activate.defvjp(lambda x, bias, *settings: (activate(x, bias, *settings), (x, bias)), _backward)
 
 
-def _backward_xla(x: jax.Array, bias: jax.Array, dy: jax.Array, name: Activation) -> tuple[jax.Array, jax.Array]:
+def _backward_xla(
+    x: Float[Array, "*batch width"], bias: Float[Array, "width"], dy: Float[Array, "*batch width"], name: Activation
+) -> tuple[Float[Array, "*batch width"], Float32[Array, "width"]]:
     # Without the barrier, XLA shares subexpressions of the two passes and stores them in float32.
     x32 = _biased(lax.optimization_barrier(x), bias)
     dx = (dy.astype(jnp.float32) * _FUNCTIONS[name][1](x32)).astype(x.dtype)
     return dx, dx.sum(tuple(range(x.ndim - 1)), dtype=jnp.float32)
 
 
-def _forward_kernel(x: jax.Array, bias: jax.Array, name: Activation) -> jax.Array:
+def _forward_kernel(
+    x: Float[Array, "*batch width"], bias: Float[Array, "width"], name: Activation
+) -> Float[Array, "*batch width"]:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.forward, name=name, sm_count=gpu.multiprocessors())
@@ -92,7 +100,9 @@ def _forward_kernel(x: jax.Array, bias: jax.Array, name: Activation) -> jax.Arra
     return on_each_device(local, (batch_spec, P()), batch_spec)(x, bias.astype(jnp.float32))
 
 
-def _backward_kernel(x: jax.Array, bias: jax.Array, dy: jax.Array, name: Activation) -> tuple[jax.Array, jax.Array]:
+def _backward_kernel(
+    x: Float[Array, "*batch width"], bias: Float[Array, "width"], dy: Float[Array, "*batch width"], name: Activation
+) -> tuple[Float[Array, "*batch width"], Float32[Array, "width"]]:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.backward, name=name, sm_count=gpu.multiprocessors())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
 
 from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts, store
 
@@ -32,7 +33,9 @@ def accepts(rows: int, width: int, dtype: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("name", "sm_count", "tiling"))
-def forward(x: jax.Array, bias: jax.Array, *, name: str, sm_count: int, tiling: Tiling = FORWARD) -> jax.Array:
+def forward(
+    x: Float[Array, "rows width"], bias: Float32[Array, "width"], *, name: str, sm_count: int, tiling: Tiling = FORWARD
+) -> Float[Array, "rows width"]:
     """Apply an activation to `x + bias`.
 
     Args:
@@ -67,8 +70,14 @@ def forward(x: jax.Array, bias: jax.Array, *, name: str, sm_count: int, tiling: 
 
 @functools.partial(jax.jit, static_argnames=("name", "sm_count", "tiling"))
 def backward(
-    x: jax.Array, bias: jax.Array, dy: jax.Array, *, name: str, sm_count: int, tiling: Tiling = BACKWARD
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "rows width"],
+    bias: Float32[Array, "width"],
+    dy: Float[Array, "rows width"],
+    *,
+    name: str,
+    sm_count: int,
+    tiling: Tiling = BACKWARD,
+) -> tuple[Float[Array, "rows width"], Float32[Array, "width"]]:
     """Gradients of the biased activation.
 
     Args:

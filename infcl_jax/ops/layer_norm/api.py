@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Shaped
 
 from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
@@ -15,7 +16,7 @@ NormImplementation = Literal["xla", "mosaic_gpu"]
 LAYER_NORM_EPSILON = 1e-5  # added to the variance; PyTorch's default
 
 
-def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
+def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *dtypes: Any) -> NormImplementation:
     """Select the fastest LayerNorm for the target device.
 
     Args:
@@ -36,8 +37,12 @@ def best_normalization(x: jax.Array, *dtypes: Any) -> NormImplementation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def normalize(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None = None
-) -> jax.Array:
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    dtype: Any,
+    implementation: NormImplementation | None = None,
+) -> Float[Array, "*batch width"]:
     """LayerNorm over the last axis (Ba et al. 2016), computed in float32.
 
     Args:
@@ -55,13 +60,13 @@ def normalize(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def normalize_with_residual(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    deferred_bias: jax.Array | None,
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    deferred_bias: Float[Array, "width"] | None,
     dtype: Any,
     implementation: NormImplementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]]:
     """LayerNorm and residual input; the backward pass fuses both cotangents.
 
     Use the returned `x` for the residual connection. The kernels then add the cotangents of both uses of `x` before
@@ -84,22 +89,33 @@ def normalize_with_residual(
 
 
 def _forward(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any, implementation: NormImplementation | None
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    dtype: Any,
+    implementation: NormImplementation | None,
+) -> tuple[Float[Array, "*batch width"], tuple[jax.Array, ...]]:
     run = _forward_xla if _chosen(implementation, x, dtype) == "xla" else _forward_kernel
     y, mean, inv_std = run(x, scale, bias, dtype)
     return y, (x, mean, inv_std, scale, bias)
 
 
 def _backward(
-    dtype: Any, implementation: NormImplementation | None, saved: tuple[jax.Array, ...], dy: jax.Array
+    dtype: Any,
+    implementation: NormImplementation | None,
+    saved: tuple[jax.Array, ...],
+    dy: Float[Array, "*batch width"],
 ) -> tuple[jax.Array | None, ...]:
     return _backward_with_residual(dtype, implementation, (*saved, None), (dy, None))[:3]
 
 
 def _forward_with_residual(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, deferred_bias: jax.Array | None, *settings: Any
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    deferred_bias: Float[Array, "width"] | None,
+    *settings: Any,
+) -> tuple[tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]], tuple[jax.Array | None, ...]]:
     y, saved = _forward(x, scale, bias, *settings)
     return (y, x), (*saved, deferred_bias)
 
@@ -108,7 +124,7 @@ def _backward_with_residual(
     dtype: Any,
     implementation: NormImplementation | None,
     saved: tuple[Any, ...],
-    cotangents: tuple[jax.Array, jax.Array | None],
+    cotangents: tuple[Float[Array, "*batch width"], Float[Array, "*batch width"] | None],
 ) -> tuple[jax.Array | None, ...]:
     x, mean, inv_std, scale, bias, deferred_bias = saved
     run = _backward_xla if _chosen(implementation, x, dtype) == "xla" else _backward_kernel
@@ -125,7 +141,9 @@ def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any)
     return implementation or best_normalization(x, dtype)
 
 
-def _forward_xla(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+def _forward_xla(
+    x: Float[Array, "*batch width"], scale: Float[Array, "width"], bias: Float[Array, "width"], dtype: Any
+) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
     """Compute the result, and the float32 mean and inverse standard deviation [..., 1].
 
     The variance is E[x^2] - E[x]^2, so both statistics take a single pass over `x`.
@@ -139,14 +157,16 @@ def _forward_xla(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) ->
 
 
 def _backward_xla(
-    x: jax.Array,
-    mean: jax.Array,
-    inv_std: jax.Array,
-    scale: jax.Array,
-    dy: jax.Array,
-    dx_residual: jax.Array | None,
+    x: Float[Array, "*batch width"],
+    mean: Float32[Array, "*batch 1"],
+    inv_std: Float32[Array, "*batch 1"],
+    scale: Float[Array, "width"],
+    dy: Float[Array, "*batch width"],
+    dx_residual: Float[Array, "*batch width"] | None,
     sum_rows: bool,
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[
+    Float[Array, "*batch width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
+]:
     """Compute the gradients of LayerNorm.
 
     Args:
@@ -177,7 +197,9 @@ def _backward_xla(
     return dx, d_scale, d_bias, dx.sum(leading_axes, dtype=jnp.float32) if sum_rows else None
 
 
-def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+def _forward_kernel(
+    x: Float[Array, "*batch width"], scale: Float[Array, "width"], bias: Float[Array, "width"], dtype: Any
+) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(
@@ -194,14 +216,16 @@ def _forward_kernel(x: jax.Array, scale: jax.Array, bias: jax.Array, dtype: Any)
 
 
 def _backward_kernel(
-    x: jax.Array,
-    mean: jax.Array,
-    inv_std: jax.Array,
-    scale: jax.Array,
-    dy: jax.Array,
-    dx_residual: jax.Array | None,
+    x: Float[Array, "*batch width"],
+    mean: Float32[Array, "*batch 1"],
+    inv_std: Float32[Array, "*batch 1"],
+    scale: Float[Array, "width"],
+    dy: Float[Array, "*batch width"],
+    dx_residual: Float[Array, "*batch width"] | None,
     sum_rows: bool,
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[
+    Float[Array, "*batch width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
+]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.backward, sum_rows=sum_rows, sm_count=gpu.multiprocessors())
@@ -219,11 +243,11 @@ def _backward_kernel(
     return run_on_each(scale.astype(jnp.float32), *arrays)
 
 
-def flat_rows(x: jax.Array) -> jax.Array:
+def flat_rows(x: Shaped[Array, "*batch width"]) -> Shaped[Array, "rows width"]:
     """Reshape [..., width] to [rows, width]."""
     return x.reshape(-1, x.shape[-1])
 
 
-def broadcast_vector(vector: jax.Array, x: jax.Array) -> jax.Array:
+def broadcast_vector(vector: Float[Array, "n"], x: Float[Array, "..."]) -> Float32[Array, "... n"]:
     """Reshape [width] to broadcast against `x` [..., width], as float32."""
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
 
 from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts, store
 
@@ -42,15 +43,15 @@ def accepts(rows: int, width: int, *dtypes: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "sm_count", "tiling"))
 def forward(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Float[Array, "rows width"],
+    scale: Float32[Array, "width"],
+    bias: Float32[Array, "width"],
     *,
     dtype: Any,
     epsilon: float,
     sm_count: int,
     tiling: Tiling | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Float[Array, "rows width"], Float32[Array, "rows"], Float32[Array, "rows"]]:
     """LayerNorm over the last axis.
 
     Args:
@@ -96,17 +97,19 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("sum_rows", "sm_count", "tiling"))
 def backward(
-    x: jax.Array,
-    mean: jax.Array,
-    inv_std: jax.Array,
-    scale: jax.Array,
-    dy: jax.Array,
-    dx_residual: jax.Array | None = None,
+    x: Float[Array, "rows width"],
+    mean: Float32[Array, "rows"],
+    inv_std: Float32[Array, "rows"],
+    scale: Float32[Array, "width"],
+    dy: Float[Array, "rows width"],
+    dx_residual: Float[Array, "rows width"] | None = None,
     *,
     sum_rows: bool = False,
     sm_count: int,
     tiling: Tiling | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[
+    Float[Array, "rows width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
+]:
     """Gradients of LayerNorm.
 
     Args:

@@ -1,6 +1,6 @@
 """Row and column log-sum-exp over all pairs of a sharded batch.
 
-The losses of the package, except SigLIP, are functions of these vectors.
+The losses of the package, except SigLIP, are functions of these vectors. This folder imports JAX and jaxtyping only.
 """
 
 from infcl_jax.ops.pairwise_lse.api import PairwiseLSE, pairwise_lse

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int32
 
 from infcl_jax.ops.common.gpu import CUBLAS_WORKSPACE
 from infcl_jax.ops.pairwise_lse.base import (
@@ -30,7 +31,7 @@ from infcl_jax.ops.pairwise_lse.dense import dense_lse
 
 def dense(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[Array, Array | None, Array]:
+) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
     """Compute the whole `[b, b]` matrix on every device, as in CLIP.
 
     Args:
@@ -56,7 +57,7 @@ def dense(
 
 def local(
     block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[Array, Array | None, Array]:
+) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
     """Compare local rows with all columns and all rows with local columns (OpenCLIP).
 
     Arguments and results are those of `dense`.
@@ -185,7 +186,7 @@ def _gather_all(block: Block, axis_name: AxisName) -> Block:
     )
 
 
-def _global_labels(block: Block, axis_name: AxisName) -> Array:
+def _global_labels(block: Block, axis_name: AxisName) -> Int32[Array, "bx"]:
     return block.labels + lax.axis_index(axis_name) * block.y.shape[0]
 
 
@@ -193,5 +194,5 @@ def _gather(tree: Any, axis_name: AxisName) -> Any:
     return jax.tree.map(lambda a: lax.all_gather(a, axis_name, tiled=True), tree)
 
 
-def _scatter(array: Array | None, axis_name: AxisName) -> Array | None:
+def _scatter(array: Float[Array, "n *rest"] | None, axis_name: AxisName) -> Float[Array, "_ *rest"] | None:
     return None if array is None else lax.psum_scatter(array, axis_name, tiled=True)

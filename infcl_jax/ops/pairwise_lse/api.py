@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int32, Integer
 
 from infcl_jax.checks import check_choice, check_implementation, is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
@@ -19,22 +20,22 @@ class PairwiseLSE(NamedTuple):
       positive: `[bx]` unscaled similarity of each row with its positive, even if `y_mask` masks that positive.
     """
 
-    row: Array
-    col: Array | None
-    positive: Array
+    row: Float[Array, "bx"]
+    col: Float[Array, "by"] | None
+    positive: Float[Array, "bx"]
 
 
 def pairwise_lse(
-    x: Array,
-    y: Array,
-    x_scale: Array | float,
-    y_scale: Array | float | None = None,
+    x: Float[Array, "bx d"],
+    y: Float[Array, "by d"],
+    x_scale: Float[Array, ""] | Float[Array, "bx"] | float,
+    y_scale: Float[Array, ""] | Float[Array, "by"] | float | None = None,
     *,
     axis_name: AxisName | None = None,
     positives: str = "include",
-    labels: Array | None = None,
-    x_mask: Array | None = None,
-    y_mask: Array | None = None,
+    labels: Integer[Array, "bx"] | None = None,
+    x_mask: Bool[Array, "bx"] | None = None,
+    y_mask: Bool[Array, "by"] | None = None,
     columns: bool = True,
     implementation: str | None = None,
 ) -> PairwiseLSE:
@@ -122,7 +123,9 @@ def _zero_masked_rows(block: Block) -> Block:
     )
 
 
-def _similarities_of_pairs(x: Array, y: Array, labels: Array) -> Array:
+def _similarities_of_pairs(
+    x: Float[Array, "bx d"], y: Float[Array, "by d"], labels: Int32[Array, "bx"]
+) -> Float[Array, "bx"]:
     """Compute `<x_i, y_{labels_i}>` `[bx]`.
 
     Masked columns may be non-finite. They count as zero, so that no gradient is NaN.
@@ -136,7 +139,9 @@ def _zero_unless_finite(array: Array) -> Array:
     return jnp.where(jnp.isfinite(array), array, jnp.zeros_like(array))
 
 
-def _nan_out_of_range(block: Block, row: Array, positive: Array) -> tuple[Array, Array]:
+def _nan_out_of_range(
+    block: Block, row: Float[Array, "bx"], positive: Float[Array, "bx"]
+) -> tuple[Float[Array, "bx"], Float[Array, "bx"]]:
     """Set `row` and `positive` to NaN for labels out of range.
 
     `row` is multiplied by NaN, so that its gradients are NaN too.

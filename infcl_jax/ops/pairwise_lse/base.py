@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Int32, Shaped
 
 Array = jax.Array
 AxisName = str | tuple[str, ...]
@@ -32,13 +33,13 @@ class Block(NamedTuple):
         is in another block. None: the block contains no positives.
     """
 
-    x: Array
-    y: Array
-    x_scale: Array
-    y_scale: Array | None = None
-    x_mask: Array | None = None
-    y_mask: Array | None = None
-    labels: Array | None = None
+    x: Float[Array, "bx d"]
+    y: Float[Array, "by d"]
+    x_scale: Float[Array, ""] | Float[Array, "bx"]
+    y_scale: Float[Array, "by"] | None = None
+    x_mask: Bool[Array, "bx"] | None = None
+    y_mask: Bool[Array, "by"] | None = None
+    labels: Int32[Array, "bx"] | None = None
 
 
 class LogSum(NamedTuple):
@@ -48,10 +49,10 @@ class LogSum(NamedTuple):
     differs from one by less, so the rounding would hide its gradient. An empty sum is (-inf, 0).
     """
 
-    shift: Array
-    sumexp: Array
+    shift: Float[Array, "..."]
+    sumexp: Float[Array, "..."]
 
-    def log(self) -> Array:
+    def log(self) -> Float[Array, "..."]:
         """Return the log-sum-exp; -inf for an empty sum."""
         return self.shift + jnp.log(self.sumexp)
 
@@ -63,7 +64,7 @@ class LogSum(NamedTuple):
         return LogSum(shift, sumexp)
 
 
-def finite_shift(shift: Array) -> Array:
+def finite_shift(shift: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Replace -inf, the shift of an empty sum, by 0.
 
     The result can be subtracted from exponents without NaN.
@@ -71,7 +72,7 @@ def finite_shift(shift: Array) -> Array:
     return jnp.where(jnp.isneginf(shift), jnp.zeros_like(shift), shift)
 
 
-def empty_log_sum(like: Array) -> LogSum:
+def empty_log_sum(like: Float[Array, "..."]) -> LogSum:
     """Return empty log-sum-exps shaped like `like`.
 
     They vary over the same mesh axes as `like`.
@@ -92,7 +93,7 @@ class Sums(NamedTuple):
 
     row: LogSum
     column: LogSum | None
-    positive: Array
+    positive: Float[Array, "bx"]
 
 
 class Cotangents(NamedTuple):
@@ -110,11 +111,11 @@ class Cotangents(NamedTuple):
     """
 
     row: LogSum
-    d_row: Array
+    d_row: Float[Array, "bx"]
     column: LogSum | None
-    d_column: Array | None
-    positive: Array
-    d_positive: Array
+    d_column: Float[Array, "by"] | None
+    positive: Float[Array, "bx"]
+    d_positive: Float[Array, "bx"]
 
 
 class Gradient(NamedTuple):
@@ -130,9 +131,9 @@ class Gradient(NamedTuple):
     """
 
     x: Any
-    y: Array | None
-    x_scale: Array | None
-    y_scale: Array | None
+    y: Float[Array, "padded_by padded_d"] | None
+    x_scale: Float[Array, ""] | Float[Array, "bx"] | None
+    y_scale: Float[Array, "by"] | None
 
 
 class NeedsGrad(NamedTuple):
@@ -190,21 +191,28 @@ class Strategy:
     backward: Callable[..., Gradient]
 
 
-def zero_gradients(block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
+def zero_gradients(
+    x: Float[Array, "padded_bx padded_d"],
+    y: Float[Array, "padded_by padded_d"],
+    x_scale: Float[Array, ""] | Float[Array, "bx"],
+    y_scale: Float[Array, "by"] | None,
+    needs_grad: NeedsGrad,
+    dtype: jnp.dtype,
+) -> Gradient:
     """Return zeros for every needed gradient; those of the features in `dtype`."""
 
     def zeros(like: Array | None, needed: bool, dtype: jnp.dtype) -> Array | None:
-        return constant(like.shape, 0, dtype, varying_like=block.x) if needed and like is not None else None
+        return constant(like.shape, 0, dtype, varying_like=x) if needed and like is not None else None
 
     return Gradient(
-        zeros(block.x, needs_grad.x, dtype),
-        zeros(block.y, needs_grad.y, dtype),
-        zeros(block.x_scale, needs_grad.x_scale, block.x_scale.dtype),
-        zeros(block.y_scale, needs_grad.y_scale, block.x_scale.dtype),
+        zeros(x, needs_grad.x, dtype),
+        zeros(y, needs_grad.y, dtype),
+        zeros(x_scale, needs_grad.x_scale, x_scale.dtype),
+        zeros(y_scale, needs_grad.y_scale, x_scale.dtype),
     )
 
 
-def zero_masked(array: Array, mask: Array | None) -> Array:
+def zero_masked(array: Shaped[Array, "n *rest"], mask: Bool[Array, "n"] | None) -> Shaped[Array, "n *rest"]:
     """Set the masked rows of `array` `[n, ...]` to zero.
 
     `mask` is bool `[n]`, False for masked rows; None leaves `array` unchanged.
@@ -224,7 +232,7 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def similarities(x: Array, y: Array) -> Array:
+def similarities(x: Float[Array, "bx d"], y: Float[Array, "by d"]) -> Float[Array, "bx by"]:
     """Compute all `<x_i, y_j>` `[bx, by]`, never in TF32.
 
     The result is in the accumulation dtype.
@@ -232,7 +240,7 @@ def similarities(x: Array, y: Array) -> Array:
     return matmul(x, y, contract=(1, 1))
 
 
-def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def matmul(a: Float[Array, "_ _"], b: Float[Array, "_ _"], contract: tuple[int, int]) -> Float[Array, "_ _"]:
     """Contract one axis of each operand, in the accumulation dtype.
 
     `contract` holds the axes of `a` and `b`. fp32 operands are never rounded to TF32.
@@ -266,7 +274,7 @@ def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_lik
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
 
 
-def zero_after(done: Any) -> Array:
+def zero_after(done: Any) -> Int32[Array, ""]:
     """Return int32 0 with a data dependency on the arrays of `done`.
 
     XLA removes optimization barriers before it schedules, so only a data dependency fixes an order. XLA does not

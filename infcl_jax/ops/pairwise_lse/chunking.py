@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Int32, Shaped
 
 from infcl_jax.ops.pairwise_lse.base import Array
 
@@ -56,19 +57,27 @@ def loop_over_slices(length: int, size: int, step: Callable[[Array, int, Any], A
     return step(jnp.int32(full * size), rest, carry) if rest else carry
 
 
-def update_rows(array: Array, rows: Array, first: Array) -> Array:
+def update_rows(
+    array: Shaped[Array, "n *rest"], rows: Shaped[Array, "_ *rest"], first: Int32[Array, ""]
+) -> Shaped[Array, "n *rest"]:
     """Write `rows` into `array` from row `first` on, in the dtype of `array`."""
     rows = rows.astype(array.dtype)
     return rows if array.shape == rows.shape else lax.dynamic_update_slice_in_dim(array, rows, first, 0)
 
 
-def padding_mask(mask: Array | None, count: int, strip_rows: int | None) -> Array | None:
+def padding_mask(
+    mask: Bool[Array, "{count}"] | None, count: int, strip_rows: int | None
+) -> Bool[Array, "{count}"] | None:
     """Return the row mask; create one if `scan_strips` pads the rows."""
     strips, size = _strip_count_and_rows(count, strip_rows)
     return jnp.ones(count, bool) if mask is None and strips * size != count else mask
 
 
-def valid_pairs(x_mask: Array | None, y_mask: Array | None, pairs: Array | None = None) -> Array | None:
+def valid_pairs(
+    x_mask: Bool[Array, "rows"] | None,
+    y_mask: Bool[Array, "columns"] | None,
+    pairs: Bool[Array, "rows columns"] | None = None,
+) -> Bool[Array, "#rows #columns"] | None:
     """Combine row, column and pair masks into a mask `[rows, columns]`.
 
     Returns None if all pairs are valid.
@@ -81,12 +90,12 @@ def valid_pairs(x_mask: Array | None, y_mask: Array | None, pairs: Array | None 
     return valid
 
 
-def is_positive(labels: Array, y: Array) -> Array:
+def is_positive(labels: Int32[Array, "rows"], y: Shaped[Array, "columns d"]) -> Bool[Array, "rows columns"]:
     """Return bool `[rows, columns]`, True at each row's positive."""
     return labels[:, None] == jnp.arange(y.shape[0], dtype=labels.dtype)[None, :]
 
 
-def positives(s: Array, labels: Array) -> Array:
+def positives(s: Float[Array, "rows columns"], labels: Int32[Array, "rows"]) -> Float[Array, "rows"]:
     """Gather each row's positive `[rows]` from `s` `[rows, columns]`.
 
     The result is 0 for labels that are not a column of `s`.

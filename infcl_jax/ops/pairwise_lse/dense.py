@@ -5,12 +5,15 @@ It computes the whole pair matrix, in fp64 for fp64 features.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, accumulation_dtype, finite_shift, similarities
 from infcl_jax.ops.pairwise_lse.chunking import is_positive, positives, valid_pairs
 
 
-def dense_lse(block: Block, *, exclude: bool = False, columns: bool = True) -> tuple[Array, Array | None, Array]:
+def dense_lse(
+    block: Block, *, exclude: bool = False, columns: bool = True
+) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
     """Compute row and column log-sum-exps and positives from the full pair matrix.
 
     Features are promoted to at least fp32 first, so that both gradient terms of a positive are added before rounding.
@@ -41,7 +44,7 @@ def dense_lse(block: Block, *, exclude: bool = False, columns: bool = True) -> t
     )
 
 
-def _masked_log_sum_exp(z: Array, valid: Array, axis: int) -> Array:
+def _masked_log_sum_exp(z: Float[Array, "bx by"], valid: Bool[Array, "bx by"], axis: int) -> Float[Array, "_"]:
     z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     shift = finite_shift(jax.lax.stop_gradient(z.max(axis)))
     sumexp = jnp.where(valid, jnp.exp(z - jnp.expand_dims(shift, axis)), jnp.zeros_like(z)).sum(axis)

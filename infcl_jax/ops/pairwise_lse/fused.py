@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -79,8 +80,8 @@ class Fused:
         padded = Padded.of(block, self.kernels)
         x = needs_grad.x or (shared and needs_grad.x_scale and not needs_grad.y)
         stored = NeedsGrad(x, needs_grad.y, needs_grad.x_scale and not shared, needs_grad.y_scale)
-        features = [a[:, : padded.width] for a in (padded.x, padded.y)]
-        acc = zero_gradients(block._replace(x=features[0], y=features[1]), stored, dtype)
+        x_term, y_term = (a[:, : padded.width] for a in (padded.x, padded.y))
+        acc = zero_gradients(x_term, y_term, block.x_scale, block.y_scale, stored, dtype)
         if acc.x is None:
             return acc
         rows = slice_rows = acc.x.shape[0]
@@ -161,7 +162,7 @@ class Fused:
 
     def _sweep(
         self, operands: Operands, padded: Padded, exclude: bool, columns: bool, maxima: bool = False
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float32[Array, "bx"], Float32[Array, "by"] | None]:
         """Compute all row and column sums, or maxima, window by window."""
         combine = jnp.maximum if maxima else jnp.add
         init = -jnp.inf if maxima else 0.0
@@ -187,7 +188,7 @@ class Fused:
         )
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
-    def _positives(self, block: Block, padded: Padded) -> Array:
+    def _positives(self, block: Block, padded: Padded) -> Float32[Array, "bx"]:
         """Compute each row's similarity with its positive, 0 if it is in another block."""
         bx, by = block.x.shape[0], block.y.shape[0]
         if block.labels is None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import BFloat16, Float, Float32, Int32
 
 from infcl_jax.ops.pairwise_lse.base import Array, constant, matmul, zero_after
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
@@ -29,10 +30,10 @@ class Accumulators(NamedTuple):
       column_moment: fp32 `sum_i ec_ij s_ij` of each column.
     """
 
-    x: tuple[Array, ...] | None
+    x: tuple[Float[Array, "_ k"], ...] | None
     y: Any
-    row_moment: Array | None = None
-    column_moment: Array | None = None
+    row_moment: Float32[Array, "bx"] | None = None
+    column_moment: Float32[Array, "by"] | None = None
 
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "Accumulators":
         """Add the moments of one window."""
@@ -144,7 +145,14 @@ class GradientSweep:
             ordered_row = row + zero_after((d_x, d_y[i]))
         return d_x, acc._replace(y=tuple(d_y))
 
-    def _gemm(self, d_s: Array, features: Array, first: Array, count: int, axis: int) -> Array:
+    def _gemm(
+        self,
+        d_s: BFloat16[Array, "_ _"],
+        features: BFloat16[Array, "_ _"],
+        first: Int32[Array, ""],
+        count: int,
+        axis: int,
+    ) -> Float32[Array, "_ {self.padded.width}"]:
         """Compute `dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, in fp32.
 
         `features` are the bf16 terms of y or x. The window has `count` of their rows, from row `first` on.

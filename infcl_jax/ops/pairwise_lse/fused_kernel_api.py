@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple, Protocol
 
 import jax
+from jaxtyping import BFloat16, Float, Float32, Int32
 
 from infcl_jax.ops.pairwise_lse.base import Array
 
@@ -42,17 +43,17 @@ class Operands(NamedTuple):
       highest: int32 `[bx / LABEL_RANGE_ROWS]`, highest label of each range of rows; None without labels.
     """
 
-    x: Array
-    y: Array
-    row_scale: Array
-    row_shift: Array
-    column_shift: Array | None = None
-    column_scale: Array | None = None
-    row_masked: Array | None = None
-    column_masked: Array | None = None
-    labels: Array | None = None
-    lowest: Array | None = None
-    highest: Array | None = None
+    x: BFloat16[Array, "bx k"]
+    y: BFloat16[Array, "by k"]
+    row_scale: Float32[Array, "bx"]
+    row_shift: Float32[Array, "bx"]
+    column_shift: Float32[Array, "by"] | None = None
+    column_scale: Float32[Array, "by"] | None = None
+    row_masked: Float32[Array, "bx"] | None = None
+    column_masked: Float32[Array, "by"] | None = None
+    labels: Int32[Array, "bx"] | None = None
+    lowest: Int32[Array, "ranges"] | None = None
+    highest: Int32[Array, "ranges"] | None = None
 
 
 class Weights(NamedTuple):
@@ -66,9 +67,9 @@ class Weights(NamedTuple):
       positive: `[bx]`; None without positives.
     """
 
-    row: Array
-    column: Array | None
-    positive: Array | None
+    row: Float32[Array, "bx"]
+    column: Float32[Array, "by"] | None
+    positive: Float32[Array, "bx"] | None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
@@ -102,7 +103,7 @@ class Kernels(Protocol):
 
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Compute sums of a window's exponentials, or maxima of its exponents if `maxima`.
 
         Returns:
@@ -119,7 +120,11 @@ class Kernels(Protocol):
         exclude: bool,
         terms: int,
         moments: bool,
-    ) -> tuple[Array, Array | None, Array | None]:
+    ) -> tuple[
+        BFloat16[Array, "{window.rows} {terms*window.columns}"],
+        Float32[Array, "{window.rows}"] | None,
+        Float32[Array, "{window.columns}"] | None,
+    ]:
         """Compute a window of dS, and moments if `moments`.
 
         Returns:
@@ -127,10 +132,12 @@ class Kernels(Protocol):
           and `sum_i ec_ij s_ij` `[columns]`, fp32.
         """
 
-    def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
+    def positives(
+        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
+    ) -> Float32[Array, "rows"]:
         """Compute `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
 
 
-def term_width(x: Array, pairs: Pairs) -> int:
+def term_width(x: Float[Array, "rows k"], pairs: Pairs) -> int:
     """Return the padded number of features K of operands `[bx, num_terms * K]`."""
     return x.shape[1] // (1 + max(p for p, _ in pairs))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import BFloat16, Bool, Float, Float32, Int32
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, round_up
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Kernels, Operands, Pairs, Weights
@@ -77,7 +78,12 @@ class Padded:
         """Pairs of dS and feature terms whose GEMMs sum to the gradients."""
         return ((0, 0),) if self.num_terms == 1 else ((0, 2), (1, 1), (0, 1), (1, 0), (0, 0))
 
-    def operands(self, block: Block, row_shift: Array, column_shift: Array | None) -> Operands:
+    def operands(
+        self,
+        block: Block,
+        row_shift: Float[Array, ""] | Float[Array, "bx"],
+        column_shift: Float[Array, ""] | Float[Array, "by"] | None,
+    ) -> Operands:
         """Return the kernels' operands.
 
         Args:
@@ -128,13 +134,13 @@ class Padded:
             None if positive is None else pad_to(positive, rows),
         )
 
-    def labels(self, block: Block) -> Array:
+    def labels(self, block: Block) -> Int32[Array, "padded_bx"]:
         """Return padded labels, -1 for padding and positives outside the block."""
         inside = (block.labels >= 0) & (block.labels < self.by)
         labels = jnp.where(inside, block.labels, jnp.full_like(block.labels, -1))
         return pad_to(labels, (self.x.shape[0],), -1)
 
-    def dot(self, features: Array, gradient: Array) -> Array:
+    def dot(self, features: BFloat16[Array, "n terms_k"], gradient: Float[Array, "n k"]) -> Float32[Array, ""]:
         """Compute the inner product of padded features and their padded gradient, in fp32."""
         terms = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.num_terms)))
         # Sums the terms from the smallest to the largest.
@@ -147,7 +153,7 @@ def pad_to(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
     return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
 
 
-def _mask_shift(mask: Array | None, count: int, padded: int) -> Array | None:
+def _mask_shift(mask: Bool[Array, "{count}"] | None, count: int, padded: int) -> Float32[Array, "{padded}"] | None:
     """Return the shift fp32 `[padded]`: +inf for masked rows and padding, else 0.
 
     Returns None if nothing is masked or padded.
@@ -159,7 +165,7 @@ def _mask_shift(mask: Array | None, count: int, padded: int) -> Array | None:
     return pad_to(shift, (padded,), infinite)
 
 
-def _split_bf16(features: Array, num_terms: int) -> Array:
+def _split_bf16(features: Float[Array, "n k"], num_terms: int) -> Float[Array, "n _"]:
     """Split features into concatenated bf16 terms that sum to them."""
     terms, remainder = [], features
     for _ in range(num_terms):

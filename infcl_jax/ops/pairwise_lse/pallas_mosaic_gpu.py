@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import BFloat16, Float32
 
 from infcl_jax.ops.common.gpu import SM_COUNT
 from infcl_jax.ops.pairwise_lse.base import Array
@@ -78,7 +79,7 @@ class MosaicGpu:
     @_traced_once
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
         schedule = self._schedule(self.forward, operands, window, pairs)
         combine, reduce = (jnp.maximum, jnp.max) if maxima else (jnp.add, jnp.sum)
@@ -136,7 +137,11 @@ class MosaicGpu:
         exclude: bool,
         terms: int,
         moments: bool,
-    ) -> tuple[Array, Array | None, Array | None]:
+    ) -> tuple[
+        BFloat16[Array, "{window.rows} {terms*window.columns}"],
+        Float32[Array, "{window.rows}"] | None,
+        Float32[Array, "{window.columns}"] | None,
+    ]:
         """Implement `Kernels.ds`."""
         width = term_width(operands.x, pairs)
         tiles = next(t for widest, t in self.backward if width <= widest)
@@ -198,7 +203,9 @@ class MosaicGpu:
         return out["ds"], row, out["column_moment"].sum(0) if column_moment else None
 
     @_traced_once
-    def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
+    def positives(
+        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
+    ) -> Float32[Array, "rows"]:
         """Implement `Kernels.positives`."""
         tiles = dataclasses.replace(self.forward, columns=self.forward.rows)
         width = term_width(x, pairs)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
     FP32_BYTES,
@@ -332,7 +333,7 @@ def _column_operands(block: Block) -> tuple:
     return block.y, block.y_scale, block.y_mask
 
 
-def _with_columns(block: Block, operands: tuple, labels: Array | None) -> Block:
+def _with_columns(block: Block, operands: tuple, labels: Int32[Array, "bx"] | None) -> Block:
     y, y_scale, y_mask = operands
     return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels)
 

@@ -9,6 +9,7 @@ try `shared_shift` of each scale before they compute maxima.
 import math
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, LogSum, Sums
 
@@ -24,7 +25,7 @@ MAX_SUM = 1e37
 MIN_SCALE = 1e-6
 
 
-def shared_shift(scale: Array) -> Array:
+def shared_shift(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Return the smallest shift that bounds the exponents of normalized features.
 
     `scale * s - shift <= MAX_EXPONENT` with `shift >= 0`. A vector of scales gives a vector of shifts.
@@ -45,7 +46,7 @@ def per_sample(block: Block, columns: bool) -> Block:
     )
 
 
-def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
+def shifted_log_sum(shift: Float[Array, ""] | Float[Array, "n"], sumexp: Float[Array, "n"]) -> LogSum:
     """Return a sum with the shared shift as `LogSum`.
 
     An empty sum gets the shift -inf, so that it does not affect merges.
@@ -53,7 +54,7 @@ def shifted_log_sum(shift: Array, sumexp: Array) -> LogSum:
     return LogSum(jnp.where(sumexp > 0, shift, -jnp.inf), sumexp)
 
 
-def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
+def within_range(sumexp: Float[Array, "n"], mask: Bool[Array, "n"] | None, terms: int) -> Bool[Array, ""]:
     """Return whether all unmasked sums of up to `terms` terms are exact.
 
     An exact sum neither overflows nor loses a relevant share to underflow, see the constants of this module.
@@ -63,7 +64,7 @@ def within_range(sumexp: Array, mask: Array | None, terms: int) -> Array:
     return jnp.all(in_range if mask is None else in_range | ~mask)
 
 
-def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
+def all_within_range(block: Block, sums: Sums, devices: int) -> Bool[Array, ""]:
     """Return whether this device's sums over all devices, with the shared shift, are exact."""
     exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
@@ -71,7 +72,7 @@ def all_within_range(block: Block, sums: Sums, devices: int) -> Array:
     return exact & (block.x_scale > MIN_SCALE)
 
 
-def factor(sums: LogSum, weight: Array) -> Array:
+def factor(sums: LogSum, weight: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Return `weight / sumexp`, 0 for an empty sum.
 
     With the cotangent of a log-sum-exp as `weight`, the result is the factor of its exponentials in the gradient.

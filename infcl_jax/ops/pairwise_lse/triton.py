@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import BFloat16, Float32
 
 from infcl_jax.ops.pairwise_lse.base import Array, as_varying
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window, term_width
@@ -99,7 +100,7 @@ class TritonKernels:
 
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
         operands = operands if exclude else operands._replace(labels=None)
         needed = ("row_partials", "column_partials") if columns else ("row_partials",)
@@ -117,7 +118,11 @@ class TritonKernels:
         exclude: bool,
         terms: int,
         moments: bool,
-    ) -> tuple[Array, Array | None, Array | None]:
+    ) -> tuple[
+        BFloat16[Array, "{window.rows} {terms*window.columns}"],
+        Float32[Array, "{window.rows}"] | None,
+        Float32[Array, "{window.columns}"] | None,
+    ]:
         """Implement `Kernels.ds`."""
         if self.config.block_m * terms * window.columns >= 1 << 31:
             raise ValueError(
@@ -129,7 +134,9 @@ class TritonKernels:
         row = out["row_partials"].sum(0) if moments else None
         return out["ds"], row, out["column_partials"].sum(0) if column_moment else None
 
-    def positives(self, x: Array, y: Array, pairs: Pairs) -> Array:
+    def positives(
+        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
+    ) -> Float32[Array, "rows"]:
         """Implement `Kernels.positives`."""
         rows = x.shape[0]
         num_tiles = rows // min(self.config.block_m, self.config.block_n)

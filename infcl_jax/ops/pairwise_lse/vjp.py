@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -48,14 +49,14 @@ class Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(
     plan: Plan,
-    x: Array,
-    y: Array,
-    x_scale: Array,
-    y_scale: Array | None,
-    x_mask: Array | None,
-    y_mask: Array | None,
-    labels: Array,
-) -> tuple[Array, Array | None, Array]:
+    x: Float[Array, "bx d"],
+    y: Float[Array, "by d"],
+    x_scale: Float[Array, ""] | Float[Array, "bx"],
+    y_scale: Float[Array, "by"] | None,
+    x_mask: Bool[Array, "bx"] | None,
+    y_mask: Bool[Array, "by"] | None,
+    labels: Int32[Array, "bx"],
+) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
     """Compute row and column log-sum-exps and positives, with a custom VJP.
 
     The arrays are the fields of this device's `base.Block`. The results are over all devices.
@@ -74,7 +75,7 @@ class _ForwardSums(NamedTuple):
     """
 
     first: Sums
-    exact: Array | None
+    exact: Bool[Array, ""] | None
     final: Sums
 
 
@@ -97,7 +98,7 @@ def _sums(plan: Plan, block: Block) -> _ForwardSums:
     return _ForwardSums(first, exact, _unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
 
 
-def _unless_exact[T](exact: Array, value: T, recompute: Callable[[], T]) -> T:
+def _unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[], T]) -> T:
     """Return `value` if `exact`, else `recompute()`.
 
     On GPUs the host evaluates the condition, so it synchronizes on `exact`. Work enqueued before is not delayed. A loop
@@ -106,7 +107,7 @@ def _unless_exact[T](exact: Array, value: T, recompute: Callable[[], T]) -> T:
     return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), recompute()), (exact, value))[1]
 
 
-def _logarithms(sums: Sums) -> tuple[Array, Array | None, Array]:
+def _logarithms(sums: Sums) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
     return sums.row.log(), None if sums.column is None else sums.column.log(), sums.positive
 
 
@@ -176,7 +177,7 @@ def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array |
     return cotangent
 
 
-def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
+def _scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dtype) -> Float[Array, "n d"]:
     """Multiply by `factor` and round once to `dtype`.
 
     If the dtype stays the same, slices are updated in place. XLA would otherwise allocate a copy of the whole array.
@@ -191,7 +192,9 @@ def _scaled(array: Array, factor: Array, dtype: jnp.dtype) -> Array:
     return loop_over_slices(array.shape[0], min(array.shape[0], SCALED_ROWS), multiply, array)
 
 
-def _power_of_two_bound(cotangents: tuple[Array | None, ...], axis_name: AxisName | None) -> Array:
+def _power_of_two_bound(
+    cotangents: tuple[Float[Array, "_"] | None, ...], axis_name: AxisName | None
+) -> Float[Array, ""]:
     """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -55,7 +56,7 @@ class XlaStrips:
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implement `base.Backend.accumulators`."""
-        return zero_gradients(block, needs_grad, dtype)
+        return zero_gradients(block.x, block.y, block.x_scale, block.y_scale, needs_grad, dtype)
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implement `base.Backend.backward`."""
@@ -151,10 +152,10 @@ class XlaStrips:
 class _Rows(NamedTuple):
     """Row operands of a block, to be split into strips."""
 
-    x: Array
-    scale: Array | None
-    mask: Array | None
-    labels: Array | None
+    x: Float[Array, "rows d"]
+    scale: Float[Array, "rows"] | None
+    mask: Bool[Array, "rows"] | None
+    labels: Int32[Array, "rows"] | None
 
 
 class _BackwardRows(NamedTuple):
@@ -162,8 +163,8 @@ class _BackwardRows(NamedTuple):
 
     operands: _Rows
     sums: LogSum
-    d_row: Array
-    d_positive: Array | None
+    d_row: Float[Array, "rows"]
+    d_positive: Float[Array, "rows"] | None
 
 
 def _rows(block: Block) -> _Rows:
@@ -175,23 +176,25 @@ def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
     return _BackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive)
 
 
-def _shared_exponentials(block: Block, rows: _Rows, shift: Array, exclude: bool) -> tuple[Array, Array]:
+def _shared_exponentials(
+    block: Block, rows: _Rows, shift: Float[Array, ""], exclude: bool
+) -> tuple[Float[Array, "rows by"], Float[Array, "rows by"]]:
     s = similarities(rows.x, block.y)
     e = jnp.exp(block.x_scale * s - shift)
     valid = _valid(block, rows, exclude)
     return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
 
 
-def _valid(block: Block, rows: _Rows, exclude: bool) -> Array | None:
+def _valid(block: Block, rows: _Rows, exclude: bool) -> Bool[Array, "#rows #by"] | None:
     not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
     return valid_pairs(rows.mask, block.y_mask, not_positive)
 
 
-def _positives(s: Array, labels: Array | None) -> Array:
+def _positives(s: Float[Array, "rows by"], labels: Int32[Array, "rows"] | None) -> Float[Array, "rows"]:
     return jnp.zeros_like(s[:, 0]) if labels is None else positives(s, labels)
 
 
-def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
+def _log_sum(z: Float[Array, "rows by"], valid: Bool[Array, "#rows #by"] | None, axis: int) -> LogSum:
     if valid is not None:
         z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     shift = z.max(axis)
@@ -199,7 +202,13 @@ def _log_sum(z: Array, valid: Array | None, axis: int) -> LogSum:
     return LogSum(shift, sumexp)
 
 
-def _weighted_softmax(z: Array, sums: LogSum, d_lse: Array, valid: Array | None, axis: int) -> Array:
+def _weighted_softmax(
+    z: Float[Array, "rows by"],
+    sums: LogSum,
+    d_lse: Float[Array, "n"],
+    valid: Bool[Array, "#rows #by"] | None,
+    axis: int,
+) -> Float[Array, "rows by"]:
     """Compute `d_lse * exp(z - lse)` without rounding the log-sum-exp.
 
     `axis` is the reduced axis of the sums. The result is 0 for an empty sum, whatever `z` is.
@@ -209,7 +218,7 @@ def _weighted_softmax(z: Array, sums: LogSum, d_lse: Array, valid: Array | None,
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 
-def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
+def _with_positive(block: Block, rows: _BackwardRows, d_s: Float[Array, "rows by"]) -> Float[Array, "rows by"]:
     """Add the positives' term of dS in the accumulation dtype.
 
     Probability minus one cancels, so rounding to the features' dtype first would leave only noise.
@@ -221,8 +230,12 @@ def _with_positive(block: Block, rows: _BackwardRows, d_s: Array) -> Array:
 
 
 def _feature_gradients(
-    block: Block, rows: _BackwardRows, d_s: Array, d_y: Array | None, needs_grad: NeedsGrad
-) -> tuple[Array | None, Array | None]:
+    block: Block,
+    rows: _BackwardRows,
+    d_s: Float[Array, "rows by"],
+    d_y: Float[Array, "by d"] | None,
+    needs_grad: NeedsGrad,
+) -> tuple[Float[Array, "by d"] | None, Float[Array, "rows d"] | None]:
     """Add `dS.T @ x` to `d_y` and compute `d_x = dS @ y`."""
     d_s = d_s.astype(block.x.dtype)
     if d_y is not None:
@@ -234,5 +247,5 @@ def _zeros(block: Block, shape: tuple[int, ...]) -> Array:
     return constant(shape, 0, accumulation_dtype(block.x.dtype), varying_like=block.x)
 
 
-def _column_zeros(block: Block) -> Array:
+def _column_zeros(block: Block) -> Float[Array, "by"]:
     return _zeros(block, block.y.shape[:1])

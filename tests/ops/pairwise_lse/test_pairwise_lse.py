@@ -53,6 +53,7 @@ def expected(args, options, local, masks, weights, devices, by):
     x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
 
     def value(x, y, x_scale, y_scale):
+        y_scale = None if y_scale is None else jnp.broadcast_to(y_scale, y.shape[:1])
         block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
         row, col, positive = dense.dense_lse(block, exclude=options["positives"] == "exclude", columns=columns)
         if x_mask is not None:

@@ -1,13 +1,18 @@
 """The smallest run: its model, batches and configuration, and commands as processes."""
 
+import atexit
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -85,18 +90,57 @@ def start(module: str, *arguments: str, start_new_session: bool = False, **envir
 
     It shares this process's compilation cache, and so leaves the user's alone.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    settings |= {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=inherited | settings | environ,
+        env=_environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=start_new_session,
     )
+
+
+class Finished(NamedTuple):
+    """Exit status and output of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(module: str, *arguments: str, cpu_devices: int | None = None, seconds: int = 240) -> Finished:
+    """Run `python -m module` like `start`, in a fork of a process that has imported its packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in output:
+            path.touch()
+        request = {"module": module, "arguments": arguments, "output": list(map(str, output))}
+        request |= {"cpu_devices": cpu_devices, "seconds": seconds}
+        server = _fork_server()
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return Finished(int(server.stdout.readline()), *(path.read_text() for path in output))
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen:
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "fork_server.py")],
+        cwd=ROOT,
+        env=_environment() | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)  # closes its stdin, which ends it
+    return server
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return inherited | settings | {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
 
 
 def flags(settings) -> list[str]:

@@ -14,12 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from configs import base
-from infcl_jax.models import build_model, model_config
+from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
 from infcl_jax.planner import Workload
 from infcl_jax.training import GradCacheConfig
 
@@ -41,6 +44,32 @@ OVERRIDES = ",".join(f"{name}={value}" for name, value in MODEL.items())
 
 def model(**changes):
     return build_model(model_config("tiny", **(MODEL | changes)))
+
+
+class Linear(nn.Module):
+    """Smallest dual encoder with a real one's parameters and methods; it compiles fast."""
+
+    init_logit_scale: float = 2.0
+    init_logit_bias: float | None = -3.0
+
+    def setup(self):
+        self.visual, self.text = nn.Dense(8), nn.Embed(259, 8)
+        self.logit_scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)
+        initial_bias = nn.initializers.constant(self.init_logit_bias or 0.0)
+        self.logit_bias = self.param("logit_bias", initial_bias, (), jnp.float32)
+
+    def __call__(self, image, text, *, train=False):
+        return CLIPOutput(self.encode_image(image), self.encode_text(text), *self.logit_scale_and_bias())
+
+    def encode_image(self, image, *, train=False):
+        pixels = image.reshape(len(image), -1).astype(jnp.float32) / 255
+        return l2_normalize(checkpoint_name(self.visual(pixels), RESIDUAL), "float32")
+
+    def encode_text(self, text, *, train=False):
+        return l2_normalize(checkpoint_name(self.text(text).mean(axis=1), RESIDUAL), "float32")
+
+    def logit_scale_and_bias(self):
+        return jnp.exp(self.logit_scale), None if self.init_logit_bias is None else self.logit_bias
 
 
 ADAM = optax.adamw(1e-3)

@@ -153,7 +153,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert EVERY <= saved < STEPS
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == saved
-    assert finish(start(tmp_path, **AFRESH)) == ([0], [""])
+    assert finish(start(tmp_path)) == ([0], [""])
     assert history(tmp_path) == uninterrupted
 
 
@@ -176,6 +176,7 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path):
         assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_continues(uninterrupted, tmp_path):
     statuses, errors = stop(tmp_path, *start_pair(tmp_path), by=signal.SIGTERM)
     assert statuses == [1, 1]

@@ -139,7 +139,10 @@ class Finished(NamedTuple):
 
 
 def command(module: str, *arguments: str, cpu_devices: int | None = None, seconds: int = 240) -> Finished:
-    """Run `python -m module` like `start`, in a fork of a process that has imported its packages."""
+    """Run `python -m module` like `start`, but as a fork.
+
+    The forked process has imported the packages of the commands.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
         for path in output:

@@ -75,7 +75,7 @@ def test_same_gradients_on_any_number_of_devices(implementation):
     image, text = oracle.features("random", 48, 48, 33)
     with jax.enable_x64(True):
         args = [jnp.asarray(a, jnp.float64) for a in (image, text, 14.3)]
-        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 4, 8)]
+        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 8)]
         for other in results[1:]:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
 

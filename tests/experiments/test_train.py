@@ -100,7 +100,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
 
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
     """Use residency "replay"; tests of the step cover the others."""
-    cached = settings(**{"grad_cache.chunk_size": 12, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
+    cached = settings(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
     status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))
     assert (status, errors) == ([0], [""])
     for got, expected in zip(history(tmp_path), history(finished), strict=True):

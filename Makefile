@@ -12,7 +12,7 @@ OLDEST_JAX := 0.11.1
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: quickstart digits test test-slow test-oldest test-newest test-gpu lint format clean
+.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -22,8 +22,14 @@ quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluat
 digits: $(STAMP)  ## Real handwritten digits
 	$(BIN)/python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
+check: lint $(TRITON)  ## Lint, types and the tests of what differs from the main branch
+	$(BIN)/python tests/changed.py
+
+# The longest files first, so that both workers end at about the same time.
+FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/ops
+
 test: $(TRITON)  ## The test suite on the CPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/experiments tests/ops tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FIRST) tests
 
 test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebook, checked against their promised results: about 9 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests

@@ -1,20 +1,28 @@
 """The smallest run: its model, batches and configuration, and commands as processes."""
 
+import atexit
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from configs import base
-from infcl_jax.models import build_model, model_config
+from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
 from infcl_jax.planner import Workload
 from infcl_jax.training import GradCacheConfig
 
@@ -36,6 +44,32 @@ OVERRIDES = ",".join(f"{name}={value}" for name, value in MODEL.items())
 
 def model(**changes):
     return build_model(model_config("tiny", **(MODEL | changes)))
+
+
+class Linear(nn.Module):
+    """Smallest dual encoder with a real one's parameters and methods; it compiles fast."""
+
+    init_logit_scale: float = 2.0
+    init_logit_bias: float | None = -3.0
+
+    def setup(self):
+        self.visual, self.text = nn.Dense(8), nn.Embed(259, 8)
+        self.logit_scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)
+        initial_bias = nn.initializers.constant(self.init_logit_bias or 0.0)
+        self.logit_bias = self.param("logit_bias", initial_bias, (), jnp.float32)
+
+    def __call__(self, image, text, *, train=False):
+        return CLIPOutput(self.encode_image(image), self.encode_text(text), *self.logit_scale_and_bias())
+
+    def encode_image(self, image, *, train=False):
+        pixels = image.reshape(len(image), -1).astype(jnp.float32) / 255
+        return l2_normalize(checkpoint_name(self.visual(pixels), RESIDUAL), "float32")
+
+    def encode_text(self, text, *, train=False):
+        return l2_normalize(checkpoint_name(self.text(text).mean(axis=1), RESIDUAL), "float32")
+
+    def logit_scale_and_bias(self):
+        return jnp.exp(self.logit_scale), None if self.init_logit_bias is None else self.logit_bias
 
 
 ADAM = optax.adamw(1e-3)
@@ -85,18 +119,60 @@ def start(module: str, *arguments: str, start_new_session: bool = False, **envir
 
     It shares this process's compilation cache, and so leaves the user's alone.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    settings |= {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=inherited | settings | environ,
+        env=_environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=start_new_session,
     )
+
+
+class Finished(NamedTuple):
+    """Exit status and output of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(module: str, *arguments: str, cpu_devices: int | None = None, seconds: int = 240) -> Finished:
+    """Run `python -m module` like `start`, but as a fork.
+
+    The forked process has imported the packages of the commands.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in output:
+            path.touch()
+        request = {"module": module, "arguments": arguments, "output": list(map(str, output))}
+        request |= {"cpu_devices": cpu_devices, "seconds": seconds}
+        server = _fork_server()
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return Finished(int(server.stdout.readline()), *(path.read_text() for path in output))
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen:
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "fork_server.py")],
+        cwd=ROOT,
+        env=_environment() | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)  # closes its stdin, which ends it
+    return server
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return inherited | settings | {name: value for name, value in os.environ.items() if name.startswith(CACHE)}
 
 
 def flags(settings) -> list[str]:

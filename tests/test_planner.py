@@ -1,4 +1,4 @@
-"""The memory planner: exact parts, agreement with XLA elsewhere, its table and its advice."""
+"""The memory planner: exact parts, its table and its advice."""
 
 import dataclasses
 import re
@@ -11,7 +11,6 @@ import oracle
 import pytest
 import runs
 from absl import flags
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import config_flags
 
 from configs import base
@@ -22,7 +21,6 @@ from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
     activations,
-    compiled_bytes,
     compiled_workspace,
     describe_plan,
     device_named,
@@ -33,9 +31,8 @@ from infcl_jax.planner import (
     plan_memory,
     recommended_cache,
 )
-from infcl_jax.planner.activations import encoder_memory, row_shapes
 from infcl_jax.planner.devices import planned_device
-from infcl_jax.training import GradCacheConfig, TrainState, create_state, make_loss, make_train_step, sharding
+from infcl_jax.training import GradCacheConfig, create_state, sharding
 
 ADAM = runs.ADAM
 MIB = 1 << 20
@@ -106,24 +103,6 @@ def test_kept_chunks_count_until_all_are_kept():
     assert plans[4].transient < plans[3].transient == plans[0].transient
 
 
-def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
-    """Expected MiB: XLA's plan for gradients of ViT-B/32's towers, bf16, H200 (JAX 0.11.2)."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-    model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
-    for tower, planned in zip(encoder_memory(model), (14_304, 14_487), strict=True):
-        assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)
-
-
-@pytest.mark.parametrize(("name", "batch", "measured"), [("ViT-B/16", 1024, 69_684), ("ViT-L/14", 384, 85_666)])
-def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
-    """Expected MiB: measured bf16 steps on an H200 without the next batch (JAX 0.11.2)."""
-    run = runs.workload(model=create_model(name, dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=batch)
-    with jax.sharding.use_abstract_mesh(device_named("H200").mesh):
-        plan = plan_memory(run)
-    assert (plan.peak - plan.next_batch) / 2**20 == pytest.approx(measured, rel=0.03)
-    assert plan_memory(run).peak > 1.1 * plan.peak  # here XLA's attention, which stores weights
-
-
 def test_every_call_of_a_function_has_arrays_of_its_own():
     def hidden(x, w):
         return jnp.tanh(x @ w)
@@ -134,50 +113,6 @@ def test_every_call_of_a_function_has_arrays_of_its_own():
 
     ones = jnp.ones((8, 8))
     assert peak(jax.jit(hidden)) == peak(hidden) > 0
-
-
-@pytest.mark.parametrize("changes", [{}, {"vision.remat": "full"}], ids=["plain", "remat"])
-def test_an_encoders_activations_are_close_to_what_xla_plans(changes):
-    model = create_model("tiny", **changes)
-    rows = row_shapes(model, 32)["image"]
-    params = jax.eval_shape(model.init, jax.random.key(0), *row_shapes(model, 1).values())["params"]["visual"]
-
-    def both(params, image, cotangent):
-        def encode(params):
-            return model.apply({"params": {"visual": params}}, image, method="encode_image")
-
-        return jax.vjp(encode, params)[1](cotangent)
-
-    cotangent = jax.ShapeDtypeStruct((32, 64), model.feature_dtype)
-    compiled = jax.jit(both).lower(params, rows, cotangent).compile().memory_analysis().temp_size_in_bytes
-    assert 0.75 < encoder_memory(model)[0].peak(32) / compiled < 1.3
-
-
-@pytest.mark.parametrize(
-    ("devices", "settings"),
-    [
-        (1, {}),
-        (1, {"chunk_size": 64}),
-        (1, {"chunk_size": 64, "keep_residual": True}),
-        (4, {"chunk_size": 64, "keep": 1}),
-    ],
-    ids=["whole", "chunks", "residual", "devices"],
-)
-def test_the_total_is_close_to_what_xla_plans_for_the_training_step(devices, settings):
-    mesh, model = oracle.mesh_of(devices), create_model("tiny", **{"text.layers": 2})
-    shapes = row_shapes(model, 256)
-    params = jax.eval_shape(model.init, jax.random.key(0), *shapes.values())["params"]
-    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=ADAM), params)
-    state, batch = (
-        jax.tree.map(lambda a, s=spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)), tree)
-        for tree, spec in ((state, PartitionSpec()), (shapes, PartitionSpec("data")))
-    )
-    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**settings), mesh)
-    plan = plan_memory(runs.workload(model=model, batch_size=256, devices=devices, **settings))
-    with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
-        compiled = step.lower(state, batch).compile()
-    planned = plan.peak - plan.next_batch
-    assert 0.75 < planned / compiled_bytes(compiled) < 1.1  # the CPU stores more than GPUs
 
 
 # Of docs/benchmarks.md: implementation, b, D, devices, MiB.
@@ -312,7 +247,7 @@ ADVICE = {
     "kept chunks": ({"batch_size": 4096, "chunk_size": 64, "keep": 30}, "set grad_cache.keep below 30"),
     "kept residual streams": (
         {
-            "model": create_model("tiny", **{"text.layers": 8}),
+            "model": create_model("tiny", **{"text.layers": 4}),
             "batch_size": 1 << 14,
             "chunk_size": 8,
             "keep_residual": True,
@@ -353,58 +288,3 @@ def test_a_configuration_is_planned_as_it_would_run():
         planned.implementation == "xla" and run.workload(config, 8, implementation="triton").implementation == "triton"
     )
     assert planned.model == runs.model() and jnp.dtype(planned.model.feature_dtype) == jnp.float32
-
-
-PLAN = "experiments.plan"
-QUICKSTART = "--config=configs/quickstart.py"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ("--device=H200", "--devices=8", "--config.batch_size=4096"),
-            r"8 device.*batch_size 4096, no gradient caching, implementation mosaic_gpu\n(.*\n)*"
-            r"fits; recommended: no change\nlargest batch: --config.batch_size=\d+\n",
-        ),
-        (
-            (),
-            r"4 device.*implementation xla\n(.*\n)*for recommended settings give --device or --memory_gib: cpu",
-        ),
-        (
-            ("--device=L4", "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
-            r"chunk_size 64, keep 4, implementation triton\n(.*\n)*"
-            r"fits; recommended: --config.grad_cache.chunk_size=None --config.grad_cache.keep=0\n",
-        ),
-        (("--memory_gib=0.001",), r"does not fit; expected memory for a chunk of 4 .*\nlargest batch: none; expected "),
-    ],
-)
-def test_the_command_prints_the_table_and_what_fits(arguments, expected):
-    process = runs.start(PLAN, QUICKSTART, *arguments)
-    stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stderr) == (0, "")
-    assert re.search(expected, stdout), stdout
-    assert re.search(r"stored activations +[\d.]+ .*traced", stdout)
-
-
-WRONG = {
-    "no config": ((), "expected --config"),
-    "unknown device": ((QUICKSTART, "--device=H999"), "among .*H200-141.*'H999'"),
-    "uneven batch": ((QUICKSTART, "--device=L4", "--devices=3"), "multiple of the 3 devices, got 256"),
-    "no devices": ((QUICKSTART, "--devices=0"), "--devices > 0, got 0"),
-    "no memory": ((QUICKSTART, "--memory_gib=-1"), "--memory_gib > 0, got -1"),
-    "kept in unknown memory": (
-        (QUICKSTART, "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
-        "grad_cache.keep >= 0 on devices that do not report their memory, got -1",
-    ),
-    "misspelt key": ((QUICKSTART, "--config.batchsize=3"), "no such setting: 'batchsize'.*--help lists the settings"),
-}
-
-
-@pytest.mark.parametrize("mistake", list(WRONG))
-def test_a_mistake_is_one_line(mistake):
-    arguments, message = WRONG[mistake]
-    process = runs.start(PLAN, *arguments)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", stderr), stderr

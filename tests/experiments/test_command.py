@@ -207,7 +207,6 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake, tmp_path):
     (tmp_path / "file").write_text("")
     (module, *arguments), message = MISTAKES[mistake]
     arguments = [f"--workdir={tmp_path}/run", *(argument.format(tmp=tmp_path) for argument in arguments)]
-    process = runs.start(module, *arguments)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
+    status, _, stderr = runs.command(module, *arguments)
+    assert status == 1
     assert re.fullmatch(rf"error: [^\n]*{message.replace('{tmp}', str(tmp_path))}[^\n]*\n", stderr), stderr

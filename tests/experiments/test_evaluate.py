@@ -112,14 +112,13 @@ COMMANDS = {
 @pytest.mark.parametrize("case", list(COMMANDS))
 def test_the_command_merges_its_settings_into_the_saved_ones(case, run):
     arguments, mistake = COMMANDS[case]
-    process = runs.start("experiments.evaluate", *arguments, f"--workdir={run}")
-    stdout, stderr = process.communicate(timeout=240)
+    status, stdout, stderr = runs.command("experiments.evaluate", *arguments, f"--workdir={run}")
     if mistake is None:
-        assert (process.returncode, stderr) == (0, "")
+        assert (status, stderr) == (0, "")
         assert re.search(r"evaluation.gallery: (None|10) -> 5\n", stdout)
         assert "retrieval/text_to_image_r1" in json.loads((run / "evaluation.json").read_text())
     else:
-        assert process.returncode == 1
+        assert status == 1
         assert re.fullmatch(rf"error: [^\n]*{mistake}[^\n]*\n", stderr), stderr
 
 

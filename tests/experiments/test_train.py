@@ -100,7 +100,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
 
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
     """Use residency "replay"; tests of the step cover the others."""
-    cached = settings(**{"grad_cache.chunk_size": 12, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
+    cached = settings(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
     status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))
     assert (status, errors) == ([0], [""])
     for got, expected in zip(history(tmp_path), history(finished), strict=True):
@@ -153,10 +153,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert EVERY <= saved < STEPS
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == saved
-    assert finish(start(tmp_path, **AFRESH)) == ([0], [""])
+    assert finish(start(tmp_path)) == ([0], [""])
     assert history(tmp_path) == uninterrupted
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_as_well(tmp_path):
     """The terminal sends SIGINT to the whole process group, so to data workers too."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits an ignored signal
@@ -176,6 +177,7 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path):
         assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_continues(uninterrupted, tmp_path):
     statuses, errors = stop(tmp_path, *start_pair(tmp_path), by=signal.SIGTERM)
     assert statuses == [1, 1]

@@ -39,14 +39,19 @@ def assert_matches_oracle(implementation, devices, rows, dim, dtype, kind, scale
         assert oracle.absolute_error(got, expected) <= tolerance
 
 
+# Every number of devices and every dimension with both dtypes.
+CASES = [
+    *((1, 33, jnp.float32), (1, 384, jnp.bfloat16), (2, 96, jnp.float32), (2, 640, jnp.bfloat16)),
+    *((4, 33, jnp.bfloat16), (4, 640, jnp.float32), (8, 96, jnp.bfloat16), (8, 384, jnp.float32)),
+]
+# All of them with the two rings; every number of devices and both dtypes with the others.
+HALVES = {"dense": CASES[0::2], "local": CASES[1::2], "disco": CASES[0::2]}
+
+
 @pytest.mark.parametrize(
-    ("devices", "dim", "dtype"),
-    [  # every number of devices and every dimension with both dtypes
-        *((1, 33, jnp.float32), (1, 384, jnp.bfloat16), (2, 96, jnp.float32), (2, 640, jnp.bfloat16)),
-        *((4, 33, jnp.bfloat16), (4, 640, jnp.float32), (8, 96, jnp.bfloat16), (8, 384, jnp.float32)),
-    ],
+    ("implementation", "devices", "dim", "dtype"),
+    [(name, *case) for name in available_implementations() for case in HALVES.get(name, CASES)],
 )
-@pytest.mark.parametrize("implementation", available_implementations())
 def test_matches_oracle(implementation, devices, dim, dtype):
     for kind in oracle.KINDS:
         for scale in SCALES:
@@ -60,7 +65,7 @@ def test_odd_strips(kind, dtype):
         assert_matches_oracle("xla", 1, 1003, 33, dtype, kind, scale)
 
 
-@pytest.mark.parametrize(("devices", "kind"), [(2, "adversarial"), (4, "random"), (8, "aligned")])
+@pytest.mark.parametrize(("devices", "kind"), [(2, "adversarial"), (4, "random"), (4, "aligned")])
 def test_odd_strips_on_several_devices(devices, kind):
     assert_matches_oracle("xla", devices, 1003, 33, jnp.float32, kind, 100.0)
 
@@ -70,7 +75,7 @@ def test_same_gradients_on_any_number_of_devices(implementation):
     image, text = oracle.features("random", 48, 48, 33)
     with jax.enable_x64(True):
         args = [jnp.asarray(a, jnp.float64) for a in (image, text, 14.3)]
-        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 4, 8)]
+        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 8)]
         for other in results[1:]:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
 
@@ -119,7 +124,8 @@ def test_mask_equals_leaving_out(implementation, devices):
 
 def test_no_valid_pair_gives_zero():
     image, text = oracle.features("random", 8, 8, 5)
-    loss, gradients = jax.value_and_grad(clip_loss, argnums=(0, 1, 2))(image, text, 10.0, mask=np.zeros(8, bool))
+    value_and_grad = jax.jit(jax.value_and_grad(clip_loss, argnums=(0, 1, 2)))
+    loss, gradients = value_and_grad(image, text, 10.0, mask=np.zeros(8, bool))
     assert loss == 0
     assert not any(np.any(g) for g in gradients)
 

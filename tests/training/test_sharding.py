@@ -1,5 +1,6 @@
 """Sharded training state: the same training in a fraction of the memory."""
 
+import functools
 import re
 
 import jax
@@ -29,10 +30,21 @@ def small_arrays_too(monkeypatch):
     monkeypatch.setattr(sharding, "MIN_SIZE", 16)
 
 
-def fresh(parameter_sharding, seed=0):
-    optimizer = optax.sgd(1e-2, momentum=0.9)
+# One model and optimizer each, so that steps are compiled once.
+MODELS = {"clip": runs.model(), "linear": runs.Linear()}
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
+
+
+@functools.cache
+def initial(parameter_sharding, seed, model):
+    """State on the host and its shardings; steps donate their state."""
     mesh = oracle.mesh_of(DEVICES)
-    return create_state(runs.model(), optimizer, runs.SIDE, runs.CONTEXT, seed, mesh, parameter_sharding)
+    state = create_state(MODELS[model], OPTIMIZER, runs.SIDE, runs.CONTEXT, seed, mesh, parameter_sharding)
+    return jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def fresh(parameter_sharding, seed=0, model="clip"):
+    return jax.device_put(*initial(parameter_sharding, seed, model))
 
 
 def bytes_of_each(state):
@@ -45,28 +57,38 @@ def shardings_of(state):
     return [leaf.sharding for leaf in jax.tree.leaves(state)]
 
 
-def train(parameter_sharding, **cache):
-    """Losses of some steps and the last state."""
+@functools.cache
+def stepper(parameter_sharding, **cache):
     mesh = oracle.mesh_of(DEVICES)
-    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**cache), mesh, parameter_sharding)
-    state, losses = fresh(parameter_sharding), []
+    return make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**cache), mesh, parameter_sharding)
+
+
+def train(parameter_sharding, model, **cache):
+    """Losses of some steps and the last state."""
+    state, losses, mesh = fresh(parameter_sharding, model=model), [], oracle.mesh_of(DEVICES)
     for number in range(STEPS):
         batch = runs.batch(BATCH, seed=number)
-        state, metrics = step(state, batch if cache.get("residency") == "host" else shard_batch(mesh, batch))
+        batch = batch if cache.get("residency") == "host" else shard_batch(mesh, batch)
+        state, metrics = stepper(parameter_sharding, **cache)(state, batch)
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return losses, state
 
 
 @pytest.fixture(scope="module")
 def replicated():
-    return train("replicated")
+    """Training with a replicated state, by model."""
+    return functools.cache(functools.partial(train, "replicated"))
 
 
-@pytest.mark.parametrize("cache", [{}, {"chunk_size": 16}, {"chunk_size": 16, "residency": "host"}], ids=str)
-def test_training_is_the_same_and_the_state_stays_sharded(replicated, cache):
-    (losses, state), (expected, whole) = train("fsdp", **cache), replicated
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [("clip", {}), ("linear", {"chunk_size": 16}), ("linear", {"chunk_size": 16, "residency": "host"})],
+    ids=str,
+)
+def test_training_is_the_same_and_the_state_stays_sharded(replicated, model, cache):
+    (losses, state), (expected, whole) = train("fsdp", model, **cache), replicated(model)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert shardings_of(state) == shardings_of(fresh("fsdp"))
+    assert shardings_of(state) == shardings_of(fresh("fsdp", model=model))
     for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
@@ -79,8 +101,7 @@ def test_nothing_but_sharded_parameters_is_gathered(kind):
     attention's bias that belongs to values is gathered for itself, and so is its gradient.
     """
     mesh, state = oracle.mesh_of(DEVICES), fresh(kind)
-    step = make_train_step(make_loss("clip", mesh), 0, mesh=mesh, parameter_sharding=kind)
-    program = step.lower(state, shard_batch(mesh, runs.batch(BATCH))).compile().as_text()
+    program = stepper(kind).lower(state, shard_batch(mesh, runs.batch(BATCH))).compile().as_text()
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     sharded = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if not leaf.sharding.is_fully_replicated}
     of_values = 2 * sum(name.endswith("['in_proj']['bias']") for name in sharded)
@@ -99,7 +120,7 @@ def test_every_device_holds_its_share():
 
 @pytest.mark.parametrize(("saved", "restored"), [("fsdp", "replicated"), ("replicated", "fsdp")])
 def test_checkpoints_do_not_depend_on_the_sharding(tmp_path, saved, restored):
-    state, template = fresh(saved, seed=1), fresh(restored)
+    state, template = fresh(saved, seed=1, model="linear"), fresh(restored, model="linear")
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, Data())
         checkpoints.wait()

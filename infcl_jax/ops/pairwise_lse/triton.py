@@ -289,7 +289,7 @@ def _adapt_dce_rule() -> None:
     from jax.interpreters import partial_eval
     from jax_triton import triton_lib
 
-    primitive = triton_lib.triton_kernel_call_p
-    rule = partial_eval.dce_rules[primitive]
+    rules: dict[Any, Any] = partial_eval.dce_rules
+    rule = rules[triton_lib.triton_kernel_call_p]
     if jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:
-        partial_eval.dce_rules[primitive] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)
+        rules[triton_lib.triton_kernel_call_p] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)

@@ -73,7 +73,6 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_is_one_line(mistake, tmp_path):
     arguments, message = MISTAKES[mistake]
-    process = runs.start(MODULE, "--batch=2", "--heads=1", f"--output={tmp_path}", *arguments)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
+    status, _, stderr = runs.command(MODULE, "--batch=2", "--heads=1", f"--output={tmp_path}", *arguments)
+    assert status == 1
     assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", stderr), stderr

@@ -151,9 +151,8 @@ def test_a_mistake_is_one_line(mistake, tmp_path):
     (tmp_path / "file").write_text("")
     arguments, message = MISTAKES[mistake]
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
-    process = runs.start(MODULE, *COMMAND, *arguments, JAX_NUM_CPU_DEVICES="2")
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
+    status, _, stderr = runs.command(MODULE, *COMMAND, *arguments, cpu_devices=2)
+    assert status == 1
     assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", stderr), stderr
 
 

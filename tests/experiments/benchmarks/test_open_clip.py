@@ -24,9 +24,8 @@ without_open_clip = pytest.mark.skipif(importlib.util.find_spec("open_clip") is 
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, arguments, message):
-    process = runs.start(COMMAND, f"--output={tmp_path}", *arguments)
-    stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (1, "")
+    status, stdout, stderr = runs.command(COMMAND, f"--output={tmp_path}", *arguments)
+    assert (status, stdout) == (1, "")
     assert re.fullmatch(f"error: {message}\n", stderr), stderr
 
 

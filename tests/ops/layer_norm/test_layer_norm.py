@@ -66,11 +66,15 @@ def alone(x, scale, bias, dy, dtype, implementation):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype", "result"),
-    [(8, 128, BF16, BF16), (130, 768, BF16, BF16), (37, 640, FP16, FP32), (61, 256, FP32, FP32)],
+    ("way", "rows", "width", "dtype", "result"),
+    [
+        *(("alone", 130, 768, BF16, BF16), ("alone", 61, 256, FP32, FP32)),
+        *(("residual", 8, 128, BF16, BF16), ("residual", 37, 640, FP16, FP32)),
+        *(("residual with a bias", *case) for case in [(130, 768, BF16, BF16), (37, 640, FP16, FP32)]),
+        ("residual with a bias", 61, 256, FP32, FP32),
+    ],
 )
-@pytest.mark.parametrize("way", ["alone", "residual", "residual with a bias"])
-def test_kernels_match_float64(capsys, rows, width, dtype, result, way):
+def test_kernels_match_float64(capsys, way, rows, width, dtype, result):
     arrays = given(rows, width, dtype, result)
     with interpreted(capsys):
         if way != "alone":

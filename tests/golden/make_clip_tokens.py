@@ -36,7 +36,7 @@ _TEMPLATES = (
     "the {n}{n}{n}{a}{n}{d}{n}{a}",
 )
 _ENTITIES = "&amp; &lt;b&gt; &#39;tis &amp;amp; &eacute;t&eacute; &nbsp; &#x1F600; &notanentity; &amp;lt; &quot;x&quot; &copy".split()
-_UNICODE = (
+UNICODE = (
     "😀😂🤣 👩‍👩‍👧‍👦 🇫🇷🇯🇵 👍🏽 ❤️ ✈️ 🏳️‍🌈 ♥ ☃ ™ ©",
     "一只戴着帽子的猫坐在窗台上",
     "夕暮れの東京タワーとﾊﾝｶｸｶﾅ、ＦＵＬＬＷＩＤＴＨ １２３",
@@ -101,7 +101,7 @@ def _letters(random: _Random) -> str:
 
 def _mixed(random: _Random) -> str:
     """Several kinds of text with unusual whitespace and control characters between them."""
-    kinds = (_sentence, _letters, _characters, lambda r: r.choice(_UNICODE), lambda r: r.choice(_ENTITIES))
+    kinds = (_sentence, _letters, _characters, lambda r: r.choice(UNICODE), lambda r: r.choice(_ENTITIES))
     text = "".join(random.choice(kinds)(random) + random.choice(_SPACES) for _ in range(1 + random.below(6)))
     if random.below(4) == 0:
         text = text[: random.below(len(text) + 1)] + random.choice(_CONTROLS) + text[random.below(len(text) + 1) :]
@@ -112,7 +112,7 @@ def captions(count: int = COUNT) -> list[str]:
     """Return distinct kinds of captions: plain, web text, many scripts, damaged text, empty and very long."""
     random = _Random(0)
     fixed = ["", " ", "\n\t", "\x00", "&", "'", "_", "a", "é", "😀", "x" * 3000, "猫" * 1500, "a b " * 2000, "!?" * 900]
-    fixed += ["\u00e9" * 600, "1" * 300, *_UNICODE, *_ENTITIES, *(f"a{space}b" for space in _SPACES)]
+    fixed += ["\u00e9" * 600, "1" * 300, *UNICODE, *_ENTITIES, *(f"a{space}b" for space in _SPACES)]
     fixed += [f"a{control}b" for control in _CONTROLS] + [chr(code) for code in range(1, 256)]
     kinds = (_sentence, _sentence, _mixed, _characters, lambda r: " ".join(_mixed(r) for _ in range(3)))
     return (fixed + [random.choice(kinds)(random) for _ in range(count - len(fixed))])[:count]

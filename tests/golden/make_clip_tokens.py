@@ -6,6 +6,8 @@ Needs open_clip_torch, ftfy and regex, but not PyTorch. The stored file is from 
 2026.11.15 and Python 3.12.1.
 """
 
+# ruff: noqa: RUF001
+
 import hashlib
 import importlib.util
 import itertools
@@ -21,8 +23,32 @@ COUNT = 12_000
 CASES = (("lower", 77, 1), ("lower", 16, 8), ("whitespace", 77, 8), ("canonicalize", 77, 8))
 _DIGEST = 4  # bytes of each digest
 
-_NOUNS = "dog cat bicycle skyscraper harbour watercolour motherboard giraffe croissant lighthouse jeans t-shirt".split()
-_ADJECTIVES = "red vintage hand-made 19th-century blurry 4K anti-aliased iridescent low-res Scandinavian".split()
+_NOUNS = (
+    "dog",
+    "cat",
+    "bicycle",
+    "skyscraper",
+    "harbour",
+    "watercolour",
+    "motherboard",
+    "giraffe",
+    "croissant",
+    "lighthouse",
+    "jeans",
+    "t-shirt",
+)
+_ADJECTIVES = (
+    "red",
+    "vintage",
+    "hand-made",
+    "19th-century",
+    "blurry",
+    "4K",
+    "anti-aliased",
+    "iridescent",
+    "low-res",
+    "Scandinavian",
+)
 _TEMPLATES = (
     "a photo of a {a} {n}",
     "A {a}, {a} {n} next to the {n}.",
@@ -35,7 +61,19 @@ _TEMPLATES = (
     "<start_of_text>{n}<end_of_text> {a} <START_OF_TEXT> <|endoftext|> </w> {n}</w>",
     "the {n}{n}{n}{a}{n}{d}{n}{a}",
 )
-_ENTITIES = "&amp; &lt;b&gt; &#39;tis &amp;amp; &eacute;t&eacute; &nbsp; &#x1F600; &notanentity; &amp;lt; &quot;x&quot; &copy".split()
+_ENTITIES = (
+    "&amp;",
+    "&lt;b&gt;",
+    "&#39;tis",
+    "&amp;amp;",
+    "&eacute;t&eacute;",
+    "&nbsp;",
+    "&#x1F600;",
+    "&notanentity;",
+    "&amp;lt;",
+    "&quot;x&quot;",
+    "&copy",
+)
 UNICODE = (
     "😀😂🤣 👩‍👩‍👧‍👦 🇫🇷🇯🇵 👍🏽 ❤️ ✈️ 🏳️‍🌈 ♥ ☃ ™ ©",
     "一只戴着帽子的猫坐在窗台上",
@@ -54,7 +92,21 @@ UNICODE = (
     "\u200bzero\u200cwidth\u200d\ufeffjoiners\u00adsoft \u202eright to left\u202c",
     "\U0001d4d2\U0001d4f8\U0001d4f8\U0001d4f5 \U00010400\U00010428 \U0001f9ff\U000e0067 \ufffd \uf8ff",
 )
-_SPACES = (" ", "  ", "\t", "\n", "\r\n", "\u00a0", "\u3000", "\u2003", "\u2028", "\x85", "\x0b\x0c", " \t \n ", "\x1c\x1f")
+_SPACES = (
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\u00a0",
+    "\u3000",
+    "\u2003",
+    "\u2028",
+    "\x85",
+    "\x0b\x0c",
+    " \t \n ",
+    "\x1c\x1f",
+)
 _CONTROLS = ("\x00", "\x07", "\x1b[31m", "\x7f", "\x80", "\x9f", "\x08", "\u2066", "\ufffe")
 # First and last code points of assigned characters. Later versions of Unicode do not change these blocks.
 _RANGES = ((33, 126), (161, 591), (880, 887), (1024, 1279), (1488, 1514), (2309, 2361), (8192, 8286), (8531, 8580))

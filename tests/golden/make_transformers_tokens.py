@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/golden/make_transformers_tokens.py
 
-Needs transformers, tokenizers, sentencepiece, protobuf and ftfy, but not PyTorch. The stored file is from transformers 5.23.0,
-tokenizers 0.23.3 and sentencepiece 0.2.3.
+Needs transformers, tokenizers, sentencepiece, protobuf and ftfy, but not PyTorch. The stored file is from transformers
+5.23.0, tokenizers 0.23.3 and sentencepiece 0.2.3.
 """
 
 import io

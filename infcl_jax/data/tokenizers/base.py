@@ -54,7 +54,17 @@ class BaseTokenizer(abc.ABC):
     kind: ClassVar[str]  # name in the spec of `load_tokenizer`
     unit: ClassVar[str] = "tokens"
 
-    def __init__(self, context_length: int, clean: str, *, vocab_size: int, pad_id: int, end_id: int | None, prefix: int, suffix: int):
+    def __init__(
+        self,
+        context_length: int,
+        clean: str,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        end_id: int | None,
+        prefix: int,
+        suffix: int,
+    ):
         """Check and store what all tokenizers share.
 
         Args:
@@ -128,7 +138,8 @@ class BaseTokenizer(abc.ABC):
     def attention_mask(self, ids: np.ndarray) -> np.ndarray:
         """Mark tokens that are not padding.
 
-        Where the end token also pads, as SigLIP's does, the first of them in a row counts as the end token.
+        Padding is the run of padding ids at the end of a row, because CLIP's vocabulary has a token with the same id.
+        Where the end token also pads, as in SigLIP, the first token of the run is the end token.
 
         Args:
           ids: integer [n, context_length] from this tokenizer.
@@ -136,7 +147,8 @@ class BaseTokenizer(abc.ABC):
         Returns:
           bool [n, context_length].
         """
-        mask = np.asarray(ids) != self.pad_id
+        padding = np.logical_and.accumulate((np.asarray(ids) == self.pad_id)[:, ::-1], axis=1)[:, ::-1]
+        mask = ~padding
         if self.pad_id == self.end_id:
             mask[:, 1:] |= mask[:, :-1].copy()
             mask[:, 0] = True

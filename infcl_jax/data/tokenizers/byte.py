@@ -25,7 +25,9 @@ class ByteTokenizer(BaseTokenizer):
     vocab_size: int = 259
 
     def __init__(self, context_length: int = 77, clean: str = "none"):
-        super().__init__(context_length, clean, vocab_size=self.vocab_size, pad_id=_PAD, end_id=_END, prefix=1, suffix=1)
+        super().__init__(
+            context_length, clean, vocab_size=self.vocab_size, pad_id=_PAD, end_id=_END, prefix=1, suffix=1
+        )
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         rows = []

@@ -66,7 +66,9 @@ class BytePairEncoder:
     def _encode_chunk(self, chunk: str) -> tuple[int, ...]:
         words = self._pattern.findall(chunk)
         return tuple(
-            itertools.chain.from_iterable(self._special.get(word) or self._merge(word.encode("utf-8")) for word in words)
+            itertools.chain.from_iterable(
+                self._special.get(word) or self._merge(word.encode("utf-8")) for word in words
+            )
         )
 
     def _merge(self, word: bytes) -> list[int]:

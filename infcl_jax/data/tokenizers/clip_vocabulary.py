@@ -131,4 +131,6 @@ def _read_merges(path: Path) -> list[Merge]:
             )
         known.add("".join(tokens))
         merges.append((tokens[0], tokens[1]))
+    if not merges:
+        raise ValueError(f"expected merges in {path}, got none; give a vocabulary of byte pairs such as {_TEXT_FILE}")
     return merges

@@ -15,7 +15,12 @@ _UNMERGED = 2 * 256 + 2  # bytes, last bytes of words, start and end
 
 
 def train_bpe(
-    captions: Iterable[str], vocab_size: int, output: str | os.PathLike, *, context_length: int = 77, clean: str = "lower"
+    captions: Iterable[str],
+    vocab_size: int,
+    output: str | os.PathLike,
+    *,
+    context_length: int = 77,
+    clean: str = "lower",
 ) -> CLIPTokenizer:
     """Train a byte-pair vocabulary in CLIP's format on captions and save the tokenizer.
 
@@ -30,12 +35,14 @@ def train_bpe(
       The tokenizer.
 
     Raises:
-      ValueError: `vocab_size` is too small or `clean` is unknown.
+      ValueError: `vocab_size` is too small, `clean` is unknown, or the captions are too few.
       ImportError: the package `tokenizers` is not installed.
     """
     if vocab_size <= _UNMERGED:
         raise ValueError(f"expected vocab_size > {_UNMERGED} (bytes, last bytes, start, end), got {vocab_size}")
     merges = _train_merges(_words(captions, clean), vocab_size)[: vocab_size - _UNMERGED]
+    if not merges:
+        raise ValueError("expected captions in which a pair of characters occurs twice, got none; give more captions")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     write_vocabulary(vocabulary_of_merges(merges), folder)

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from golden import make_clip_tokens, make_transformers_tokens as golden
+from golden import make_clip_tokens
+from golden import make_transformers_tokens as golden
 
 from infcl_jax.data import load_tokenizer
 
@@ -19,7 +20,9 @@ def check_ids(tokenizer, captions, expected):
     ids = tokenizer(captions)
     wrong = np.flatnonzero(make_clip_tokens.digests(ids) != expected)
     first = [(captions[row], ids[row].tolist()) for row in wrong[:3]]
-    assert len(expected) == len(captions) == 1000 and not wrong.size, f"{wrong.size} captions differ, the first: {first}"
+    assert len(expected) == len(captions) == 1000 and not wrong.size, (
+        f"{wrong.size} captions differ, the first: {first}"
+    )
 
 
 def test_bert(stored, tmp_path):

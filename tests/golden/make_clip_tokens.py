@@ -1,4 +1,4 @@
-"""Golden token ids of OpenCLIP's tokenizer, and the captions that the tests share with it.
+"""Golden token ids of OpenCLIP's tokenizer, and their captions.
 
     python tests/golden/make_clip_tokens.py
 
@@ -161,7 +161,7 @@ def _mixed(random: _Random) -> str:
 
 
 def captions(count: int = COUNT) -> list[str]:
-    """Return distinct kinds of captions: plain, web text, many scripts, damaged text, empty and very long."""
+    """Return plain, web, multilingual, damaged, empty and very long captions."""
     random = _Random(0)
     fixed = ["", " ", "\n\t", "\x00", "&", "'", "_", "a", "é", "😀", "x" * 3000, "猫" * 1500, "a b " * 2000, "!?" * 900]
     fixed += ["\u00e9" * 600, "1" * 300, *UNICODE, *_ENTITIES, *(f"a{space}b" for space in _SPACES)]

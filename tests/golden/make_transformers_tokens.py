@@ -1,4 +1,6 @@
-"""Golden token ids of transformers' BERT, T5 and SigLIP tokenizers, with vocabularies that this script trains.
+"""Golden token ids of transformers' BERT, T5 and SigLIP tokenizers.
+
+This script also trains their vocabularies.
 
     PYTHONPATH=tests python tests/golden/make_transformers_tokens.py
 

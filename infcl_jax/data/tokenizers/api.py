@@ -21,14 +21,12 @@ def load_tokenizer(
 ) -> BaseTokenizer:
     """Load a tokenizer.
 
-    | spec | tokenizer |
-    | --- | --- |
-    | `bytes` | UTF-8 bytes |
-    | `clip` | CLIP's byte pairs, with the vocabulary of an installed `open_clip_torch` |
-    | `clip:PATH` | CLIP's byte pairs: `bpe_simple_vocab_16e6.txt.gz`, or a folder with `vocab.json` and `merges.txt` |
-    | `hf:PATH` | `tokenizer.json` of Hugging Face, or a folder with one |
-    | `sentencepiece:PATH` | a SentencePiece model, or a folder with one |
-    | a folder | a tokenizer that `save` or `train_bpe` wrote |
+    - `bytes`: UTF-8 bytes.
+    - `clip`: CLIP's byte pairs, with the vocabulary of an installed `open_clip_torch`.
+    - `clip:PATH`: CLIP's byte pairs from `bpe_simple_vocab_16e6.txt.gz`, or a folder with `vocab.json` and `merges.txt`.
+    - `hf:PATH`: a `tokenizer.json` of Hugging Face, or a folder with one.
+    - `sentencepiece:PATH`: a SentencePiece model, or a folder with one.
+    - a folder: a tokenizer that `save` or `train_bpe` wrote.
 
     Args:
       spec: kind and path of the tokenizer.
@@ -70,7 +68,7 @@ def _read_settings(path: Path) -> dict:
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int) -> None:
-    """Raise `ValueError` unless a text tower has an embedding for each id of a tokenizer.
+    """Raise `ValueError` unless a text tower embeds all ids of a tokenizer.
 
     Args:
       tokenizer: the tokenizer.

@@ -40,7 +40,7 @@ def clean_text(text: str, clean: str) -> str:
 
 
 def _repair(text: str) -> str:
-    """Repair the encoding and unescape HTML entities twice, because web pages often escape them twice."""
+    """Repair the encoding and unescape HTML entities, which web pages often escape twice."""
     if text.isascii() and text.isprintable() and "&" not in text:
         return text  # ftfy changes none of these texts, and takes longer than their tokenization
     return html.unescape(html.unescape(ftfy.fix_text(text)))

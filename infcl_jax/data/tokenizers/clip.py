@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import os
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _PAD = 0
 _CACHED_CHUNKS = 2**16  # about 15 MB in each process; the frequent words of a dataset
 _CACHED_LENGTH = 32  # characters; longer chunks, such as sentences without spaces, rarely repeat
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
-_NO_MERGE = 2**31
+_MERGED = -1  # in place of the right token of a merge
 
 
 def word_pattern(*special_tokens: str) -> regex.Pattern:
@@ -57,9 +58,9 @@ class BytePairEncoder:
         return BytePairEncoder, (self.vocabulary,)
 
     def encode(self, text: str) -> list[int]:
-        """Encode one text. No word contains whitespace, so chunks between whitespace are encoded separately."""
+        """Encode one text."""
         ids: list[int] = []
-        for chunk in text.split():
+        for chunk in text.split():  # no word of the pattern contains whitespace
             ids += self._encode_cached(chunk) if len(chunk) <= _CACHED_LENGTH else self._encode_chunk(chunk)
         return ids
 
@@ -72,24 +73,34 @@ class BytePairEncoder:
         )
 
     def _merge(self, word: bytes) -> list[int]:
-        """Merge the bytes of a word, in each step all pairs of the lowest rank from left to right."""
+        """Merge the bytes of a word, the pair of the lowest rank first.
+
+        A heap of pairs keeps the time of a very long word in O(n log n). Each merge keeps the left index of its pair.
+        """
         ids = [self._first[byte] for byte in word]
         ids[-1] = self._last[word[-1]]
-        while len(ids) > 1:
-            rank = min(self._ranks.get(pair, _NO_MERGE) for pair in itertools.pairwise(ids))
-            if rank == _NO_MERGE:
-                break
-            left, right = self._pairs[rank]
-            shorter, position = [], 0
-            while position < len(ids):
-                merges = ids[position] == left and position + 1 < len(ids) and ids[position + 1] == right
-                shorter.append(self._merged[rank] if merges else ids[position])
-                position += 2 if merges else 1
-            ids = shorter
-        return ids
+        end = len(ids)
+        previous, following = list(range(-1, end - 1)), list(range(1, end + 1))
+        heap = [(self._ranks[pair], left) for left, pair in enumerate(itertools.pairwise(ids)) if pair in self._ranks]
+        heapq.heapify(heap)
+        while heap:
+            rank, left = heapq.heappop(heap)
+            right = following[left]
+            if right == end or (ids[left], ids[right]) != self._pairs[rank]:
+                continue  # an earlier merge took one of the two
+            ids[left], ids[right] = self._merged[rank], _MERGED
+            following[left] = following[right]
+            if following[left] < end:
+                previous[following[left]] = left
+            for start in (previous[left], left):
+                if start >= 0 and following[start] < end:
+                    pair = ids[start], ids[following[start]]
+                    if pair in self._ranks:
+                        heapq.heappush(heap, (self._ranks[pair], start))
+        return [token for token in ids if token != _MERGED]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. Words are separated by spaces, and bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids, with spaces between words. Invalid UTF-8 becomes U+FFFD."""
         text = "".join(self.vocabulary.tokens[token] for token in ids).replace(END_OF_WORD, " ")
         data = bytes(self._bytes[character] for character in text)
         return data.decode("utf-8", errors="replace").rstrip(" ")

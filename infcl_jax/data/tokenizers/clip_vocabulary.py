@@ -14,7 +14,7 @@ END_OF_WORD = "</w>"
 
 _TEXT_FILE = "bpe_simple_vocab_16e6.txt.gz"
 _JSON_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
-_CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has 262,143 merges, of which CLIP uses the first
+_CLIP_MERGES = 49152 - 256 - 2  # CLIP uses the first merges of the 262,143 in its file
 _SPECIAL_TOKENS = (("<start_of_text>", "<end_of_text>"), ("<|startoftext|>", "<|endoftext|>"))  # OpenCLIP, Hugging Face
 
 Merge = tuple[str, str]
@@ -45,7 +45,10 @@ def byte_characters() -> list[str]:
 
 
 def vocabulary_of_merges(merges: Sequence[Merge]) -> Vocabulary:
-    """Return the vocabulary with CLIP's order of ids: bytes, last bytes of words, merges, start, end."""
+    """Return the vocabulary with ids in CLIP's order.
+
+    The order is bytes, last bytes of words, merges, start, end.
+    """
     base = sorted(byte_characters(), key=lambda character: (character >= chr(256), character))
     start, end = _SPECIAL_TOKENS[0]
     last = [character + END_OF_WORD for character in base]
@@ -80,7 +83,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
     try:
         if (path / _JSON_FILE).is_file():
             return _read_folder(path)
-        return vocabulary_of_merges(_read_merges(path / _TEXT_FILE if path.is_dir() else path)[:_CLIP_MERGES])
+        return vocabulary_of_merges(_read_merges(path / _TEXT_FILE if path.is_dir() else path, _CLIP_MERGES))
     except FileNotFoundError as error:
         raise ValueError(
             f"expected a CLIP vocabulary at {path}, got no file {error.filename}; give {_TEXT_FILE} or a folder with"
@@ -113,14 +116,14 @@ def _read_folder(folder: Path) -> Vocabulary:
     return Vocabulary(tuple(sorted(ids, key=ids.__getitem__)), tuple(merges), *special[0])
 
 
-def _read_merges(path: Path) -> list[Merge]:
+def _read_merges(path: Path, limit: int | None = None) -> list[Merge]:
     """Read merges, one a line, after an optional line with the version."""
     data = path.read_bytes()
     lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").split("\n")
     skipped = 1 if "#version" in lines[0] else 0
     known = {*byte_characters(), *(character + END_OF_WORD for character in byte_characters())}
     merges: list[Merge] = []
-    for number, line in enumerate(lines[skipped:], start=skipped + 1):
+    for number, line in enumerate(lines[skipped:][:limit], start=skipped + 1):
         if not line.strip():
             continue
         tokens = line.split()

@@ -38,9 +38,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise ImportError(
-                "expected the package tokenizers, got none installed; pip install 'infcl_jax[tokenizers]'"
-            ) from None
+            raise ImportError("expected the package tokenizers, got none installed; pip install tokenizers") from None
         file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise ValueError(

@@ -39,7 +39,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             import sentencepiece
         except ImportError:
             raise ImportError(
-                "expected the package sentencepiece, got none installed; pip install 'infcl_jax[tokenizers]'"
+                "expected the package sentencepiece, got none installed; pip install sentencepiece"
             ) from None
         path = Path(path)
         file = next((path / name for name in _FILES if (path / name).is_file()), path)

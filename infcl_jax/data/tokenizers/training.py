@@ -52,7 +52,7 @@ def train_bpe(
 
 
 def _words(captions: Iterable[str], clean: str) -> Iterator[str]:
-    """Yield captions with a space between all words, so that training splits them as CLIP's pattern does."""
+    """Yield captions with spaces between the words of CLIP's pattern."""
     pattern = word_pattern()
     for caption in captions:
         yield " ".join(pattern.findall(clean_text(caption, clean)))
@@ -62,9 +62,7 @@ def _train_merges(captions: Iterator[str], vocab_size: int) -> list[tuple[str, s
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
-        raise ImportError(
-            "expected the package tokenizers, got none installed; pip install 'infcl_jax[tokenizers]'"
-        ) from None
+        raise ImportError("expected the package tokenizers, got none installed; pip install tokenizers") from None
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level])

@@ -174,7 +174,9 @@ def test_damaged_settings(settings, tmp_path):
 @pytest.mark.parametrize(("kind", "package"), [("hf", "tokenizers"), ("sentencepiece", "sentencepiece")])
 def test_missing_package(kind, package, specs, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"^expected the package {package}, got none installed; pip install '"):
+    with pytest.raises(
+        ImportError, match=f"^expected the package {package}, got none installed; pip install {package}$"
+    ):
         load_tokenizer(specs[kind])
 
 

@@ -23,7 +23,7 @@ def load_tokenizer(
 
     - `bytes`: UTF-8 bytes.
     - `clip`: CLIP's byte pairs, with the vocabulary of an installed `open_clip_torch`.
-    - `clip:PATH`: CLIP's byte pairs from `bpe_simple_vocab_16e6.txt.gz`, or a folder with `vocab.json` and `merges.txt`.
+    - `clip:PATH`: the same from `bpe_simple_vocab_16e6.txt.gz`, or from a folder with `vocab.json` and `merges.txt`.
     - `hf:PATH`: a `tokenizer.json` of Hugging Face, or a folder with one.
     - `sentencepiece:PATH`: a SentencePiece model, or a folder with one.
     - a folder: a tokenizer that `save` or `train_bpe` wrote.

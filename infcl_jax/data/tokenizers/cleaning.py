@@ -23,15 +23,15 @@ def clean_text(text: str, clean: str) -> str:
 
     Args:
       text: the text.
-      clean: "none" changes nothing. "whitespace" repairs wrongly decoded text, unescapes HTML entities and joins words
-        with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes ASCII
-        punctuation, as SigLIP does.
+      clean: "none" only replaces lone surrogates. "whitespace" repairs wrongly decoded text, unescapes HTML entities
+        and joins words with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes
+        ASCII punctuation, as SigLIP does.
 
     Returns:
       The cleaned text.
     """
-    if clean == "none":
-        return text
+    if clean == "none":  # broken JSON has lone surrogates, which UTF-8 cannot encode
+        return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
     text = _repair(text)
     if clean == "canonicalize":
         text = text.replace("_", " ").translate(_NO_PUNCTUATION).lower()

@@ -100,6 +100,13 @@ def test_text_cleaning(kind, load):
 
 
 @kinds
+@pytest.mark.parametrize("clean", ["none", "lower"])
+def test_lone_surrogates_do_not_stop_a_run(kind, clean, load):
+    tokenizer = load(kind, clean=clean)
+    assert "cat" in tokenizer.decode(tokenizer("\ud83d cat")[0])
+
+
+@kinds
 def test_vocabulary_must_fit_the_model(kind, load):
     tokenizer = load(kind)
     check_vocabulary(tokenizer, tokenizer.vocab_size)

@@ -65,6 +65,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	if [ -z "$$python" ]; then echo "error: found no Python >= 3.12; install one and put it on PATH" >&2; exit 1; fi; \
 	echo "using $$python ($$($$python --version))" && $$python -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@# Tests read the vocabulary of OpenCLIP's tokenizer. Its dependencies, such as PyTorch, are not needed.
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps open_clip_torch
 	touch $@
 
 $(TRITON): $(STAMP)

@@ -1,10 +1,10 @@
-"""Captioned images: sources, tokenizer, transforms, and batches for training and evaluation."""
+"""Captioned images: sources, tokenizers, transforms, and batches for training and evaluation."""
 
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.sources import BadRecordError, Classes, Example, Source, classes, load_source
-from infcl_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from infcl_jax.data.transforms import Augmentation
 
 __all__ = [
@@ -18,9 +18,12 @@ __all__ = [
     "Source",
     "Tokenizer",
     "TrainIterator",
+    "check_vocabulary",
     "classes",
     "eval_batches",
     "load_source",
+    "load_tokenizer",
     "prepare",
+    "train_bpe",
     "train_iterator",
 ]

@@ -22,7 +22,7 @@ import numpy as np
 
 from infcl_jax.data.iterator import Batch, TrainIterator
 from infcl_jax.data.sources import BadRecordError, BatchedSource, Example, Source
-from infcl_jax.data.tokenizer import Tokenizer
+from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
 _CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import classes, eval_batches, load_source
 from infcl_jax.data.sources import Source
-from infcl_jax.data.tokenizer import Tokenizer
+from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split

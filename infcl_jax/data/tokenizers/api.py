@@ -1,0 +1,81 @@
+"""Loading of tokenizers by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from infcl_jax.data.tokenizers.base import SETTINGS_FILE, BaseTokenizer
+from infcl_jax.data.tokenizers.byte import ByteTokenizer
+from infcl_jax.data.tokenizers.clip import CLIPTokenizer
+from infcl_jax.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from infcl_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer
+
+_FILES = {kind.kind: kind for kind in (CLIPTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)}
+_SPECS = "'bytes', 'clip', 'clip:PATH', 'hf:PATH', 'sentencepiece:PATH' or a folder of a saved tokenizer"
+
+
+def load_tokenizer(
+    spec: str | os.PathLike, context_length: int | None = None, *, clean: str | None = None
+) -> BaseTokenizer:
+    """Load a tokenizer.
+
+    - `bytes`: UTF-8 bytes.
+    - `clip`: CLIP's byte pairs, with the vocabulary of an installed `open_clip_torch`.
+    - `clip:PATH`: the same from `bpe_simple_vocab_16e6.txt.gz`, or from a folder with `vocab.json` and `merges.txt`.
+    - `hf:PATH`: a `tokenizer.json` of Hugging Face, or a folder with one.
+    - `sentencepiece:PATH`: a SentencePiece model, or a folder with one.
+    - a folder: a tokenizer that `save` or `train_bpe` wrote.
+
+    Args:
+      spec: kind and path of the tokenizer.
+      context_length: tokens per row, special tokens included. Default: the saved one of a folder, else 77.
+      clean: text cleaning: "none", "whitespace", "lower" or "canonicalize". Default: the saved one of a folder, else
+        "lower" for `clip` and "none" for the others.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      ValueError: the spec is unknown, its path does not hold such a tokenizer, or an argument is out of range.
+      ImportError: a package is missing.
+    """
+    settings = {"context_length": context_length, "clean": clean}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    file = Path(spec) / SETTINGS_FILE
+    if file.is_file():
+        saved = _read_settings(file)
+        return _load(saved.pop("kind"), str(spec), saved | settings)
+    kind, _, path = str(spec).partition(":")
+    if spec in ("bytes", "clip") or (kind in _FILES and path):
+        return _load(kind, path or None, settings)
+    raise ValueError(f"expected the tokenizer to be {_SPECS}, got {str(spec)!r}")
+
+
+def _load(kind: str, path: str | None, settings: dict) -> BaseTokenizer:
+    return ByteTokenizer(**settings) if kind == "bytes" else _FILES[kind](path, **settings)
+
+
+def _read_settings(path: Path) -> dict:
+    try:
+        saved = json.loads(path.read_text())
+        if saved["kind"] not in ("bytes", *_FILES):
+            raise ValueError(f"kind {saved['kind']!r}")
+        return {name: saved[name] for name in ("kind", "context_length", "clean")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"expected the settings of a tokenizer in {path}, got {error!r}; save it again") from None
+
+
+def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int) -> None:
+    """Raise `ValueError` unless a text tower embeds all ids of a tokenizer.
+
+    Args:
+      tokenizer: the tokenizer.
+      vocab_size: `text.vocab_size` of the model.
+    """
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"expected text.vocab_size >= {tokenizer.vocab_size} (ids of the tokenizer {tokenizer.kind!r}), got"
+            f" {vocab_size}; set text.vocab_size={tokenizer.vocab_size} or choose another tokenizer"
+        )

@@ -1,0 +1,185 @@
+"""Interface and shared code of the tokenizers."""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
+
+SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
+
+_logger = logging.getLogger(__name__)
+_count_lock = threading.Lock()  # module-level, because a tokenizer with a lock cannot be pickled
+
+
+class Tokenizer(Protocol):
+    """Interface of a tokenizer, picklable for worker processes."""
+
+    vocab_size: int
+    context_length: int
+
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Encode n texts as int32 [n, context_length]; n = 1 for a string."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode one row of ids."""
+        ...
+
+
+class BaseTokenizer(abc.ABC):
+    """Base class with text cleaning, truncation, padding, masks and saving.
+
+    Rows are truncated before the special tokens at their end and padded on the right. The first truncation of each
+    tokenizer logs a warning. A tokenizer is picklable and can be shared by threads.
+
+    Attributes:
+      vocab_size: number of token ids.
+      context_length: tokens per row, special tokens included.
+      clean: text cleaning before encoding: "none", "whitespace", "lower" or "canonicalize".
+      pad_id: id of padding.
+      end_id: id of the last special token after each text, or None.
+      truncated: number of truncated texts so far. Each worker process counts and warns separately.
+    """
+
+    kind: ClassVar[str]  # name in the spec of `load_tokenizer`
+    unit: ClassVar[str] = "tokens"
+
+    def __init__(
+        self,
+        context_length: int,
+        clean: str,
+        *,
+        vocab_size: int,
+        pad_id: int,
+        end_id: int | None,
+        prefix: int,
+        suffix: int,
+    ):
+        """Check and store what all tokenizers share.
+
+        Args:
+          context_length: tokens per row, special tokens included.
+          clean: text cleaning before encoding.
+          vocab_size: number of token ids.
+          pad_id: id of padding.
+          end_id: id of the last special token after each text, or None.
+          prefix: number of special tokens before each text.
+          suffix: number of special tokens after each text.
+        """
+        check_cleaning(clean)
+        if context_length < prefix + suffix + 1:
+            raise ValueError(
+                f"expected context_length to be at least {prefix + suffix + 1} ({prefix + suffix} special tokens and"
+                f" one of text), got {context_length}; raise text.context_length"
+            )
+        self.context_length, self.clean, self.vocab_size = context_length, clean, vocab_size
+        self.pad_id, self.end_id = pad_id, end_id
+        self.truncated = 0
+        self._special, self._suffix = prefix + suffix, suffix
+
+    @abc.abstractmethod
+    def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        """Encode cleaned texts as rows of any length, special tokens included."""
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Decode ids inside the vocabulary."""
+
+    @abc.abstractmethod
+    def _save_vocabulary(self, folder: Path) -> None:
+        """Write the files from which the tokenizer can be loaded."""
+
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Encode one or several texts.
+
+        Args:
+          texts: one string or n strings.
+
+        Returns:
+          int32 [n, context_length] (n = 1 for a string): special tokens, text, special tokens, padding.
+        """
+        rows = self._encode([clean_text(text, self.clean) for text in ([texts] if isinstance(texts, str) else texts)])
+        ids = np.full((len(rows), self.context_length), self.pad_id, dtype=np.int32)
+        kept = self.context_length - self._suffix
+        for target, row in zip(ids, rows, strict=True):
+            if len(row) <= self.context_length:
+                target[: len(row)] = row
+            else:
+                target[:kept], target[kept:] = row[:kept], row[len(row) - self._suffix :]
+        self._count_truncated([len(row) for row in rows])
+        return ids
+
+    def _count_truncated(self, lengths: Sequence[int]) -> None:
+        """Count rows, given their lengths, above the limit; warn once."""
+        cut = sum(length > self.context_length for length in lengths)
+        if not cut:
+            return
+        with _count_lock:
+            first = self.truncated == 0
+            self.truncated += cut
+        if first:
+            limit, longest = self.context_length - self._special, max(lengths)
+            _logger.warning(
+                "cut %d of %d texts to %d %s, the longest has %d; text.context_length=%d (now %d) keeps them whole;"
+                " later cuts are counted without a warning",
+                *(cut, len(lengths), limit, self.unit, longest - self._special, longest, self.context_length),
+            )
+
+    def attention_mask(self, ids: np.ndarray) -> np.ndarray:
+        """Mark tokens that are not padding.
+
+        Padding is the run of padding ids at the end of a row, because CLIP's vocabulary has a token with the same id.
+        Where the end token also pads, as in SigLIP, the first token of the run is the end token.
+
+        Args:
+          ids: integer [n, context_length] from this tokenizer.
+
+        Returns:
+          bool [n, context_length].
+        """
+        padding = np.logical_and.accumulate((np.asarray(ids) == self.pad_id)[:, ::-1], axis=1)[:, ::-1]
+        mask = ~padding
+        if self.pad_id == self.end_id:
+            mask[:, 1:] |= mask[:, :-1].copy()
+            mask[:, 0] = True
+        return mask
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode one row up to its end token.
+
+        Args:
+          ids: token ids, with or without special tokens and padding.
+
+        Returns:
+          The text, as the tokenizer normalizes it.
+
+        Raises:
+          ValueError: an id is outside the vocabulary.
+        """
+        tokens = [int(token) for token in ids]
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"expected token ids in [0, {self.vocab_size}), got {token}")
+        return self._decode(tokens)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Save settings and vocabulary, so that `load_tokenizer(folder)` restores the tokenizer.
+
+        Args:
+          folder: folder to write to. It is created where it is missing.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save_vocabulary(folder)
+        settings = {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")

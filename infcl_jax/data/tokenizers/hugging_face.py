@@ -1,0 +1,89 @@
+"""Tokenizers in the JSON format of Hugging Face `tokenizers`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from infcl_jax.data.tokenizers.base import BaseTokenizer
+from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+
+_FILE = "tokenizer.json"
+_PAD_TOKENS = ("[PAD]", "<pad>")
+
+
+class HuggingFaceTokenizer(BaseTokenizer):
+    """Tokenizer in the JSON format of Hugging Face, such as BERT's WordPiece.
+
+    The file's post-processor adds the special tokens. The padding token is the one that `tokenizer_config.json` or
+    `special_tokens_map.json` in the same folder names, or that of `tokenizer.json`, or "[PAD]" or "<pad>".
+    Truncation and padding are on the right, whatever the file says, as in OpenCLIP.
+    """
+
+    kind = "hf"
+
+    def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str = "none"):
+        """Read the files.
+
+        Args:
+          path: a `tokenizer.json`, or a folder with one.
+          context_length: tokens per row, special tokens included.
+          clean: text cleaning before the file's own: "none", "whitespace", "lower" or "canonicalize".
+
+        Raises:
+          ValueError: the path does not hold a tokenizer, or an argument is out of range.
+          ImportError: the package `tokenizers` is not installed.
+        """
+        try:
+            import tokenizers
+        except ImportError:
+            raise ImportError("expected the package tokenizers, got none installed; pip install tokenizers") from None
+        file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ValueError(
+                f"expected a tokenizer of Hugging Face at {path}, got no file {file};"
+                " AutoTokenizer.from_pretrained(NAME).save_pretrained(PATH) writes one"
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"expected the JSON of a tokenizer in {file}, got {error}") from None
+        self._pad_token = self._find_pad_token(file)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        encoded = self._tokenizer.encode("a")
+        special = encoded.special_tokens_mask
+        text = [index for index, mask in enumerate(special) if not mask] or [len(special) - 1]
+        suffix = len(special) - 1 - text[-1]
+        super().__init__(
+            context_length,
+            clean,
+            vocab_size=max(self._tokenizer.get_vocab().values()) + 1,
+            pad_id=self._tokenizer.token_to_id(self._pad_token),
+            end_id=encoded.ids[-1] if suffix else None,
+            prefix=text[0],
+            suffix=suffix,
+        )
+
+    def _find_pad_token(self, file: Path) -> str:
+        """Return the padding token."""
+        named = read_pad_token(file.parent) or (self._tokenizer.padding or {}).get("pad_token")
+        for token in (named,) if named else _PAD_TOKENS:
+            if self._tokenizer.token_to_id(token) is not None:
+                return token
+        raise ValueError(
+            f"expected a padding token in the vocabulary of {file}, got {named or 'none named'};"
+            " name one as pad_token in tokenizer_config.json in its folder"
+        )
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        # One by one: `encode_batch` starts threads, which compete with the other worker processes.
+        return [self._tokenizer.encode(text).ids for text in texts]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _save_vocabulary(self, folder: Path) -> None:
+        self._tokenizer.save(str(folder / _FILE))
+        write_pad_token(folder, self._pad_token)

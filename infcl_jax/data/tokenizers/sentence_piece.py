@@ -1,0 +1,77 @@
+"""Tokenizers of SentencePiece (Kudo and Richardson 2018)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from infcl_jax.data.tokenizers.base import BaseTokenizer
+from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+
+_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.model")
+
+
+class SentencePieceTokenizer(BaseTokenizer):
+    """Tokenizer of a SentencePiece model, with the conventions of T5 and SigLIP.
+
+    A row is text, the model's end token and padding, without a start token. The padding token is the one that
+    `tokenizer_config.json` or `special_tokens_map.json` in the model's folder names, else the model's own, else its end
+    token. T5's model has its own (0). SigLIP pads with the end token (1), which its folder names. SigLIP also needs
+    `clean="canonicalize"`. Text never becomes a special token.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str = "none"):
+        """Read the model.
+
+        Args:
+          path: a model file, or a folder with `spiece.model`, `sentencepiece.model` or `tokenizer.model`.
+          context_length: tokens per row, end token included.
+          clean: text cleaning before the model's own: "none", "whitespace", "lower" or "canonicalize".
+
+        Raises:
+          ValueError: the path does not hold a model with an end token, or an argument is out of range.
+          ImportError: the package `sentencepiece` is not installed.
+        """
+        try:
+            import sentencepiece
+        except ImportError:
+            raise ImportError(
+                "expected the package sentencepiece, got none installed; pip install sentencepiece"
+            ) from None
+        path = Path(path)
+        file = next((path / name for name in _FILES if (path / name).is_file()), path)
+        if not file.is_file():
+            raise ValueError(f"expected a SentencePiece model at {path}, got no file; a folder needs one of {_FILES}")
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(file.read_bytes())
+            size, end = self._model.vocab_size(), self._model.eos_id()
+        except Exception as error:  # the package raises RuntimeError or TypeError
+            raise ValueError(f"expected a SentencePiece model in {file}, got {error}") from None
+        if end < 0:
+            raise ValueError(f"expected an end token in {file}, got a model without; train it with eos_id >= 0")
+        pad = self._find_pad_id(file)
+        super().__init__(context_length, clean, vocab_size=size, pad_id=pad, end_id=end, prefix=0, suffix=1)
+
+    def _find_pad_id(self, file: Path) -> int:
+        token = read_pad_token(file.parent)
+        if token is None:
+            return self._model.pad_id() if self._model.pad_id() >= 0 else self._model.eos_id()
+        pad = self._model.piece_to_id(token)
+        if self._model.id_to_piece(pad) != token:
+            raise ValueError(f"expected the padding token {token!r} in the vocabulary of {file}, got no such token")
+        return pad
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[*self._model.encode(text), self.end_id] for text in texts]
+
+    def _decode(self, ids: list[int]) -> str:
+        end = ids.index(self.end_id) if self.end_id in ids else len(ids)
+        return self._model.decode([token for token in ids[:end] if token != self.pad_id])
+
+    def _save_vocabulary(self, folder: Path) -> None:
+        (folder / _FILES[0]).write_bytes(self._model.serialized_model_proto())
+        write_pad_token(folder, self._model.id_to_piece(self.pad_id))

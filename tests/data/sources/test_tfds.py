@@ -200,7 +200,7 @@ def test_missing_dataset_says_what_to_run(tmp_path, name):
     assert command in str(info.value) and "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize("name", ["shapes/huge", "shape", "", "digit", "../x"])
+@pytest.mark.parametrize("name", ["shapes/huge", "shape", "", "digit"])
 def test_unknown_name(tmp_path, name):
     for call in (lambda: load_source(name, "train", tmp_path), lambda: classes(name, tmp_path)):
         with pytest.raises(ValueError, match="shapes/quickstart, shapes/full, digits"):

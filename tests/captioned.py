@@ -24,7 +24,7 @@ def samples(count, start=0):
 
 
 def members(samples):
-    return [(f"{key}.{extension}", data) for key, parts in samples for extension, data in parts.items()]
+    return [(f"{key}.{extension}", data) for key, contents in samples for extension, data in contents.items()]
 
 
 def write_tar(path, members, format=tarfile.GNU_FORMAT):

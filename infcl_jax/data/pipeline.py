@@ -116,8 +116,8 @@ class _TrainChunk:
 class _ProcessRows(grain.MapDataset):
     """Rows of one process as (global row, sample index) pairs.
 
-    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch of
-    whole batches. Indices beyond its length address further epochs, in the parent and in this dataset.
+    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch.
+    Indices beyond its length address further epochs, in the parent and in this dataset.
     """
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
@@ -155,7 +155,7 @@ def train_iterator(
     """Create an endless iterator of training batches.
 
     An epoch has `len(source) // batch_size` batches and every sample at most once. Each epoch has another order and
-    leaves out other samples.
+    leaves out other samples. Each component of a mixture has its own epochs.
 
     Args:
       source: source of examples.

@@ -27,14 +27,12 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     A dataset is a name or a path:
 
-    | dataset | source |
-    | --- | --- |
-    | "digits" | `DigitsSource` |
-    | "shapes/quickstart", "coco_captions/2014", ... | prepared TFDS dataset, `RecordSource` |
-    | "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar" | tar files, `TarSource` |
-    | "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet" | tables, `TableSource` |
-    | a folder | its tar files, tables, or images with captions, `folder_source` |
-    | "mixture.json" | several datasets with weights, `load_mixture` |
+    - "digits": `DigitsSource`;
+    - "shapes/quickstart", "coco_captions/2014": prepared TFDS dataset, `RecordSource`;
+    - "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar": tar files, `TarSource`;
+    - "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet": tables, `TableSource`;
+    - a folder: its tar files, its tables, or images with captions, `folder_source`;
+    - "mixture.json": several datasets with weights, `load_mixture`.
 
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", or "*.tar?caption=alt".
 
@@ -81,9 +79,13 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
     path = os.path.expanduser(_OPTIONS.sub("", dataset)).rstrip("/")
     if path.endswith(_MIXTURE):
         _check_exists(path)
+        if split.start is not None or split.stop is not None:
+            raise ValueError(
+                f'expected a split without bounds for {path}; give its components bounds, as their "split"'
+            )
         if options:
             raise ValueError(f"expected no options for the mixture {path}, got {', '.join(options)}")
-        return load_mixture(path, split.name, lambda part, part_split: load_source(part, part_split, data_dir))
+        return load_mixture(path, split.name, lambda *component: load_source(*component, data_dir))
     if files.has_pattern(path) or path.endswith(_FILES):
         splits.check_only_split(path, split.name)
         return _load_files(files.expand(path), dataset, split.name, options)

@@ -101,7 +101,7 @@ def describe(source: Source, index: int) -> str:
 
 
 def source_name(source: Source, index: int) -> str:
-    """Name the dataset of a record; parts of a mixture have their own names."""
+    """Name the dataset of a record; components of a mixture have their own."""
     return source.source_name(index) if isinstance(source, DescribedSource) else source.name
 
 
@@ -123,7 +123,10 @@ def check_index(index: int, size: int) -> None:
 
 
 def check_split(name: str, split: str, known: Sequence[str]) -> None:
+    """Check the name of a split.
+
+    Raises:
+      ValueError: the dataset does not have the split.
+    """
     if split not in known:
         raise ValueError(f"split of {name} must be one of {', '.join(known)}, got {split!r}")
-
-

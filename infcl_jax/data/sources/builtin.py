@@ -68,5 +68,3 @@ def _stratified_rows(labels: np.ndarray, split: str) -> np.ndarray:
         bounds = [round(len(members) * fraction) for fraction in (0.70, 0.85)]
         rows.append(np.split(members, bounds)[_DIGIT_SPLITS.index(split)])
     return np.sort(np.concatenate(rows))
-
-

@@ -23,7 +23,11 @@ def text(data: bytes) -> str:
 
 
 def json_captions(value: Any, fields: Sequence[str] = JSON_FIELDS) -> list[str]:
-    """Find the captions of JSON data: a text, a list of texts, or an object with one of the fields.
+    """Find the captions in JSON data.
+
+    Args:
+      value: a text, a list of texts, or an object with one of them in a field.
+      fields: names of the field, in order of preference.
 
     Raises:
       ValueError: there is no caption.
@@ -38,7 +42,9 @@ def json_captions(value: Any, fields: Sequence[str] = JSON_FIELDS) -> list[str]:
 
 
 def example(image: bytes, captions: Sequence[str]) -> Example:
-    """Create an example from an encoded image and its captions; empty captions are left out.
+    """Create an example from an encoded image and its captions.
+
+    Empty captions are left out.
 
     Raises:
       ValueError: the image or all captions are empty.

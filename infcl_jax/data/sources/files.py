@@ -30,7 +30,7 @@ def is_remote(path: str) -> bool:
 
 
 def has_pattern(path: str) -> bool:
-    """Tell if a path has braces, wildcards or several parts."""
+    """Tell if a path has braces, wildcards or a list of files."""
     return "::" in path or any(character in path for character in "{*?[")
 
 
@@ -48,8 +48,8 @@ def expand(path: str) -> list[str]:
       FileNotFoundError: no file matches a wildcard.
     """
     files: list[str] = []
-    for part in path.split("::"):
-        for name in [part] if not is_remote(part) and os.path.exists(part) else _expand_braces(part):
+    for pattern in path.split("::"):
+        for name in [pattern] if not is_remote(pattern) and os.path.exists(pattern) else _expand_braces(pattern):
             if not any(character in name for character in "*?[") or (not is_remote(name) and os.path.exists(name)):
                 files.append(name)
                 continue
@@ -103,7 +103,9 @@ def stamp(path: str) -> FileStamp:
     if is_remote(path):
         system, name = _file_system(path)
         info = system.info(name)
-        modified = next((info[key] for key in ("mtime", "LastModified", "updated", "ETag", "created") if key in info), "")
+        modified = next(
+            (info[key] for key in ("mtime", "LastModified", "updated", "ETag", "created") if key in info), ""
+        )
         return FileStamp(int(info["size"]), str(modified))
     status = os.stat(path)
     return FileStamp(status.st_size, str(status.st_mtime_ns))
@@ -137,7 +139,7 @@ def name_of(path: str) -> str:
 
 
 class _Descriptor:
-    """File descriptor that closes with its last reference, so that eviction cannot close it during a read."""
+    """File descriptor that closes with its last reference, so never during a read."""
 
     def __init__(self, path: str):
         self.number = os.open(path, os.O_RDONLY)

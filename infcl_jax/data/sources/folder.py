@@ -1,4 +1,4 @@
-"""Folders of images with a caption file beside each, or with a table of captions."""
+"""Folders of images with caption files, or with a table of captions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     """Open a folder of images.
 
     With a `metadata.csv`, `metadata.jsonl` or `metadata.parquet` in the layout of Hugging Face's ImageFolder, the
-    samples are the rows of that table. Otherwise they are the images with a `.txt` of the same name beside them.
+    samples are the rows of that table. Otherwise they are the images with a `.txt` file of the same name.
 
     Args:
       folder: path of the folder.
@@ -42,7 +42,7 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
 
 
 class FolderSource:
-    """Images in a folder and its subfolders with a `.txt` caption beside each.
+    """Images in a folder and its subfolders, with captions in `.txt` files.
 
     Samples are numbered in the order of the relative paths. Images without caption are dropped.
 

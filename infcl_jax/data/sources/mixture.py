@@ -17,63 +17,63 @@ from infcl_jax.data.sources.base import Example, Source, check_index, describe
 from infcl_jax.data.sources.sample_range import SampleRange
 
 _KEYS = ("path", "weight", "max_samples", "split", "name")
-_SEED_STEP = 0x9E3779B1  # 2**32 over the golden ratio; the seeds of the parts differ
+_SEED_STEP = 0x9E3779B1  # 2**32 over the golden ratio; the seeds of the components differ
 
 
 class MixtureSource:
     """Several sources as one.
 
-    The sample index of a part's sample is its index plus the number of samples in the parts before it. In training,
-    the parts are interleaved by weight in a fixed pattern. Each part has its own epochs: it repeats no sample before
-    all of its samples were seen.
+    A sample index is the index within its component plus the number of samples in the components before it. In
+    training, the components are interleaved by weight in a fixed pattern. Each component has its own epochs: it repeats
+    no sample before all of its samples were seen.
 
     Args:
-      parts: sources with names, in the order of their sample indices.
-      weights: relative rates of the parts, positive.
+      components: sources with names, in the order of their sample indices.
+      weights: relative rates of the components, positive.
       name: name of the dataset.
       split: name of the split.
 
     Attributes:
-      names: name of each part, for metrics.
+      names: name of each component, for metrics.
     """
 
-    def __init__(self, parts: Mapping[str, Source], weights: Sequence[float], name: str, split: str):
-        self.name, self.split, self.names = name, split, tuple(parts)
-        self._parts, self._weights = tuple(parts.values()), _integers(weights)
-        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
+    def __init__(self, components: Mapping[str, Source], weights: Sequence[float], name: str, split: str):
+        self.name, self.split, self.names = name, split, tuple(components)
+        self._components, self._weights = tuple(components.values()), _integers(weights)
+        self._starts = np.cumsum([0, *(len(component) for component in self._components)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the number of the part and the index within it."""
+        """Return the number of the component and the index within it."""
         check_index(index, len(self))
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return part, index - int(self._starts[part])
+        component = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return component, index - int(self._starts[component])
 
     def __getitem__(self, index: int) -> Example:
-        part, local = self.locate(index)
-        return self._parts[part][local]
+        component, local = self.locate(index)
+        return self._components[component][local]
 
     def describe(self, index: int) -> str:
-        """Name a record by its part's description."""
-        part, local = self.locate(index)
-        return describe(self._parts[part], local)
+        """Name a record by its component's description."""
+        component, local = self.locate(index)
+        return describe(self._components[component], local)
 
     def source_name(self, index: int) -> str:
-        """Name the part of a record."""
+        """Name the component of a record."""
         return self.names[self.locate(index)[0]]
 
     def order(self, seed: int) -> grain.MapDataset:
-        """Return the sample index of every global row: the parts interleaved, each in its own shuffled epochs."""
+        """Return the sample index of every global row, interleaved by weight."""
         orders = [
-            grain.MapDataset.range(len(part)).seed((seed + number * _SEED_STEP) % 2**32).shuffle()
-            for number, part in enumerate(self._parts)
+            grain.MapDataset.range(len(component)).seed((seed + number * _SEED_STEP) % 2**32).shuffle()
+            for number, component in enumerate(self._components)
         ]
         return _Interleaved(orders, self._weights, self._starts[:-1].tolist())
 
     def fingerprint(self) -> int:
-        """Return a number that changes with the parts' sizes and weights."""
+        """Return a number that changes with the components' sizes and weights."""
         return zlib.crc32(repr((self._weights, self._starts.tolist())).encode())
 
 
@@ -91,28 +91,28 @@ class _Interleaved(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        part, row = interleave(index, self._weights)
-        return self._parents[part][row] + self._offsets[part]
+        component, row = interleave(index, self._weights)
+        return self._parents[component][row] + self._offsets[component]
 
 
 def interleave(row: int, weights: Sequence[int]) -> tuple[int, int]:
-    """Return the part of a global row, and the row within that part.
+    """Return the component of a global row, and the row within that component.
 
-    Of the first n rows, part i gets its share w_i / sum(w) to within the number of parts.
+    Of the first n rows, component i gets its share w_i / sum(w) to within the number of components.
 
     Args:
       row: global row, at least 0.
       weights: positive integers.
     """
     remaining = sum(weights)
-    for part, weight in enumerate(weights):
-        # Part i takes ceil(n * w_i / (w_i + w_{i+1} + ...)) of the first n rows that the parts before it leave.
+    for component, weight in enumerate(weights):
+        # Of the first n rows left by earlier components, component i takes ceil(n * w_i / (w_i + w_{i+1} + ...)).
         before, after = -(-row * weight // remaining), -(-(row + 1) * weight // remaining)
         if after > before:
-            return part, before
+            return component, before
         row -= before
         remaining -= weight
-    raise AssertionError("unreachable: the last part takes every row")
+    raise AssertionError("unreachable: the last component takes every row")
 
 
 def _integers(weights: Sequence[float]) -> list[int]:
@@ -125,63 +125,70 @@ def _integers(weights: Sequence[float]) -> list[int]:
 def load_mixture(path: str, split: str, load: Callable[[str, str], Source]) -> MixtureSource:
     """Open the mixture of a JSON file.
 
-    The file is a list of {"path": dataset, "weight": rate, "max_samples": count, "split": split, "name": name}. Relative
-    paths start at the folder of the file. Without weights, the rates are the numbers of samples. `max_samples` takes
-    the first samples. `split` is that of the mixture by default, `name` is the path.
+    The file is a list of {"path": dataset, "weight": rate, "max_samples": count, "split": split, "name": name}.
+    Relative paths start at the folder of the file. Without weights, the rates are the numbers of samples. `max_samples`
+    takes the first samples. `split` is that of the mixture by default, `name` is the path.
 
     Args:
       path: path of the JSON file.
-      split: split of the parts.
-      load: `load(dataset, split)` opens a part.
+      split: split of the components.
+      load: `load(dataset, split)` opens a component.
 
     Raises:
-      FileNotFoundError: the file or a part does not exist.
-      ValueError: the file is damaged, or a part is wrong.
+      FileNotFoundError: the file or a component does not exist.
+      ValueError: the file is damaged, or a component is wrong.
     """
     entries = _entries(path)
-    parts: dict[str, Source] = {}
+    components: dict[str, Source] = {}
     for number, entry in enumerate(entries):
-        name = str(entry.get("name", entry["path"]))
-        if name in parts:
-            raise ValueError(f"{path}: expected different names, got {name!r} twice; give each part a \"name\"")
+        name = entry.get("name", entry["path"])
+        if name in components:
+            raise ValueError(f'{path}: expected different names, got {name!r} twice; give each component a "name"')
         try:
             source = load(_resolve(entry["path"], path), entry.get("split", split))
         except (ValueError, FileNotFoundError) as error:
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-            raise kind(f"{path}, part {number}: {error}") from error
+            raise kind(f"{path}, component {number}: {error}") from error
         limit = entry.get("max_samples")
-        parts[name] = source if limit is None else SampleRange(source, 0, min(limit, len(source)), source.split)
-    weights = [entry.get("weight", len(part)) for entry, part in zip(entries, parts.values(), strict=True)]
-    return MixtureSource(parts, weights, path, split)
+        components[name] = source if limit is None else SampleRange(source, 0, min(limit, len(source)), source.split)
+    weights = [
+        entry.get("weight", len(component)) for entry, component in zip(entries, components.values(), strict=True)
+    ]
+    return MixtureSource(components, weights, path, split)
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
     try:
         entries = json.loads(files.read_file(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; expected a list of {{\"path\": ..., \"weight\": ...}}") from None
+        raise ValueError(f'{path} is not JSON: {error}; expected a list of {{"path": ..., "weight": ...}}') from None
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: expected a list of {{\"path\": ..., \"weight\": ...}}, got {str(entries)[:40]}")
+        raise ValueError(f'{path}: expected a list of {{"path": ..., "weight": ...}}, got {str(entries)[:40]}')
     for number, entry in enumerate(entries):
-        _check_entry(f"{path}, part {number}", entry)
+        _check_entry(f"{path}, component {number}", entry)
     if len({"weight" in entry for entry in entries}) > 1:
-        raise ValueError(f"{path}: expected a weight for every part or for none")
+        raise ValueError(f"{path}: expected a weight for every component or for none")
     return entries
 
 
-def _check_entry(place: str, entry: Any) -> None:
+def _check_entry(entry_name: str, entry: Any) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-        raise ValueError(f"{place}: expected an object with a \"path\", got {str(entry)[:40]}")
+        raise ValueError(f'{entry_name}: expected an object with a "path", got {str(entry)[:40]}')
     if set(entry) - set(_KEYS):
         unknown = ", ".join(sorted(set(entry) - set(_KEYS)))
-        raise ValueError(f"{place}: expected the keys {', '.join(_KEYS)}, got {unknown}")
+        raise ValueError(f"{entry_name}: expected the keys {', '.join(_KEYS)}, got {unknown}")
     if entry["path"].partition("?")[0].endswith(".json"):
-        raise ValueError(f"{place}: expected a dataset that is no mixture, got {entry['path']}; list its parts here")
+        raise ValueError(
+            f"{entry_name}: expected a dataset that is no mixture, got {entry['path']}; list its components here"
+        )
+    for key in ("split", "name"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{entry_name}: expected a text for {key!r}, got {entry[key]!r}")
     weight, limit = entry.get("weight", 1), entry.get("max_samples", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight < float("inf"):
-        raise ValueError(f"{place}: expected a weight of at least 1e-6, got {weight!r}")
+        raise ValueError(f"{entry_name}: expected a weight of at least 1e-6, got {weight!r}")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"{place}: expected max_samples >= 1, got {limit!r}")
+        raise ValueError(f"{entry_name}: expected max_samples >= 1, got {limit!r}")
 
 
 def _resolve(dataset: str, mixture: str) -> str:
@@ -189,10 +196,13 @@ def _resolve(dataset: str, mixture: str) -> str:
     folder = mixture.rpartition("/")[0]
     if not folder or files.is_remote(dataset) or os.path.isabs(dataset):
         return dataset
-    return "::".join(part if not _beside(folder, part) else f"{folder}/{part}" for part in dataset.split("::"))
+    return "::".join(
+        component if not _is_relative_path(folder, component) else f"{folder}/{component}"
+        for component in dataset.split("::")
+    )
 
 
-def _beside(folder: str, dataset: str) -> bool:
+def _is_relative_path(folder: str, dataset: str) -> bool:
     path = dataset.partition("?")[0]
     is_path = files.has_pattern(path) or os.path.splitext(path)[1] != "" or path.startswith(".")
     return is_path or (not files.is_remote(folder) and os.path.exists(os.path.join(folder, path)))

@@ -32,7 +32,7 @@ class Split(NamedTuple):
     stop: str | None
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Return the range of samples of a source; percentages are rounded to the nearest sample."""
+        """Return the bounds in samples; percentages are rounded."""
         start = 0 if self.start is None else min(_position(self.start, size), size)
         stop = size if self.stop is None else min(_position(self.stop, size), size)
         return start, stop
@@ -76,11 +76,11 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith((".", "metadata."))]
     known = {alias for aliases in _ALIASES for alias in aliases}
     splits = [name for name in folders if name in known] + [name for name in tables if words(name) & known]
-    wanted = aliases_of(split)
+    requested = aliases_of(split)
     for name in folders:
-        if name in wanted:
+        if name in requested:
             return [f"{folder}/{name}"]
-    chosen = [name for name in tables if words(name) & wanted]
+    chosen = [name for name in tables if words(name) & requested]
     if split == WHOLE:
         chosen = tables
     if not chosen and splits and split != WHOLE:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from csv import Error as CSVError
 from csv import reader
 from typing import Any, BinaryIO
 
@@ -113,24 +114,17 @@ class _Table:
         self.dropped: dict[str, int] = {}
         self._folder = options.get("folder") or path.rpartition("/")[0]
         self._groups: _RowGroups | None = None
-        if path.endswith(".parquet"):
-            file = _open_parquet(path)
-            schema = file.schema_arrow
-            self._choose_columns(schema.names, options)
-            if _has_bytes(schema.field(self._image).type):
-                self._groups = _RowGroups(file, self._image)
-            table = file.read(columns=self._captions if self._groups else self._used())
-        else:
-            table = self._read_text(path, options)
+        read = self._read_parquet if path.endswith(".parquet") else self._read_text
+        table = read(path, options)
         self._rows, self._texts = self._select(table)
         self._images = None if self._groups else table.column(self._image).combine_chunks().take(pa.array(self._rows))
         self._check_paths()
 
     def _choose_columns(self, columns: Sequence[str], options: Mapping[str, str]) -> None:
         self.columns = ", ".join(columns)
-        wanted = [column for column in options.get("caption", "").split(",") if column]
+        requested = [column for column in options.get("caption", "").split(",") if column]
         self._image = options.get("image") or self._detect(columns, "image", IMAGE_COLUMNS)
-        self._captions = wanted or [self._detect(columns, "caption", CAPTION_COLUMNS)]
+        self._captions = requested or [self._detect(columns, "caption", CAPTION_COLUMNS)]
         for option, column in [("image", self._image), *(("caption", column) for column in self._captions)]:
             if list(columns).count(column) > 1:
                 raise ValueError(f"{self.path} has several columns named {column!r}; rename all but one")
@@ -146,6 +140,18 @@ class _Table:
             f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
         )
 
+    def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
+        try:
+            file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
+            schema = file.schema_arrow
+            self._choose_columns(schema.names, options)
+            if _has_bytes(schema.field(self._image).type):
+                self._groups = _RowGroups(file, self._image)
+            return file.read(columns=self._captions if self._groups else self._used())
+        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is not a parquet file: {reason}") from error
+
     def _read_text(self, path: str, options: Mapping[str, str]) -> pa.Table:
         try:
             with files.open_file(path) as file:
@@ -156,7 +162,7 @@ class _Table:
                 header = file.readline()
                 file.seek(0)
                 return self._read_csv(file, header, options)
-        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} cannot be read: {reason}; check that it is a table in UTF-8") from error
 
@@ -166,7 +172,8 @@ class _Table:
             return "skip"
 
         separator = "\t" if b"\t" in header else ","
-        self._choose_columns(next(reader([header.decode("utf-8-sig")], delimiter=separator), []), options)
+        names = next(reader(header.decode("utf-8-sig").splitlines()[:1], delimiter=separator), [])
+        self._choose_columns(names, options)
         used = self._used()
         return csv.read_csv(
             file,
@@ -180,7 +187,7 @@ class _Table:
         return list(dict.fromkeys([self._image, *self._captions]))
 
     def _select(self, table: pa.Table) -> tuple[np.ndarray, list[pa.Array]]:
-        """Drop the rows without image or caption; return the row numbers and the captions of the others."""
+        """Return the numbers and captions of the rows with image and caption."""
         texts = [table.column(name).combine_chunks() for name in self._captions]
         images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
         captioned = np.any([_is_filled(column) for column in texts], axis=0)
@@ -244,13 +251,6 @@ class _RowGroups:
         if not value:
             raise ValueError("the image is empty")
         return value
-
-
-def _open_parquet(path: str) -> parquet.ParquetFile:
-    try:
-        return parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
 def _has_bytes(kind: pa.DataType) -> bool:

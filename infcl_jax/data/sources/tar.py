@@ -49,9 +49,9 @@ class TarSource:
             counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
         if len(self) == 0:
-            wanted = " or ".join(self._members)
+            members = " or ".join(self._members)
             raise ValueError(
-                f"{name} has no sample with an image and a caption ({wanted})"
+                f"{name} has no sample with an image and a caption ({members})"
                 + "".join(f"; {problem}" for problem in self._index.problems[:1])
                 + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION"
             )

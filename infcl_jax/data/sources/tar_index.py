@@ -78,7 +78,7 @@ class TarIndex:
 def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> TarIndex:
     """Load the cached index of tar files, or build it.
 
-    The cache is a hidden file beside the first shard, or in `~/.cache/infcl_jax` where that folder is not writable or
+    The cache is a hidden file next to the first shard, or in `~/.cache/infcl_jax` where that folder is not writable or
     not local. Shards whose size or modification time changed are scanned again.
 
     Args:
@@ -102,7 +102,8 @@ def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> Tar
 def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
     def stamp_or_none(path: str) -> tuple[int, str] | None:
         try:
-            return tuple(files.stamp(path))
+            size, modified = files.stamp(path)
+            return size, modified
         except FileNotFoundError:
             return None
 
@@ -119,13 +120,15 @@ def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
 
 def _cache_files(shards: Sequence[str], captions: Sequence[str]) -> list[str]:
     """List the possible cache files, the preferred first."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infcl_jax"
-    places: list[tuple[str, Path]] = [("", home)]
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infcl_jax"
+    folders: list[tuple[str, Path]] = [("", user_cache)]
     if not any(files.is_remote(shard) for shard in shards):
-        places.insert(0, (os.path.dirname(os.path.abspath(shards[0])), Path(os.path.dirname(os.path.abspath(shards[0])))))
+        folders.insert(
+            0, (os.path.dirname(os.path.abspath(shards[0])), Path(os.path.dirname(os.path.abspath(shards[0]))))
+        )
     result = []
-    for base, folder in places:
-        # Beside the shards, names are relative: the folder may move.
+    for base, folder in folders:
+        # Relative names keep the cache valid after the folder moves.
         names = [os.path.relpath(shard, base) if base else _absolute(shard) for shard in shards]
         digest = hashlib.sha256(json.dumps([list(captions), names]).encode()).hexdigest()[:16]
         result.append(str(folder / f".tar_index_{digest}"))
@@ -153,7 +156,9 @@ def _reopen(path: str, shards: tuple[str, ...], count: int) -> TarIndex:
     """Open the index of another process."""
     header, entries = _read(path)
     if len(entries) != count:
-        raise ValueError(f"expected {count} samples in the tar index {path}, got {len(entries)}; it changed, start again")
+        raise ValueError(
+            f"expected {count} samples in the tar index {path}, got {len(entries)}; it changed, start again"
+        )
     return _index(shards, header, entries, path)
 
 
@@ -174,7 +179,7 @@ def _build(
     old: dict[str, Any],
     old_entries: np.ndarray,
 ) -> TarIndex:
-    """Scan the shards whose stamps differ from the old index, and cache the new index."""
+    """Scan the changed shards and cache the new index."""
     old_starts = np.cumsum([0, *(shard[2] for shard in old["shards"])])
     unchanged = {
         number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:5])
@@ -216,7 +221,9 @@ def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None
 
 def _scan_all(shards: Sequence[str], captions: Sequence[str], name: str) -> list[ShardScan]:
     """Scan shards in parallel and log the progress."""
-    processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_PROCESSES)
+    processes = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_PROCESSES
+    )
     local = not any(files.is_remote(shard) for shard in shards)
     scan_batch: Callable[[Sequence[str], Sequence[str]], list[ShardScan]] = _scan_here
     batch = 1
@@ -236,7 +243,10 @@ def _scan_all(shards: Sequence[str], captions: Sequence[str], name: str) -> list
 
 
 def _in_order(
-    threads: concurrent.futures.Executor, scan_batch: Callable, batches: Sequence[Sequence[str]], captions: Sequence[str]
+    threads: concurrent.futures.Executor,
+    scan_batch: Callable,
+    batches: Sequence[Sequence[str]],
+    captions: Sequence[str],
 ) -> Iterator[list[ShardScan]]:
     futures = [threads.submit(scan_batch, batch, captions) for batch in batches]
     try:
@@ -248,7 +258,10 @@ def _in_order(
 
 
 def _scan_here(shards: Sequence[str], captions: Sequence[str]) -> list[ShardScan]:
-    return [_scan_remote(shard, captions) if files.is_remote(shard) else tar_scan.scan_file(shard, captions) for shard in shards]
+    return [
+        _scan_remote(shard, captions) if files.is_remote(shard) else tar_scan.scan_file(shard, captions)
+        for shard in shards
+    ]
 
 
 def _scan_remote(shard: str, captions: Sequence[str]) -> ShardScan:

@@ -22,6 +22,7 @@ _FILES = (b"0", b"\0", b"7")  # type flags of regular files
 _EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # type flags of links, devices, folders: no contents
 _LONG_NAME, _PAX = b"L", b"x"
 _LONG_LINK, _PAX_GLOBAL = b"K", b"g"
+_RECORD = 20 * BLOCK  # bytes; tar pads files to multiples of it
 _LARGEST = 2**32 - 1
 _LONGEST_NAME = 2**16  # bytes of an extended header; a larger one is damaged
 
@@ -69,7 +70,7 @@ def members(read: Read, end: int, window: int) -> Iterator[tuple[str, int, int]]
             start, buffer = offset, read(offset, window)
         header = buffer[offset - start : offset - start + BLOCK]
         if header == _END:
-            return
+            return _check_end(read, offset)
         kind, own_name, own_size = _parse(header, offset)
         contents = offset + BLOCK
         if kind not in _FILES or size is None:
@@ -89,10 +90,21 @@ def members(read: Read, end: int, window: int) -> Iterator[tuple[str, int, int]]
             name = size = None
         else:
             size = None
+    raise DamagedTarError(f"truncated: no end-of-archive marker at byte {end}")
+
+
+def _check_end(read: Read, offset: int) -> None:
+    """Check that only padding follows the end-of-archive marker, and not further members."""
+    if any(read(offset, _RECORD)):
+        raise DamagedTarError(f"damaged: data follows the end-of-archive marker at byte {offset}")
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a member's name into key and lower-case extension at the first dot of the last component."""
+    """Split a member's name at the first dot of its last component.
+
+    Returns:
+      (key, lower-case extension).
+    """
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return folder + slash + stem, extension.lower()
@@ -151,7 +163,7 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
     Returns:
       The samples with an image and a caption. A damaged file gives those before the damage.
     """
-    fields = {extension: 0 for extension in IMAGES} | {extension: 2 + 2 * i for i, extension in enumerate(captions)}
+    fields = dict.fromkeys(IMAGES, 0) | {extension: 2 + 2 * i for i, extension in enumerate(captions)}
     samples: dict[str, list[int]] = {}
     dropped: dict[str, int] = {}
     problem = None

@@ -124,6 +124,7 @@ def _caption_key(name: str, features: tfds.features.FeaturesDict) -> str | None:
 
 
 def record_classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
+    """Get the classes of a TFDS dataset, or None without a `label`."""
     if "label" not in features or not isinstance(features["label"], tfds.features.ClassLabel):
         return None
     if name.split("/")[0] == Shapes.name:
@@ -167,6 +168,12 @@ def check_name(name: str) -> None:
 
 
 def open_builder(name: str, data_dir: str | Path) -> tfds.core.DatasetBuilder:
+    """Open the newest prepared version of a TFDS dataset.
+
+    Raises:
+      FileNotFoundError: the dataset is not prepared; the message gives the command to prepare it.
+      ValueError: the name is unknown.
+    """
     directory = dataset_dir(name, data_dir)
     if directory is None:
         check_name(name)
@@ -175,5 +182,3 @@ def open_builder(name: str, data_dir: str | Path) -> tfds.core.DatasetBuilder:
             f"`python -m experiments.prepare_data --dataset={name} --data_dir={data_dir}`"
         )
     return tfds.builder_from_directory(directory)
-
-

@@ -12,7 +12,7 @@ def captions(source):
 
 
 def test_captions_beside_images(tmp_path, caplog):
-    samples = [(f"{'ba'[i % 2]}/{key}", parts) for i, (key, parts) in enumerate(captioned.samples(4))]
+    samples = [(f"{'ba'[i % 2]}/{key}", contents) for i, (key, contents) in enumerate(captioned.samples(4))]
     del samples[2][1]["txt"]
     captioned.write_folder(tmp_path, samples)
     (tmp_path / "c.JPEG").write_bytes(captioned.jpeg(9))
@@ -29,7 +29,7 @@ def test_captions_beside_images(tmp_path, caplog):
 def test_metadata_in_the_layout_of_image_folder(tmp_path, name):
     for split in ("train", "test"):
         folder = tmp_path / split
-        captioned.write_folder(folder, [(key, {"jpg": parts["jpg"]}) for key, parts in captioned.samples(3)])
+        captioned.write_folder(folder, [(key, {"jpg": contents["jpg"]}) for key, contents in captioned.samples(3)])
         rows = [(f"{i:06d}.jpg", f"{split} {i}") for i in (2, 0, 1)]
         if name.endswith("csv"):
             captioned.write_csv(folder / name, rows, ("file_name", "text"))

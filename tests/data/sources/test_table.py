@@ -14,7 +14,9 @@ CAPTIONS = [row[1] for row in ROWS]
 
 @pytest.fixture
 def folder(tmp_path):
-    captioned.write_folder(tmp_path, [(f"images/{key}", {"jpg": parts["jpg"]}) for key, parts in captioned.samples(4)])
+    captioned.write_folder(
+        tmp_path, [(f"images/{key}", {"jpg": contents["jpg"]}) for key, contents in captioned.samples(4)]
+    )
     return tmp_path
 
 
@@ -99,9 +101,13 @@ def test_incomplete_and_damaged_rows_are_dropped_and_counted(folder, caplog):
 def test_damaged_rows_name_the_table_and_the_image(folder):
     (folder / "a.csv").write_bytes(b"path,caption\nmissing.jpg,a\nimages/000001.jpg,\xff\xfe\nimages,b\n")
     source = load(folder / "a.csv")
-    with pytest.raises(BadRecordError, match=r"bad record 0 of .*a\.csv, split train \(a\.csv, missing\.jpg\): FileNot"):
+    with pytest.raises(
+        BadRecordError, match=r"bad record 0 of .*a\.csv, split train \(a\.csv, missing\.jpg\): FileNot"
+    ):
         source[0]
-    with pytest.raises(BadRecordError, match=r"bad record 1 .*\(a\.csv, images/000001\.jpg\): .*not UTF-8: byte 0 is 0xff"):
+    with pytest.raises(
+        BadRecordError, match=r"bad record 1 .*\(a\.csv, images/000001\.jpg\): .*not UTF-8: byte 0 is 0xff"
+    ):
         source[1]
     with pytest.raises(BadRecordError, match=r"bad record 2 "):
         source[2]
@@ -110,15 +116,27 @@ def test_damaged_rows_name_the_table_and_the_image(folder):
 @pytest.mark.parametrize(
     "text,option,match",
     [
-        ("path,comment\na,b\n", "", r"a\.csv has no caption column; its columns are path, comment: name one with \?caption="),
-        ("where,caption\na,b\n", "", r"a\.csv has no image column; its columns are where, caption: name one with \?image="),
+        (
+            "path,comment\na,b\n",
+            "",
+            r"a\.csv has no caption column; its columns are path, comment: name one with \?caption=",
+        ),
+        (
+            "where,caption\na,b\n",
+            "",
+            r"a\.csv has no image column; its columns are where, caption: name one with \?image=",
+        ),
         ("path,caption\na,b\n", "?caption=x", r"a\.csv has no caption column 'x'; its columns are path, caption"),
         ("path,caption\na,b\n", "?images=x", "expected the options image, caption, folder of .*, got images"),
         ("path,caption,path\na,b,c\n", "", "a.csv has several columns named 'path'"),
         ("path,caption\n", "", "a.csv has no row with an image and a caption"),
         ("path,caption\n,b\n", "", "a.csv has no row with an image and a caption"),
         ("", "", "a.csv has no image column"),
-        ("url,caption\nhttps://x.org/a.jpg,b\n", "", r"a\.csv has URLs in its image column 'url'; download .* img2dataset"),
+        (
+            "url,caption\nhttps://x.org/a.jpg,b\n",
+            "",
+            r"a\.csv has URLs in its image column 'url'; download .* img2dataset",
+        ),
         (b"p\xff,caption\na,b\n", "", "a.csv cannot be read: .* check that it is a table in UTF-8"),
     ],
 )

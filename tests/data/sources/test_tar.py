@@ -25,15 +25,15 @@ def captions(source):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("folder", ["", "a/", "d" * 80 + "/", "d" * 60 + "/" + "e" * 60 + "/", "grün/"])
 def test_every_format_and_name_length(tmp_path, format, folder):
-    samples = [(folder + key, parts) for key, parts in captioned.samples(3)]
+    samples = [(folder + key, contents) for key, contents in captioned.samples(3)]
     source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples), format))
     assert captions(source) == ["caption 0", "caption 1", "caption 2"]
-    assert [source[i]["image"] for i in range(3)] == [parts["jpg"] for _, parts in samples]
+    assert [source[i]["image"] for i in range(3)] == [contents["jpg"] for _, contents in samples]
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_names_beyond_every_header(tmp_path, format):
-    samples = [("x" * 150 + "/" + "y" * 200 + key, parts) for key, parts in captioned.samples(3)]
+    samples = [("x" * 150 + "/" + "y" * 200 + key, contents) for key, contents in captioned.samples(3)]
     source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples), format))
     assert captions(source) == ["caption 0", "caption 1", "caption 2"]
 
@@ -59,21 +59,23 @@ def test_members_of_a_sample_in_any_order(tmp_path):
     orders = [names, names[::-1], names[::2] + names[1::2], names[1::2] + names[::2]]
     for number, order in enumerate(orders):
         source = load(captioned.write_tar(tmp_path / f"{number}.tar", order))
-        expected = ["caption 3", "caption 2", "caption 1", "caption 0"] if number == 1 else [f"caption {i}" for i in range(4)]
+        expected = (
+            ["caption 3", "caption 2", "caption 1", "caption 0"] if number == 1 else [f"caption {i}" for i in range(4)]
+        )
         assert captions(source) == expected
         assert source[0]["image"] == captioned.jpeg(3 if number == 1 else 0)
 
 
 def test_captions_of_json_members(tmp_path):
-    parts = [{"caption": "a"}, {"text": ["b", "c"]}, ["d"], "e"]
-    samples = [(str(i), {"png": b"image", "json": json.dumps(part).encode()}) for i, part in enumerate(parts)]
+    texts = [{"caption": "a"}, {"text": ["b", "c"]}, ["d"], "e"]
+    samples = [(str(i), {"png": b"image", "json": json.dumps(text).encode()}) for i, text in enumerate(texts)]
     source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples)))
     assert [source[i]["captions"] for i in range(4)] == [("a",), ("b", "c"), ("d",), ("e",)]
 
 
 def test_caption_member_can_be_chosen(tmp_path):
-    parts = {"jpg": b"image", "txt": b"text", "json": b'{"caption": "c", "alt": "json alt"}', "alt": b"alt"}
-    captioned.write_tar(tmp_path / "a.tar", captioned.members([("0", parts)]))
+    contents = {"jpg": b"image", "txt": b"text", "json": b'{"caption": "c", "alt": "json alt"}', "alt": b"alt"}
+    captioned.write_tar(tmp_path / "a.tar", captioned.members([("0", contents)]))
     names = {"": "text", "?caption=alt": "alt", "?caption=json": "c", "?caption=json.alt": "json alt"}
     assert {option: load(f"{tmp_path}/a.tar{option}")[0]["caption"] for option in names} == names
 
@@ -118,7 +120,26 @@ def test_truncated_shards_keep_the_samples_before(tmp_path, caplog, cut):
     source = load(tmp_path / "{a,b}.tar")
     assert captions(source) == [f"caption {i}" for i in (0, 1, 2, 5, 6, 7, 8, 9)]
     if cut != "padding":
-        assert f"a.tar: truncated: the {'member' if cut == 'contents' else 'header'} at byte {member.offset} " in caplog.text
+        assert (
+            f"a.tar: truncated: the {'member' if cut == 'contents' else 'header'} at byte {member.offset} "
+            in caplog.text
+        )
+
+
+@pytest.mark.parametrize("end", ["missing", "early"])
+def test_missing_and_early_ends_are_reported(tmp_path, caplog, end):
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    stop = last.offset_data + 512
+    data = path.read_bytes()
+    path.write_bytes(data[:stop] if end == "missing" else data[:stop] + bytes(1024) + data)
+    assert captions(load(path)) == ["caption 0", "caption 1"]
+    messages = {
+        "missing": f"a.tar: truncated: no end-of-archive marker at byte {stop}",
+        "early": f"a.tar: damaged: data follows the end-of-archive marker at byte {stop}",
+    }
+    assert messages[end] in caplog.text
 
 
 def test_damaged_header_keeps_the_samples_before(tmp_path, caplog):
@@ -150,7 +171,7 @@ def test_a_shard_that_shrinks_gives_bad_records(tmp_path):
     path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(5)))
     source = load(path)
     os.truncate(path, 1000)
-    with pytest.raises(BadRecordError, match="expected .* bytes at byte .* the file is truncated"):
+    with pytest.raises(BadRecordError, match=r"expected .* bytes at byte .* the file is truncated"):
         source[4]
 
 
@@ -163,7 +184,10 @@ def count_scans(monkeypatch):
 
 def test_index_is_built_once_and_again_for_changed_shards(tmp_path, monkeypatch):
     scanned = count_scans(monkeypatch)
-    paths = [str(captioned.write_tar(tmp_path / f"{i}.tar", captioned.members(captioned.samples(3, 3 * i)))) for i in range(3)]
+    paths = [
+        str(captioned.write_tar(tmp_path / f"{i}.tar", captioned.members(captioned.samples(3, 3 * i))))
+        for i in range(3)
+    ]
     expected = captions(load(tmp_path / "*.tar"))
     assert scanned == paths
     assert captions(load(tmp_path / "{0..2}.tar")) == expected and scanned == paths
@@ -199,13 +223,13 @@ def test_index_goes_to_the_cache_folder_or_stays_in_memory(tmp_path, monkeypatch
         original(path, *arguments)
 
     monkeypatch.setattr(tar_index, "_write", write)
-    home = tmp_path.parent / f"{tmp_path.name}_cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    user_cache = tmp_path.parent / f"{tmp_path.name}_cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
     assert captions(load(path)) == ["caption 0", "caption 1", "caption 2"]
-    assert len(list((home / "infcl_jax").iterdir())) == 1
-    for cache in (home / "infcl_jax").iterdir():
+    assert len(list((user_cache / "infcl_jax").iterdir())) == 1
+    for cache in (user_cache / "infcl_jax").iterdir():
         cache.unlink()
-    refused.append(str(home))
+    refused.append(str(user_cache))
     source = load(path)
     assert source._index.path is None
     assert captions(pickle.loads(pickle.dumps(source))) == ["caption 0", "caption 1", "caption 2"]
@@ -225,11 +249,10 @@ def test_pickled_sources_reopen_their_files(tmp_path):
     source = load(tmp_path / "a.tar")
     assert source[1] == pickle.loads(pickle.dumps(source))[1]
     assert len(pickle.dumps(source)) < 2000 and isinstance(source._index.entries, np.memmap)
-    (cache,) = tmp_path.glob(".tar_index_*")
     data = pickle.dumps(source)
     captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
     load(tmp_path / "a.tar")
-    with pytest.raises(ValueError, match="expected 3 samples in the tar index .*, got 2"):
+    with pytest.raises(ValueError, match=r"expected 3 samples in the tar index .*, got 2"):
         pickle.loads(data)
 
 
@@ -244,5 +267,7 @@ def test_remote_shards(tmp_path, monkeypatch):
         source = load(pattern)
         assert captions(source) == [f"caption {i}" for i in range(6)]
         assert source[4]["image"] == captioned.jpeg(4)
-    with pytest.raises(FileNotFoundError, match="1 of the 3 shards of .* do not exist, the first is memory://tars/2.tar"):
+    with pytest.raises(
+        FileNotFoundError, match=r"1 of the 3 shards of .* do not exist, the first is memory://tars/2.tar"
+    ):
         load("memory://tars/{0..2}.tar")

@@ -160,7 +160,7 @@ def test_record_without_caption_names_itself(tmp_path):
     features = {"image": tfds.features.Image(), "captions": tfds.features.Sequence(tfds.features.Text())}
     write_records(tmp_path, features, [{"image": png(), "captions": ["a"]}, {"image": png(), "captions": []}])
     source = load_source("records", "train", tmp_path)
-    with pytest.raises(BadRecordError, match="bad record 1 of records, split train: .*no captions"):
+    with pytest.raises(BadRecordError, match=r"bad record 1 of records, split train: .*no captions"):
         source[1]
     with pytest.raises(BadRecordError, match="bad record among 0 to 1 of records, split train"):
         source.__getitems__([1, 0])

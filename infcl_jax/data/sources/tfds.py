@@ -162,8 +162,8 @@ def check_name(name: str) -> None:
     catalog = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
     if name not in BUILT_IN and name.split("/")[0] not in catalog:
         raise ValueError(
-            f"dataset must be one of {', '.join(BUILT_IN)}, or a name of the TFDS catalog such as coco_captions/2014,"
-            f" got {name!r}"
+            f"dataset must be one of {', '.join(BUILT_IN)}, a name of the TFDS catalog such as coco_captions/2014, or"
+            f" the path of tar files, tables, a folder or a mixture, got {name!r}"
         )
 
 

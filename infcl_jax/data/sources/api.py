@@ -85,7 +85,9 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
             )
         if options:
             raise ValueError(f"expected no options for the mixture {path}, got {', '.join(options)}")
-        return load_mixture(path, split.name, lambda *component: load_source(*component, data_dir))
+        return load_mixture(
+            path, split.name, lambda component, component_split: load_source(component, component_split, data_dir)
+        )
     if files.has_pattern(path) or path.endswith(_FILES):
         splits.check_only_split(path, split.name)
         return _load_files(files.expand(path), dataset, split.name, options)

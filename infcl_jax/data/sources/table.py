@@ -116,8 +116,12 @@ class _Table:
         self._groups: _RowGroups | None = None
         read = self._read_parquet if path.endswith(".parquet") else self._read_text
         table = read(path, options)
-        self._rows, self._texts = self._select(table)
-        self._images = None if self._groups else table.column(self._image).combine_chunks().take(pa.array(self._rows))
+        complete = self._complete(table)
+        self._rows = np.flatnonzero(complete)
+        # Filtering keeps the chunks of a column: one Arrow array has at most 2 GiB of text.
+        table = table.filter(pa.array(complete))
+        self._texts = [table.column(name) for name in self._captions]
+        self._images = None if self._groups else table.column(self._image)
         self._check_paths()
 
     def _choose_columns(self, columns: Sequence[str], options: Mapping[str, str]) -> None:
@@ -186,16 +190,14 @@ class _Table:
     def _used(self) -> list[str]:
         return list(dict.fromkeys([self._image, *self._captions]))
 
-    def _select(self, table: pa.Table) -> tuple[np.ndarray, list[pa.Array]]:
-        """Return the numbers and captions of the rows with image and caption."""
-        texts = [table.column(name).combine_chunks() for name in self._captions]
+    def _complete(self, table: pa.Table) -> np.ndarray:
+        """Tell which rows have an image and a caption, and count the others."""
         images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
-        captioned = np.any([_is_filled(column) for column in texts], axis=0)
+        captioned = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
         for reason, mask in (("no image", ~images), ("no caption", images & ~captioned)):
             if mask.any():
                 self.dropped[reason] = int(mask.sum())
-        rows = np.flatnonzero(images & captioned)
-        return rows, [column.take(pa.array(rows)) for column in texts]
+        return images & captioned
 
     def _check_paths(self) -> None:
         if self._images is not None and len(self) and _string(self._images[0]).startswith(("http://", "https://")):

@@ -60,10 +60,8 @@ def test_samples_are_those_of_the_components_in_order(folder):
 
 def test_each_part_has_its_own_epochs(folder):
     source = load(folder, THREE)
-    order = source.order(seed=3)
-    rows = [order[row] for row in range(700)]
-    assert rows == [source.order(seed=3)[row] for row in range(700)]
-    assert rows != [source.order(seed=4)[row] for row in range(700)]
+    rows, again, other = ([order[row] for row in range(700)] for order in map(source.order, (3, 3, 4)))
+    assert rows == again and rows != other
     drawn = collections.defaultdict(list)
     for index in rows:
         drawn[source.locate(index)[0]].append(source.locate(index)[1])

@@ -1,5 +1,6 @@
 """Captioned images: sources, tokenizer, transforms, and batches for training and evaluation."""
 
+from infcl_jax.data.convert import convert
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
 from infcl_jax.data.prepare import prepare
@@ -19,6 +20,7 @@ __all__ = [
     "Tokenizer",
     "TrainIterator",
     "classes",
+    "convert",
     "eval_batches",
     "load_source",
     "prepare",

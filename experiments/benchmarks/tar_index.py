@@ -2,9 +2,8 @@ r"""Measure the index of tar files on a synthetic data set.
 
     python -m experiments.benchmarks.tar_index --shards=100 --samples=10000 --folder=/tmp/tar_index
 
-One sparse tar file with images of zeros is hard-linked as every shard, so that the set takes hardly any disk space. It
-prints the time to build the index, to load it from its cache and to unpickle it in a worker process, its size, and the
-time to read a sample. Run it twice to see the cache alone.
+One sparse tar file with images of zeros is hard-linked as every shard, so the set takes little disk space. The times
+are those to build the index, to load it from its cache, to unpickle it in a worker process and to read a sample.
 """
 
 import io
@@ -31,7 +30,7 @@ _READS = 2000  # samples read for the time of one
 
 
 def write_shard(path: Path, samples: int, image_bytes: int) -> None:
-    """Write a sparse tar file with a jpg, a txt and a json of each sample."""
+    """Write a sparse tar file of samples with jpg, txt and json."""
     with path.open("wb") as file:
         for index in range(samples):
             for extension, contents in (("jpg", None), ("txt", b"a caption"), ("json", b'{"caption": "a caption"}')):

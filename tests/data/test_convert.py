@@ -10,7 +10,7 @@ from infcl_jax.data.decode import decode_example
 
 @pytest.fixture
 def table(tmp_path):
-    """A parquet file with 7 images, one with two captions and one without an image."""
+    """A parquet file of 7 rows, the last without an image."""
     images = [captioned.jpeg(i) for i in range(6)] + [b""]
     texts = [[f"caption {i}"] for i in range(6)] + [["no image"]]
     texts[2].append("another")

@@ -74,6 +74,8 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     names = sorted(os.listdir(folder))
     folders = [name for name in names if os.path.isdir(f"{folder}/{name}")]
     tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith((".", "metadata."))]
+    if not tables and "data" in folders and any(f.endswith(tuple(extensions)) for f in os.listdir(f"{folder}/data")):
+        return split_folder(f"{folder}/data", split, extensions)  # repositories of Hugging Face
     known = {alias for aliases in _ALIASES for alias in aliases}
     splits = [name for name in folders if name in known] + [name for name in tables if words(name) & known]
     requested = aliases_of(split)

@@ -78,7 +78,9 @@ def test_bounds(tmp_path, split, expected):
     assert numbers(source) == list(expected)
 
 
-@pytest.mark.parametrize("layout", ["{split}/0.tar", "{split}-0.tar", "coco_{split}_0.tar", "{split}/{split}.tar"])
+@pytest.mark.parametrize(
+    "layout", ["{split}/0.tar", "{split}-0.tar", "data/{split}-0-of-1.tar", "coco_{split}_0.tar", "{split}/{split}.tar"]
+)
 @pytest.mark.parametrize("validation", ["validation", "val"])
 def test_splits_of_a_folder(tmp_path, layout, validation):
     tar(tmp_path / layout.format(split="train"), 4)

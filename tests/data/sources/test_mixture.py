@@ -60,12 +60,12 @@ def test_samples_are_those_of_the_components_in_order(folder):
 
 def test_each_part_has_its_own_epochs(folder):
     source = load(folder, THREE)
-    rows, again, other = ([order[row] for row in range(700)] for order in map(source.order, (3, 3, 4)))
+    rows, again, other = ([order[row] for row in range(140)] for order in map(source.order, (3, 3, 4)))
     assert rows == again and rows != other
     drawn = collections.defaultdict(list)
     for index in rows:
         drawn[source.locate(index)[0]].append(source.locate(index)[1])
-    assert [len(drawn[component]) for component in range(3)] == [200, 100, 400]
+    assert [len(drawn[component]) for component in range(3)] == [40, 20, 80]
     for component, size in enumerate((10, 4, 5)):
         epochs = np.array(drawn[component]).reshape(-1, size)
         assert (np.sort(epochs, axis=1) == np.arange(size)).all()

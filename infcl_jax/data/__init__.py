@@ -1,5 +1,6 @@
 """Captioned images: sources, tokenizers, transforms, and batches for training and evaluation."""
 
+from infcl_jax.data.convert import convert
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
 from infcl_jax.data.prepare import prepare
@@ -20,6 +21,7 @@ __all__ = [
     "TrainIterator",
     "check_vocabulary",
     "classes",
+    "convert",
     "eval_batches",
     "load_source",
     "load_tokenizer",

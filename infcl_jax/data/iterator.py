@@ -75,6 +75,7 @@ class TrainIterator(grain.DatasetIterator):
         num_workers: int,
         num_threads: int,
         prefetch_batches: int,
+        bad_records: Callable[[], dict[str, int]] = dict,
     ):
         super().__init__()
         self._chunks = chunks
@@ -84,6 +85,7 @@ class TrainIterator(grain.DatasetIterator):
         self._num_workers = num_workers
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
+        self._bad_records = bad_records
         self._next_batch = 0
         self._stale = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
@@ -133,6 +135,13 @@ class TrainIterator(grain.DatasetIterator):
         rows = self._rows_per_chunk
         read = functools.partial(lambda first, number: self._chunks[first + number], first)
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
+
+    def bad_records(self) -> dict[str, int]:
+        """Count the replaced records by the name of their source.
+
+        Threads of this process count here. Worker processes count and log their own.
+        """
+        return self._bad_records()
 
     def get_state(self) -> dict[str, int]:
         """Return the state after the last returned batch."""

@@ -10,6 +10,7 @@ raises at the first bad record, because a score over a subset of a benchmark wou
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -20,8 +21,9 @@ from typing import Any
 import grain
 import numpy as np
 
+from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.iterator import Batch, TrainIterator
-from infcl_jax.data.sources import BadRecordError, BatchedSource, Example, Source
+from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
@@ -44,20 +46,26 @@ class _Reader:
         self._max_bad_records = max_bad_records
         self._bad: set[int] = set()
 
-    def read(self, indices: Sequence[int]) -> list[tuple[Example, int]]:
+    def bad_records(self) -> dict[str, int]:
+        """Count the different bad records so far by the name of their source."""
+        return dict(collections.Counter(source_name(self._source, index) for index in sorted(self._bad)))
+
+    def read(self, indices: Sequence[int]) -> list[tuple[DecodedExample, int]]:
         """Read records, replacing bad ones."""
+        examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
             with contextlib.suppress(BadRecordError):
-                return list(zip(self._source.__getitems__(indices), indices, strict=True))
-        return [self._read_one(index) for index in indices]
+                examples = self._source.__getitems__(indices)
+        return [self._decode_or_replace(*row) for row in zip(indices, examples, strict=True)]
 
-    def _read_one(self, index: int) -> tuple[Example, int]:
+    def _decode_or_replace(self, index: int, example: Example | None) -> tuple[DecodedExample, int]:
         size = len(self._source)
         for offset in range(min(_MAX_REPLACEMENTS, size)):
             candidate = (index + offset) % size
             try:
-                return self._source[candidate], candidate
+                encoded = example if offset == 0 and example is not None else self._source[candidate]
+                return decode_example(self._source, candidate, encoded), candidate
             except BadRecordError as error:
                 self._record_bad(candidate, error)
                 last = error
@@ -67,7 +75,11 @@ class _Reader:
         if index in self._bad:
             return
         if len(self._bad) >= self._max_bad_records:
-            raise BadRecordError(f"{error}; more bad records than the {self._max_bad_records} allowed, check the data")
+            counts = ", ".join(f"{count} of {name}" for name, count in self.bad_records().items())
+            raise BadRecordError(
+                f"{error}; more bad records than the {self._max_bad_records} allowed, check the data"
+                + (f" (before it: {counts})" if counts else "")
+            )
         self._bad.add(index)
         _logger.warning("%s; replaced by the next record", error)
 
@@ -104,8 +116,8 @@ class _TrainChunk:
 class _ProcessRows(grain.MapDataset):
     """Rows of one process as (global row, sample index) pairs.
 
-    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch of
-    whole batches. Indices beyond its length address further epochs, in the parent and in this dataset.
+    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch.
+    Indices beyond its length address further epochs, in the parent and in this dataset.
     """
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
@@ -143,7 +155,7 @@ def train_iterator(
     """Create an endless iterator of training batches.
 
     An epoch has `len(source) // batch_size` batches and every sample at most once. Each epoch has another order and
-    leaves out other samples.
+    leaves out other samples. Each component of a mixture has its own epochs.
 
     Args:
       source: source of examples.
@@ -180,14 +192,22 @@ def train_iterator(
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     chunk = _chunk_size(local_size)
-    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
-    rows = _ProcessRows(order[: len(source) // batch_size * batch_size], batch_size, process_index, process_count)
-    make_chunk = _TrainChunk(_Reader(source, max_bad_records), tokenizer, image_size, augmentation, seed)
+    identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
+    if isinstance(source, OrderedSource):
+        order = source.order(seed)
+        identity["order"] = source.fingerprint()
+    else:
+        order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
+        order = order[: len(source) // batch_size * batch_size]
+    rows = _ProcessRows(order, batch_size, process_index, process_count)
+    reader = _Reader(source, max_bad_records)
+    make_chunk = _TrainChunk(reader, tokenizer, image_size, augmentation, seed)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
-        identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
+        identity=identity,
+        bad_records=reader.bad_records,
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,

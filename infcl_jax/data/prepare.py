@@ -36,7 +36,7 @@ def prepare(name: str, data_dir: str | Path) -> str:
     if existing is not None:
         return f"{name}: already prepared in {existing}"
     sources.check_name(name)
-    _check_writable(Path(data_dir))
+    check_writable(Path(data_dir), "--data_dir")
     start = time.monotonic()
     builder = tfds.builder(name, data_dir=str(data_dir), file_format="array_record")
     with contextlib.redirect_stdout(io.StringIO()):  # hides the progress of TFDS, so that the command prints one line
@@ -51,10 +51,19 @@ def prepare(name: str, data_dir: str | Path) -> str:
     return f"{name}: {counts} in {seconds:.1f} s, {builder.data_path}"
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path, flag: str) -> None:
+    """Create a folder and check that files can be written to it.
+
+    Args:
+      folder: path of the folder.
+      flag: flag of the command that names the folder, for the message.
+
+    Raises:
+      OSError: the folder is not writable.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OSError(f"cannot write to {folder} ({error.strerror}); choose another --data_dir") from error
+        raise OSError(f"cannot write to {folder} ({error.strerror}); choose another {flag}") from error

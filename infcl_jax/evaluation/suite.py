@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import classes, eval_batches, load_source
-from infcl_jax.data.sources import Source
+from infcl_jax.data import Source, classes, eval_batches, load_source
+from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
@@ -177,4 +177,4 @@ class _Images(Sequence[np.ndarray]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        return self.source[index]["image"]
+        return decode_example(self.source, index)["image"]

@@ -1,0 +1,20 @@
+"""Random-access sources of captioned images."""
+
+from infcl_jax.data.sources.api import classes, load_source
+from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Classes, Example, Source
+from infcl_jax.data.sources.builtin import DIGITS
+from infcl_jax.data.sources.tfds import BUILT_IN, check_name, dataset_dir
+
+__all__ = [
+    "BUILT_IN",
+    "DIGITS",
+    "BadRecordError",
+    "BatchedSource",
+    "Classes",
+    "Example",
+    "Source",
+    "check_name",
+    "classes",
+    "dataset_dir",
+    "load_source",
+]

@@ -1,0 +1,145 @@
+"""Sources and class names by dataset name or path."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from infcl_jax.data import shapes
+from infcl_jax.data.sources import files, splits, table
+from infcl_jax.data.sources.base import Classes, Source
+from infcl_jax.data.sources.builtin import DIGIT_NAMES, DIGIT_TEMPLATES, DIGITS, DigitsSource
+from infcl_jax.data.sources.folder import folder_source
+from infcl_jax.data.sources.mixture import load_mixture
+from infcl_jax.data.sources.sample_range import SampleRange
+from infcl_jax.data.sources.tar import TarSource
+from infcl_jax.data.sources.tfds import BUILT_IN, RecordSource, dataset_dir, open_builder, record_classes
+
+_TAR, _MIXTURE = ".tar", ".json"
+_FILES = (_TAR, _MIXTURE, *table.EXTENSIONS)
+_OPTIONS = re.compile(r"\?(\w+=[^&]*(?:&\w+=[^&]*)*)$")
+
+
+def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Source:
+    """Open one split of a dataset.
+
+    A dataset is a name or a path:
+
+    - "digits": `DigitsSource`;
+    - "shapes/quickstart", "coco_captions/2014": prepared TFDS dataset, `RecordSource`;
+    - "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar": tar files, `TarSource`;
+    - "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet": tables, `TableSource`;
+    - a folder: its tar files, its tables, or images with captions, `folder_source`;
+    - "mixture.json": several datasets with weights, `load_mixture`.
+
+    A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", or "*.tar?caption=alt".
+
+    Args:
+      dataset: name or path of the dataset.
+      split: name of the split, "train" for a path without splits. The split of a folder is its subfolder or its files
+        of that name. Paths also take bounds: "train[:90%]", "train[100:200]".
+      data_dir: directory of the prepared datasets.
+
+    Returns:
+      A `Source`.
+
+    Raises:
+      FileNotFoundError: the dataset is not prepared, or a path does not exist.
+      ValueError: the name, split or an option is unknown, the split is empty, or there are no images or captions.
+      ImportError: the dataset needs a package that is not installed.
+    """
+    if dataset == DIGITS:
+        return DigitsSource(split)
+    if not _is_path(dataset, data_dir):
+        return RecordSource(dataset, split, data_dir)
+    parsed = splits.parse_split(split)
+    source = _load_path(dataset, parsed, data_dir)
+    start, stop = parsed.bounds(len(source))
+    if start >= stop:
+        raise ValueError(f"expected a split of {dataset} with samples, got {split!r} of {len(source)} samples")
+    return source if (start, stop) == (0, len(source)) else SampleRange(source, start, stop, split)
+
+
+def _is_path(dataset: str, data_dir: str | Path) -> bool:
+    path = _OPTIONS.sub("", dataset)
+    if dataset in BUILT_IN:
+        return False
+    if path.endswith(_FILES) or files.is_remote(path) or files.has_pattern(path):
+        return True
+    if path.startswith(("/", "./", "../", "~")):
+        return True
+    return dataset_dir(dataset, data_dir) is None and os.path.exists(path)
+
+
+def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Source:
+    match = _OPTIONS.search(dataset)
+    options = dict(parse_qsl(match[1])) if match else {}
+    path = os.path.expanduser(_OPTIONS.sub("", dataset)).rstrip("/")
+    if path.endswith(_MIXTURE):
+        _check_exists(path)
+        if split.start is not None or split.stop is not None:
+            raise ValueError(
+                f'expected a split without bounds for {path}; give its components bounds, as their "split"'
+            )
+        if options:
+            raise ValueError(f"expected no options for the mixture {path}, got {', '.join(options)}")
+        return load_mixture(
+            path, split.name, lambda component, component_split: load_source(component, component_split, data_dir)
+        )
+    if files.has_pattern(path) or path.endswith(_FILES):
+        splits.check_only_split(path, split.name)
+        return _load_files(files.expand(path), dataset, split.name, options)
+    _check_exists(path)
+    if not os.path.isdir(path):
+        raise ValueError(f"expected a folder or a file with one of the extensions {', '.join(_FILES)}, got {path}")
+    paths = splits.split_folder(path, split.name, (_TAR, *table.EXTENSIONS))
+    if paths[0] != path and os.path.isdir(paths[0]):  # a split's subfolder, of tar files, tables or images
+        paths = splits.split_folder(paths[0], splits.WHOLE, (_TAR, *table.EXTENSIONS))
+    if os.path.isdir(paths[0]):
+        return folder_source(paths[0], dataset, split.name, options)
+    return _load_files(paths, dataset, split.name, options)
+
+
+def _load_files(paths: list[str], dataset: str, split: str, options: dict[str, str]) -> Source:
+    if all(path.endswith(_TAR) for path in paths):
+        if set(options) - {"caption"}:
+            raise ValueError(f"expected the option caption of tar files, got {', '.join(options)} in {dataset}")
+        return TarSource(paths, dataset, split, options.get("caption"))
+    if all(path.endswith(table.EXTENSIONS) for path in paths):
+        for path in paths:
+            _check_exists(path)
+        return table.TableSource(paths, dataset, split, options)
+    raise ValueError(
+        f"expected {dataset} to be tar files, or tables ({', '.join(table.EXTENSIONS)}), got {files.name_of(paths[0])}"
+        + (f" to {files.name_of(paths[-1])}" if len(paths) > 1 else "")
+    )
+
+
+def _check_exists(path: str) -> None:
+    if not (files.is_file(path) if files.is_remote(path) else os.path.exists(path)):
+        raise FileNotFoundError(f"{path} does not exist; check the path, relative to {os.getcwd()}")
+
+
+def classes(dataset: str, data_dir: str | Path = "data") -> Classes | None:
+    """Get the classes of a dataset for zero-shot classification.
+
+    Args:
+      dataset: name or path of `load_source`.
+      data_dir: directory of the prepared datasets; unused by built-in datasets.
+
+    Returns:
+      `Classes` (class names in label order, prompt templates), or None for a dataset without labels, such as a path.
+
+    Raises:
+      FileNotFoundError: the dataset is neither built in nor prepared.
+      ValueError: the name is unknown.
+    """
+    if dataset == DIGITS:
+        return Classes(DIGIT_NAMES, DIGIT_TEMPLATES)
+    if dataset in BUILT_IN:
+        return Classes(shapes.CLASS_NAMES, shapes.TEMPLATES)
+    if _is_path(dataset, data_dir):
+        return None
+    return record_classes(dataset, open_builder(dataset, data_dir).info.features)

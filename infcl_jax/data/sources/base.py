@@ -1,0 +1,132 @@
+"""Interface of the sources of captioned images, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+
+import grain
+import numpy as np
+
+
+class Example(TypedDict):
+    """Captioned image.
+
+    Attributes:
+      image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
+      caption: caption for evaluation, one of `captions`.
+      captions: all captions, at least one.
+      label: class index, -1 without class.
+    """
+
+    image: bytes | np.ndarray
+    caption: str
+    captions: tuple[str, ...]
+    label: int
+
+
+class Source(Protocol):
+    """Random-access examples of one split, picklable for worker processes.
+
+    The index of a sample never changes while the files of the source are the same.
+    """
+
+    name: str
+    split: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example:
+        """Read an example; raise `BadRecordError` if it cannot be read."""
+        ...
+
+
+@runtime_checkable
+class BatchedSource(Source, Protocol):
+    """Source that reads several examples at lower cost in one call."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        """Read examples; raise `BadRecordError` if any cannot be read."""
+        ...
+
+
+@runtime_checkable
+class DescribedSource(Source, Protocol):
+    """Source that knows more about a record than its index."""
+
+    def describe(self, index: int) -> str:
+        """Name a record by dataset, split, index, file and key."""
+        ...
+
+    def source_name(self, index: int) -> str:
+        """Name the dataset of a record, for counters and metrics."""
+        ...
+
+
+@runtime_checkable
+class OrderedSource(Source, Protocol):
+    """Source with its own training order."""
+
+    def order(self, seed: int) -> grain.MapDataset:
+        """Return the sample index of every global row, in an endless order."""
+        ...
+
+    def fingerprint(self) -> int:
+        """Return a number that changes with the order."""
+        ...
+
+
+class Classes(NamedTuple):
+    """Class names in label order and prompt templates for zero-shot classification.
+
+    Each template contains one `{}` for the class name.
+    """
+
+    names: tuple[str, ...]
+    templates: tuple[str, ...]
+
+
+class BadRecordError(ValueError):
+    """Error for a record that cannot be read or decoded.
+
+    The message names the dataset, the split and the index.
+    """
+
+
+def describe(source: Source, index: int) -> str:
+    """Name a record of a source for an error message."""
+    if isinstance(source, DescribedSource):
+        return source.describe(index)
+    return f"record {index} of {source.name}, split {source.split}"
+
+
+def source_name(source: Source, index: int) -> str:
+    """Name the dataset of a record; components of a mixture have their own."""
+    return source.source_name(index) if isinstance(source, DescribedSource) else source.name
+
+
+def bad_record(record: str, error: Exception | str) -> BadRecordError:
+    """Create the error of a record from its description and the reason."""
+    if isinstance(error, Exception):
+        error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return BadRecordError(f"bad {record}: {error}")
+
+
+def check_index(index: int, size: int) -> None:
+    """Check that a sample index is in range.
+
+    Raises:
+      IndexError: the index is negative or too large.
+    """
+    if not 0 <= index < size:
+        raise IndexError(f"index must be in [0, {size}), got {index}")
+
+
+def check_split(name: str, split: str, known: Sequence[str]) -> None:
+    """Check the name of a split.
+
+    Raises:
+      ValueError: the dataset does not have the split.
+    """
+    if split not in known:
+        raise ValueError(f"split of {name} must be one of {', '.join(known)}, got {split!r}")

@@ -1,0 +1,208 @@
+"""Files of datasets: patterns, and reads of byte ranges that survive pickling and forking."""
+
+from __future__ import annotations
+
+import collections
+import glob
+import os
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+_MAX_OPEN = 64  # files per `Files`; a process has 1024 file descriptors by default
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class FileStamp(NamedTuple):
+    """Size in bytes and modification time of a file, to detect changes."""
+
+    size: int
+    modified: str
+
+
+def is_remote(path: str) -> bool:
+    """Tell if a path has a URL scheme, such as "gs://" or "s3://"."""
+    return "://" in path
+
+
+def has_pattern(path: str) -> bool:
+    """Tell if a path has braces, wildcards or a list of files."""
+    return "::" in path or any(character in path for character in "{*?[")
+
+
+def expand(path: str) -> list[str]:
+    """List the files of a path.
+
+    Args:
+      path: one file; several of them separated by "::"; braces such as "{00000..00041}" or "{a,b}" in the given order;
+        wildcards such as "*.tar", in the order of the names.
+
+    Returns:
+      Paths, at least one. Paths without wildcards are not checked.
+
+    Raises:
+      FileNotFoundError: no file matches a wildcard.
+    """
+    files: list[str] = []
+    for pattern in path.split("::"):
+        for name in [pattern] if not is_remote(pattern) and os.path.exists(pattern) else _expand_braces(pattern):
+            if not any(character in name for character in "*?[") or (not is_remote(name) and os.path.exists(name)):
+                files.append(name)
+                continue
+            matches = _glob(name)
+            if not matches:
+                raise FileNotFoundError(f"no file matches {name}; check the path and the pattern")
+            files += matches
+    return files
+
+
+def _expand_braces(path: str) -> list[str]:
+    match = _BRACES.search(path)
+    if match is None:
+        return [path]
+    span = _RANGE.fullmatch(match[1])
+    if span is None and "," not in match[1]:
+        raise ValueError(f"expected braces such as {{000..041}} or {{a,b}}, got {match[0]} in {path}")
+    if span is not None:
+        low, high = int(span[1]), int(span[2])
+        if high < low:
+            raise ValueError(f"expected an ascending range in braces, got {match[0]} in {path}")
+        width = max(map(len, span.groups())) if any(text[0] == "0" for text in span.groups()) else 0
+        names = [f"{number:0{width}d}" for number in range(low, high + 1)]
+    else:
+        names = match[1].split(",")
+    tails = _expand_braces(path[match.end() :])
+    return [path[: match.start()] + name + tail for name in names for tail in tails]
+
+
+def _glob(pattern: str) -> list[str]:
+    if is_remote(pattern):
+        system, local = _file_system(pattern)
+        return sorted(str(system.unstrip_protocol(path)) for path in system.glob(local))
+    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs fsspec: pip install fsspec") from error
+    return fsspec.core.url_to_fs(path)
+
+
+def stamp(path: str) -> FileStamp:
+    """Get size and modification time of a file.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+    """
+    if is_remote(path):
+        system, name = _file_system(path)
+        info = system.info(name)
+        modified = next(
+            (info[key] for key in ("mtime", "LastModified", "updated", "ETag", "created") if key in info), ""
+        )
+        return FileStamp(int(info["size"]), str(modified))
+    status = os.stat(path)
+    return FileStamp(status.st_size, str(status.st_mtime_ns))
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a local or remote file for reading."""
+    if is_remote(path):
+        system, name = _file_system(path)
+        return system.open(name, "rb")
+    return open(path, "rb")
+
+
+def is_file(path: str) -> bool:
+    """Tell if a local or remote file exists."""
+    if is_remote(path):
+        system, name = _file_system(path)
+        return bool(system.isfile(name))
+    return os.path.isfile(path)
+
+
+def read_file(path: str) -> bytes:
+    """Read a whole file."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def name_of(path: str) -> str:
+    """Return the last component of a path."""
+    return Path(path).name
+
+
+class _Descriptor:
+    """File descriptor that closes with its last reference, so never during a read."""
+
+    def __init__(self, path: str):
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number).atexit = False
+
+
+class Files:
+    """Byte ranges of a list of files.
+
+    Threads and forked processes can read at the same time, because no file position is used. Files are opened on
+    demand, and again after pickling.
+
+    Args:
+      paths: local paths, or URLs that fsspec reads.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        self.paths = list(paths)
+        self._open: collections.OrderedDict[int, _Descriptor] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Files], tuple[list[str]]]:
+        return Files, (self.paths,)
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Read a byte range.
+
+        Args:
+          file: index into `paths`.
+          offset: first byte.
+          size: number of bytes.
+
+        Raises:
+          OSError: the file cannot be read, or it ends before the range does.
+        """
+        path = self.paths[file]
+        if is_remote(path):
+            system, name = _file_system(path)
+            data = system.cat_file(name, start=offset, end=offset + size)
+        else:
+            data = self._pread(file, offset, size)
+        if len(data) != size:
+            raise OSError(f"expected {size} bytes at byte {offset} of {path}, got {len(data)}; the file is truncated")
+        return data
+
+    def _pread(self, file: int, offset: int, size: int) -> bytes:
+        descriptor = self._descriptor(file)
+        data = os.pread(descriptor.number, size, offset)
+        while 0 < len(data) < size:  # Linux reads at most 2 GiB at once, network file systems less
+            more = os.pread(descriptor.number, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def _descriptor(self, file: int) -> _Descriptor:
+        with self._lock:
+            if file in self._open:
+                self._open.move_to_end(file)
+                return self._open[file]
+        descriptor = _Descriptor(self.paths[file])  # opened without the lock: it may take long on a network
+        with self._lock:
+            self._open[file] = descriptor
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+        return descriptor

@@ -1,0 +1,208 @@
+"""Mixtures of sources, interleaved by weight."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import grain
+import numpy as np
+
+from infcl_jax.data.sources import files
+from infcl_jax.data.sources.base import Example, Source, check_index, describe
+from infcl_jax.data.sources.sample_range import SampleRange
+
+_KEYS = ("path", "weight", "max_samples", "split", "name")
+_SEED_STEP = 0x9E3779B1  # 2**32 over the golden ratio; the seeds of the components differ
+
+
+class MixtureSource:
+    """Several sources as one.
+
+    A sample index is the index within its component plus the number of samples in the components before it. In
+    training, the components are interleaved by weight in a fixed pattern. Each component has its own epochs: it repeats
+    no sample before all of its samples were seen.
+
+    Args:
+      components: sources with names, in the order of their sample indices.
+      weights: relative rates of the components, positive.
+      name: name of the dataset.
+      split: name of the split.
+
+    Attributes:
+      names: name of each component, for metrics.
+    """
+
+    def __init__(self, components: Mapping[str, Source], weights: Sequence[float], name: str, split: str):
+        self.name, self.split, self.names = name, split, tuple(components)
+        self._components, self._weights = tuple(components.values()), _integers(weights)
+        self._starts = np.cumsum([0, *(len(component) for component in self._components)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the number of the component and the index within it."""
+        check_index(index, len(self))
+        component = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return component, index - int(self._starts[component])
+
+    def __getitem__(self, index: int) -> Example:
+        component, local = self.locate(index)
+        return self._components[component][local]
+
+    def describe(self, index: int) -> str:
+        """Name a record by its component's description."""
+        component, local = self.locate(index)
+        return describe(self._components[component], local)
+
+    def source_name(self, index: int) -> str:
+        """Name the component of a record."""
+        return self.names[self.locate(index)[0]]
+
+    def order(self, seed: int) -> grain.MapDataset:
+        """Return the sample index of every global row, interleaved by weight."""
+        orders = [
+            grain.MapDataset.range(len(component)).seed((seed + number * _SEED_STEP) % 2**32).shuffle()
+            for number, component in enumerate(self._components)
+        ]
+        return _Interleaved(orders, self._weights, self._starts[:-1].tolist())
+
+    def fingerprint(self) -> int:
+        """Return a number that changes with the components' sizes and weights."""
+        return zlib.crc32(repr((self._weights, self._starts.tolist())).encode())
+
+
+class _Interleaved(grain.MapDataset):
+    """Rows of several datasets, interleaved by weight, each with an offset."""
+
+    def __init__(self, parents: Sequence[grain.MapDataset], weights: Sequence[int], offsets: Sequence[int]):
+        super().__init__(parents)
+        self._weights, self._offsets = list(weights), list(offsets)
+        self._length = sum(len(parent) for parent in parents)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        component, row = interleave(index, self._weights)
+        return self._parents[component][row] + self._offsets[component]
+
+
+def interleave(row: int, weights: Sequence[int]) -> tuple[int, int]:
+    """Return the component of a global row, and the row within that component.
+
+    Of the first n rows, component i gets its share w_i / sum(w) to within the number of components.
+
+    Args:
+      row: global row, at least 0.
+      weights: positive integers.
+    """
+    remaining = sum(weights)
+    for component, weight in enumerate(weights):
+        # Of the first n rows left by earlier components, component i takes ceil(n * w_i / (w_i + w_{i+1} + ...)).
+        before, after = -(-row * weight // remaining), -(-(row + 1) * weight // remaining)
+        if after > before:
+            return component, before
+        row -= before
+        remaining -= weight
+    raise AssertionError("unreachable: the last component takes every row")
+
+
+def _integers(weights: Sequence[float]) -> list[int]:
+    """Scale weights to integers, exactly where they are ratios of small integers."""
+    shares = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
+    denominator = int(np.lcm.reduce([share.denominator for share in shares], dtype=object))
+    return [max(1, int(share * denominator)) for share in shares]
+
+
+def load_mixture(path: str, split: str, load: Callable[[str, str], Source]) -> MixtureSource:
+    """Open the mixture of a JSON file.
+
+    The file is a list of {"path": dataset, "weight": rate, "max_samples": count, "split": split, "name": name}.
+    Relative paths start at the folder of the file. Without weights, the rates are the numbers of samples. `max_samples`
+    takes the first samples. `split` is that of the mixture by default, `name` is the path.
+
+    Args:
+      path: path of the JSON file.
+      split: split of the components.
+      load: `load(dataset, split)` opens a component.
+
+    Raises:
+      FileNotFoundError: the file or a component does not exist.
+      ValueError: the file is damaged, or a component is wrong.
+    """
+    entries = _entries(path)
+    components: dict[str, Source] = {}
+    for number, entry in enumerate(entries):
+        name = entry.get("name", entry["path"])
+        if name in components:
+            raise ValueError(f'{path}: expected different names, got {name!r} twice; give each component a "name"')
+        try:
+            source = load(_resolve(entry["path"], path), entry.get("split", split))
+        except (ValueError, FileNotFoundError) as error:
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            raise kind(f"{path}, component {number}: {error}") from error
+        limit = entry.get("max_samples")
+        components[name] = source if limit is None else SampleRange(source, 0, min(limit, len(source)), source.split)
+    weights = [
+        entry.get("weight", len(component)) for entry, component in zip(entries, components.values(), strict=True)
+    ]
+    return MixtureSource(components, weights, path, split)
+
+
+def _entries(path: str) -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(files.read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path} is not JSON: {error}; expected a list of {{"path": ..., "weight": ...}}') from None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f'{path}: expected a list of {{"path": ..., "weight": ...}}, got {str(entries)[:40]}')
+    for number, entry in enumerate(entries):
+        _check_entry(f"{path}, component {number}", entry)
+    if len({"weight" in entry for entry in entries}) > 1:
+        raise ValueError(f"{path}: expected a weight for every component or for none")
+    return entries
+
+
+def _check_entry(entry_name: str, entry: Any) -> None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+        raise ValueError(f'{entry_name}: expected an object with a "path", got {str(entry)[:40]}')
+    if set(entry) - set(_KEYS):
+        unknown = ", ".join(sorted(set(entry) - set(_KEYS)))
+        raise ValueError(f"{entry_name}: expected the keys {', '.join(_KEYS)}, got {unknown}")
+    if entry["path"].partition("?")[0].endswith(".json"):
+        raise ValueError(
+            f"{entry_name}: expected a dataset that is no mixture, got {entry['path']}; list its components here"
+        )
+    for key in ("split", "name"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{entry_name}: expected a text for {key!r}, got {entry[key]!r}")
+    weight, limit = entry.get("weight", 1), entry.get("max_samples", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight < float("inf"):
+        raise ValueError(f"{entry_name}: expected a weight of at least 1e-6, got {weight!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"{entry_name}: expected max_samples >= 1, got {limit!r}")
+
+
+def _resolve(dataset: str, mixture: str) -> str:
+    """Make relative paths of existing files relative to the mixture's folder."""
+    folder = mixture.rpartition("/")[0]
+    if not folder or files.is_remote(dataset) or os.path.isabs(dataset):
+        return dataset
+    return "::".join(
+        component if not _is_relative_path(folder, component) else f"{folder}/{component}"
+        for component in dataset.split("::")
+    )
+
+
+def _is_relative_path(folder: str, dataset: str) -> bool:
+    path = dataset.partition("?")[0]
+    is_path = files.has_pattern(path) or os.path.splitext(path)[1] != "" or path.startswith(".")
+    return is_path or (not files.is_remote(folder) and os.path.exists(os.path.join(folder, path)))

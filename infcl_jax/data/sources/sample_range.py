@@ -1,0 +1,35 @@
+"""Ranges of the samples of a source."""
+
+from __future__ import annotations
+
+from infcl_jax.data.sources.base import Example, Source, check_index, describe, source_name
+
+
+class SampleRange:
+    """Samples [start, stop) of a source.
+
+    Args:
+      source: source of the samples.
+      start: first sample.
+      stop: sample after the last one.
+      split: name of the range.
+    """
+
+    def __init__(self, source: Source, start: int, stop: int, split: str):
+        self.name, self.split = source.name, split
+        self._source, self._start, self._size = source, start, stop - start
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Example:
+        check_index(index, self._size)
+        return self._source[self._start + index]
+
+    def describe(self, index: int) -> str:
+        """Name a record of the underlying source."""
+        return describe(self._source, self._start + index)
+
+    def source_name(self, index: int) -> str:
+        """Name the dataset of a record."""
+        return source_name(self._source, self._start + index)

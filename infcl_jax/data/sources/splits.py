@@ -1,0 +1,115 @@
+"""Splits of datasets given by path."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infcl_jax.data.sources import files
+
+_ALIASES = (
+    ("train", "training"),
+    ("validation", "val", "valid", "dev"),
+    ("test", "testing"),
+)
+WHOLE = "all"  # all samples of a path; a path without splits is also the split "train"
+_SLICE = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
+
+
+class Split(NamedTuple):
+    """Split name with bounds, such as "train[:90%]".
+
+    Attributes:
+      name: name without bounds.
+      start: first sample, such as "10%" or "100"; None: the first of all.
+      stop: sample after the last; None: all.
+    """
+
+    name: str
+    start: str | None
+    stop: str | None
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Return the bounds in samples; percentages are rounded."""
+        start = 0 if self.start is None else min(_position(self.start, size), size)
+        stop = size if self.stop is None else min(_position(self.stop, size), size)
+        return start, stop
+
+
+def _position(bound: str, size: int) -> int:
+    return round(size * int(bound[:-1]) / 100) if bound.endswith("%") else int(bound)
+
+
+def parse_split(split: str) -> Split:
+    """Parse a split name with bounds.
+
+    Raises:
+      ValueError: the syntax is wrong.
+    """
+    match = _SLICE.fullmatch(split)
+    if match is None:
+        raise ValueError(f"expected a split such as train, train[:90%] or train[100:200], got {split!r}")
+    return Split(match["name"], match["start"], match["stop"])
+
+
+def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str]:
+    """Find the files or the subfolder of a split in a folder.
+
+    A subfolder or files whose name contains the split's name as a word (`train/`, `train-00000.tar`, `coco_val.csv`)
+    are the split. In a folder without such names, everything is the split "train" or "all".
+
+    Args:
+      folder: path of the folder.
+      split: name of the split, without bounds.
+      extensions: extensions of datasets in files.
+
+    Returns:
+      Sorted paths of files with the same extension, or the path of one folder.
+
+    Raises:
+      ValueError: the folder has other splits.
+    """
+    names = sorted(os.listdir(folder))
+    folders = [name for name in names if os.path.isdir(f"{folder}/{name}")]
+    tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith((".", "metadata."))]
+    if not tables and "data" in folders and any(f.endswith(tuple(extensions)) for f in os.listdir(f"{folder}/data")):
+        return split_folder(f"{folder}/data", split, extensions)  # repositories of Hugging Face
+    known = {alias for aliases in _ALIASES for alias in aliases}
+    splits = [name for name in folders if name in known] + [name for name in tables if words(name) & known]
+    requested = aliases_of(split)
+    for name in folders:
+        if name in requested:
+            return [f"{folder}/{name}"]
+    chosen = [name for name in tables if words(name) & requested]
+    if split == WHOLE:
+        chosen = tables
+    if not chosen and splits and split != WHOLE:
+        raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(splits[:8])}")
+    if not chosen:
+        check_only_split(folder, split)
+        chosen = tables
+    if len({os.path.splitext(name)[1] for name in chosen}) > 1:
+        raise ValueError(f"{folder} has files of several kinds: {', '.join(chosen[:4])}; name the files, such as *.tar")
+    return [f"{folder}/{name}" for name in chosen] or [folder]
+
+
+def check_only_split(path: str, split: str) -> None:
+    """Check the split of files that are one split.
+
+    Raises:
+      ValueError: the split is neither "train" nor "all", nor a word of the path's last component.
+    """
+    if split not in ("train", WHOLE) and not aliases_of(split) & words(files.name_of(path)):
+        raise ValueError(f"{path} is one split, train, got split {split!r}; use train, or bounds such as train[90%:]")
+
+
+def aliases_of(split: str) -> set[str]:
+    """Return the names of a split in paths."""
+    return next((set(aliases) for aliases in _ALIASES if split in aliases), {split})
+
+
+def words(name: str) -> set[str]:
+    """Split a file name into words of letters."""
+    return set(re.split(r"[^a-z]+", name.lower()))

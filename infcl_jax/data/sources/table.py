@@ -1,0 +1,283 @@
+"""Tables of captioned images: CSV, TSV, JSON lines and parquet files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from csv import Error as CSVError
+from csv import reader
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv, json, parquet
+
+from infcl_jax.data.sources import captions, files
+from infcl_jax.data.sources.base import Example, bad_record, check_index
+
+EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
+IMAGE_COLUMNS = (
+    "image", "image_path", "filepath", "file_path", "filename", "file_name", "path", "file", "img", "img_path", "jpg",
+    "image_bytes", "bytes", "url", "image_url",
+)  # fmt: skip
+CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
+_OPTIONS = ("image", "caption", "folder")
+_BLOCK = 2**26  # bytes of text parsed at once; longer than any row
+_ROW_GROUPS = 2  # decoded parquet row groups in memory
+
+_logger = logging.getLogger(__name__)
+
+
+class TableSource:
+    """Captioned images of the rows of tables.
+
+    The image column has paths or encoded images (bytes, or {"bytes", "path"} as Hugging Face writes them). A caption
+    column has texts or lists of texts. Rows without image or caption are dropped. Samples are numbered in the order of
+    the files and rows. Tables stay in memory, but for images in parquet: reading one of them decodes its row group, so
+    parquet with images is fast only for small row groups.
+
+    Args:
+      paths: CSV, TSV, JSON lines or parquet files with the same columns.
+      name: name of the dataset.
+      split: name of the split.
+      options: "image": column of the images, "caption": columns of the captions separated by commas, "folder": base of
+        relative image paths. By default, the first column named in `IMAGE_COLUMNS` and `CAPTION_COLUMNS`, in any
+        capitalization, and the folder of each file.
+
+    Raises:
+      FileNotFoundError: a table does not exist.
+      ValueError: a table is damaged, a column is missing, or no row has an image and a caption.
+    """
+
+    def __init__(self, paths: Sequence[str], name: str, split: str, options: Mapping[str, str] | None = None):
+        options = options or {}
+        self.name, self.split, self._paths, self._options = name, split, list(paths), dict(options)
+        unknown = set(options) - set(_OPTIONS)
+        if unknown:
+            raise ValueError(f"expected the options {', '.join(_OPTIONS)} of {name}, got {', '.join(sorted(unknown))}")
+        tables = [_Table(path, options) for path in paths]
+        self._tables, self._starts = tables, np.cumsum([0, *(len(table) for table in tables)])
+        self.dropped: dict[str, int] = {}
+        for reason in ("damaged row", "no image", "no caption"):
+            count = sum(table.dropped.get(reason, 0) for table in tables)
+            if count:
+                self.dropped[reason] = count
+        if self.dropped:
+            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+        if len(self) == 0:
+            raise ValueError(f"{name} has no row with an image and a caption; check the columns {tables[0].columns}")
+
+    def __reduce__(self) -> Any:
+        return TableSource, (self._paths, self.name, self.split, self._options)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _locate(self, index: int) -> tuple[_Table, int]:
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._tables[number], index - int(self._starts[number])
+
+    def __getitem__(self, index: int) -> Example:
+        check_index(index, len(self))
+        table, row = self._locate(index)
+        try:
+            return captions.example(table.image(row), table.captions(row))
+        except Exception as error:  # file systems and parsers raise any exception
+            raise bad_record(self.describe(index), error) from error
+
+    def describe(self, index: int) -> str:
+        """Name a record by dataset, split, index, table and image path."""
+        table, row = self._locate(index)
+        key = f", {table.key(row)}" if table.key(row) else ""
+        return f"record {index} of {self.name}, split {self.split} ({files.name_of(table.path)}{key})"
+
+    def source_name(self, index: int) -> str:
+        """Name the dataset of a record."""
+        return self.name
+
+
+class _Table:
+    """Rows of one file that have an image and a caption.
+
+    Attributes:
+      path: path of the file.
+      columns: names of all columns.
+      dropped: number of rows that are left out, by reason.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, str]):
+        self.path = path
+        self.dropped: dict[str, int] = {}
+        self._folder = options.get("folder") or path.rpartition("/")[0]
+        self._groups: _RowGroups | None = None
+        read = self._read_parquet if path.endswith(".parquet") else self._read_text
+        table = read(path, options)
+        complete = self._complete(table)
+        self._rows = np.flatnonzero(complete)
+        # Filtering keeps the chunks of a column: one Arrow array has at most 2 GiB of text.
+        table = table.filter(pa.array(complete))
+        self._texts = [table.column(name) for name in self._captions]
+        self._images = None if self._groups else table.column(self._image)
+        self._check_paths()
+
+    def _choose_columns(self, columns: Sequence[str], options: Mapping[str, str]) -> None:
+        self.columns = ", ".join(columns)
+        requested = [column for column in options.get("caption", "").split(",") if column]
+        self._image = options.get("image") or self._detect(columns, "image", IMAGE_COLUMNS)
+        self._captions = requested or [self._detect(columns, "caption", CAPTION_COLUMNS)]
+        for option, column in [("image", self._image), *(("caption", column) for column in self._captions)]:
+            if list(columns).count(column) > 1:
+                raise ValueError(f"{self.path} has several columns named {column!r}; rename all but one")
+            if column not in columns:
+                raise ValueError(f"{self.path} has no {option} column {column!r}; its columns are {self.columns}")
+
+    def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
+        lower = {column.lower(): column for column in reversed(columns)}
+        for name in known:
+            if name in lower:
+                return lower[name]
+        raise ValueError(
+            f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
+        )
+
+    def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
+        try:
+            file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
+            schema = file.schema_arrow
+            self._choose_columns(schema.names, options)
+            if _has_bytes(schema.field(self._image).type):
+                self._groups = _RowGroups(file, self._image)
+            return file.read(columns=self._captions if self._groups else self._used())
+        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is not a parquet file: {reason}") from error
+
+    def _read_text(self, path: str, options: Mapping[str, str]) -> pa.Table:
+        try:
+            with files.open_file(path) as file:
+                if path.endswith(".jsonl"):
+                    table = json.read_json(file, json.ReadOptions(block_size=_BLOCK))
+                    self._choose_columns(table.column_names, options)
+                    return table.select(self._used())
+                header = file.readline()
+                file.seek(0)
+                return self._read_csv(file, header, options)
+        except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} cannot be read: {reason}; check that it is a table in UTF-8") from error
+
+    def _read_csv(self, file: BinaryIO, header: bytes, options: Mapping[str, str]) -> pa.Table:
+        def skip_damaged(row: Any) -> str:
+            self.dropped["damaged row"] = self.dropped.get("damaged row", 0) + 1
+            return "skip"
+
+        separator = "\t" if b"\t" in header else ","
+        names = next(reader(header.decode("utf-8-sig").splitlines()[:1], delimiter=separator), [])
+        self._choose_columns(names, options)
+        used = self._used()
+        return csv.read_csv(
+            file,
+            csv.ReadOptions(block_size=_BLOCK, use_threads=False),
+            csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip_damaged),
+            # Bytes, because one caption that is not UTF-8 must not spoil the table.
+            csv.ConvertOptions(check_utf8=False, include_columns=used, column_types=dict.fromkeys(used, pa.binary())),
+        )
+
+    def _used(self) -> list[str]:
+        return list(dict.fromkeys([self._image, *self._captions]))
+
+    def _complete(self, table: pa.Table) -> np.ndarray:
+        """Tell which rows have an image and a caption, and count the others."""
+        images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
+        captioned = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
+        for reason, mask in (("no image", ~images), ("no caption", images & ~captioned)):
+            if mask.any():
+                self.dropped[reason] = int(mask.sum())
+        return images & captioned
+
+    def _check_paths(self) -> None:
+        if self._images is not None and len(self) and _string(self._images[0]).startswith(("http://", "https://")):
+            raise ValueError(
+                f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
+                "for example with img2dataset, or name another column with ?image=COLUMN"
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def image(self, row: int) -> bytes:
+        """Read the encoded image of a row."""
+        if self._groups is not None:
+            return self._groups.read(int(self._rows[row]))
+        return files.read_file(_join(self._folder, self.key(row)))
+
+    def captions(self, row: int) -> list[str]:
+        """Return the captions of a row."""
+        result: list[str] = []
+        for column in self._texts:
+            value = column[row].as_py()
+            for item in value if isinstance(value, list) else [value]:
+                result.append(captions.text(item) if isinstance(item, bytes) else str(item or "").strip())
+        return result
+
+    def key(self, row: int) -> str:
+        """Return the image path of a row, or "" for images in the table."""
+        return "" if self._images is None else _string(self._images[row])
+
+
+class _RowGroups:
+    """Images of a parquet file, read by row group."""
+
+    def __init__(self, file: parquet.ParquetFile, column: str):
+        self._file, self._column, self._lock = file, column, threading.Lock()
+        counts = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *counts])
+        self._decoded: dict[int, pa.Array] = {}
+
+    def read(self, row: int) -> bytes:
+        """Read the encoded image of a row of the file."""
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        with self._lock:
+            if group not in self._decoded:
+                while len(self._decoded) >= _ROW_GROUPS:
+                    del self._decoded[next(iter(self._decoded))]
+                table = self._file.read_row_group(group, columns=[self._column])
+                self._decoded[group] = table.column(0).combine_chunks()
+            value = self._decoded[group][row - int(self._starts[group])].as_py()
+        if isinstance(value, dict):
+            value = value.get("bytes")
+        if not value:
+            raise ValueError("the image is empty")
+        return value
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_filled(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Tell which values are neither null nor empty."""
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), bool)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lengths = pc.list_value_length(column)
+    elif pa.types.is_string(column.type) or _has_bytes(column.type) or pa.types.is_large_string(column.type):
+        lengths = pc.binary_length(column)
+    else:
+        raise ValueError(f"expected texts or lists of texts in a column, got {column.type}")
+    return np.asarray(pc.fill_null(lengths, 0)) > 0
+
+
+def _string(value: pa.Scalar) -> str:
+    value = value.as_py()
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _join(folder: str, path: str) -> str:
+    if files.is_remote(path) or os.path.isabs(path) or not folder:
+        return path
+    return f"{folder}/{path}"

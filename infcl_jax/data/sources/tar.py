@@ -1,0 +1,103 @@
+"""Tar files of images and captions, as webdataset and img2dataset write them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from infcl_jax.data.sources import captions, files, tar_scan
+from infcl_jax.data.sources.base import Example, bad_record, check_index
+from infcl_jax.data.sources.tar_index import load_index
+
+_CAPTIONS = ("txt", "json")
+_READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
+
+_logger = logging.getLogger(__name__)
+
+
+class TarSource:
+    """Random access to the samples of tar files.
+
+    A sample is the members whose names are equal up to the first dot of the last component: an image (jpg, jpeg, png,
+    webp and others) and a caption (txt, or json with a `caption`), in any order. Samples without image or caption are
+    dropped. Samples are numbered in the order of the shards, and by their first member within a shard.
+
+    Args:
+      shards: tar files, local or remote.
+      name: name of the dataset.
+      split: name of the split.
+      caption: extension of the caption member, or "json.FIELD"; None: txt, then json.
+
+    Raises:
+      FileNotFoundError: a shard does not exist.
+      ValueError: no sample has an image and a caption.
+    """
+
+    def __init__(self, shards: Sequence[str], name: str, split: str, caption: str | None = None):
+        self.name, self.split = name, split
+        extension, _, field = (caption or "").partition(".")
+        self._members = (extension.lower(),) if extension else _CAPTIONS
+        self._fields = (field,) if field else captions.JSON_FIELDS
+        self._index = load_index(shards, self._members, name)
+        self._files = files.Files(self._index.shards)
+        for problem in self._index.problems:
+            _logger.warning("%s; the samples before it are used", problem)
+        if self.dropped:
+            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+        if len(self) == 0:
+            members = " or ".join(self._members)
+            raise ValueError(
+                f"{name} has no sample with an image and a caption ({members})"
+                + "".join(f"; {problem}" for problem in self._index.problems[:1])
+                + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION"
+            )
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of members or samples that are left out, by reason."""
+        return self._index.dropped
+
+    def __len__(self) -> int:
+        return len(self._index.entries)
+
+    def __getitem__(self, index: int) -> Example:
+        check_index(index, len(self))
+        try:
+            return self._read(*self._index.locate(index))
+        except Exception as error:  # remote file systems raise any exception
+            raise bad_record(self.describe(index), error) from error
+
+    def _read(self, shard: int, entry: np.void) -> Example:
+        image_start, caption_start = (int(entry[key]) * tar_scan.BLOCK for key in ("image_block", "caption_block"))
+        image_stop, caption_stop = image_start + int(entry["image_size"]), caption_start + int(entry["caption_size"])
+        start, stop = min(image_start, caption_start), max(image_stop, caption_stop)
+        gap = max(image_start, caption_start) - min(image_stop, caption_stop)
+        if gap <= _READ_BETWEEN:
+            data = self._files.read(shard, start, stop - start)
+            image = data[image_start - start : image_stop - start]
+            caption = data[caption_start - start : caption_stop - start]
+        else:
+            image = self._files.read(shard, image_start, image_stop - image_start)
+            caption = self._files.read(shard, caption_start, caption_stop - caption_start)
+        if self._members[int(entry["caption_member"])] == "json":
+            return captions.example(image, captions.json_captions(json.loads(captions.text(caption)), self._fields))
+        return captions.example(image, [captions.text(caption)])
+
+    def describe(self, index: int) -> str:
+        """Name a record by dataset, split, index, shard and key."""
+        shard, entry = self._index.locate(index)
+        try:
+            header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
+            member = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+        except Exception:  # the reason why the record is bad is reported, not this one
+            member = "?"
+        path = files.name_of(self._index.shards[shard])
+        return f"record {index} of {self.name}, split {self.split} ({path}, key {tar_scan.split_name(member)[0]})"
+
+    def source_name(self, index: int) -> str:
+        """Name the dataset of a record."""
+        return self.name

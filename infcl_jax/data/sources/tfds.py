@@ -1,0 +1,184 @@
+"""TFDS datasets in array_record format, the built-in shapes among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from infcl_jax.data import shapes
+from infcl_jax.data.shapes_builder import Shapes
+from infcl_jax.data.sources.base import (
+    BadRecordError,
+    Classes,
+    Example,
+    bad_record,
+    check_index,
+    check_split,
+)
+from infcl_jax.data.sources.builtin import DIGITS
+
+BUILT_IN = (*(f"shapes/{config.name}" for config in Shapes.BUILDER_CONFIGS), DIGITS)
+
+_PHOTO_TEMPLATES = (
+    "a photo of a {}",
+    "a picture of a {}",
+    "an image of one {}",
+    "a close view of the {}",
+    "a {} in a photo",
+    "the {}",
+)
+
+
+class RecordSource:
+    """TFDS dataset in array_record format, read without TensorFlow.
+
+    Its features must have an `image` (Image, or a uint8 tensor) and `caption` or `captions` (text, a sequence of texts,
+    or a sequence of dicts with a `text`). Without captions, they are generated from a `label` (ClassLabel), one per
+    template.
+
+    Args:
+      name: dataset name, with its config if it has one, such as "shapes/quickstart".
+      split: split of the dataset, or a subset in TFDS syntax such as "train[:10%]".
+      data_dir: directory of the prepared datasets.
+
+    Raises:
+      FileNotFoundError: the dataset is not prepared in `data_dir`.
+      ValueError: the name or split is unknown, the file format is not array_record, or the features lack image or
+        captions.
+    """
+
+    def __init__(self, name: str, split: str, data_dir: str | Path):
+        builder = open_builder(name, data_dir)
+        check_split(name, split.split("[")[0], tuple(builder.info.splits))
+        self.name, self.split, self._data_dir = name, split, data_dir
+        self._caption_key = _caption_key(name, builder.info.features)
+        self._classes = record_classes(name, builder.info.features)
+        if "array_record" not in str(builder.info.file_format).lower():
+            raise ValueError(
+                f"{name} in {data_dir} must be prepared as array_record, got {builder.info.file_format}; "
+                'prepare it with file_format="array_record"'
+            )
+        # Images stay encoded: decoding is a later stage, and TFDS uses OpenCV or PIL depending on what is installed.
+        is_encoded = isinstance(builder.info.features["image"], tfds.features.Image)
+        decoders = {"image": tfds.decode.SkipDecoding()} if is_encoded else None
+        self._records = builder.as_data_source(split, decoders=decoders)
+
+    def __reduce__(self) -> tuple[type[RecordSource], tuple[str, str, str | Path]]:
+        return RecordSource, (self.name, self.split, self._data_dir)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Example:
+        check_index(index, len(self))
+        try:
+            return self._example(self._records[index])
+        except Exception as error:  # record readers and protobuf raise any exception
+            raise self._bad(f"record {index}", error) from error
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        try:
+            return [self._example(record) for record in self._records.__getitems__(list(indices))]
+        except Exception as error:
+            raise self._bad(f"record among {min(indices)} to {max(indices)}", error) from error
+
+    def _bad(self, which: str, error: Exception) -> BadRecordError:
+        return bad_record(f"{which} of {self.name}, split {self.split}", error)
+
+    def _example(self, record: dict[str, Any]) -> Example:
+        label = int(record["label"]) if self._classes else -1
+        if self._caption_key:
+            captions = _texts(record[self._caption_key])
+        else:
+            assert self._classes is not None
+            captions = tuple(template.format(self._classes.names[label]) for template in self._classes.templates)
+        if not captions:
+            raise ValueError("no captions")
+        return {"image": record["image"], "caption": captions[0], "captions": captions, "label": label}
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Flatten a text, a sequence of texts, or dicts with texts."""
+    if isinstance(value, dict):
+        return _texts(value["text"])
+    if isinstance(value, bytes):
+        return (value.decode("utf-8"),)
+    return tuple(text for item in value for text in _texts(item))
+
+
+def _caption_key(name: str, features: tfds.features.FeaturesDict) -> str | None:
+    if "image" not in features:
+        raise ValueError(f"{name} must have an image feature, got features {', '.join(features)}")
+    for key in ("caption", "captions"):
+        if key in features:
+            return key
+    if record_classes(name, features) is None:
+        raise ValueError(
+            f"{name} must have a caption, captions or label (ClassLabel) feature, got features {', '.join(features)}"
+        )
+    return None
+
+
+def record_classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
+    """Get the classes of a TFDS dataset, or None without a `label`."""
+    if "label" not in features or not isinstance(features["label"], tfds.features.ClassLabel):
+        return None
+    if name.split("/")[0] == Shapes.name:
+        return Classes(shapes.CLASS_NAMES, shapes.TEMPLATES)
+    return Classes(tuple(label.replace("_", " ") for label in features["label"].names), _PHOTO_TEMPLATES)
+
+
+def dataset_dir(name: str, data_dir: str | Path) -> Path | None:
+    """Find the newest prepared version of a TFDS dataset.
+
+    Args:
+      name: dataset name, with its config if it has one.
+      data_dir: directory of the prepared datasets.
+
+    Returns:
+      `data_dir/name/version`, or None without a complete version.
+    """
+    versions = [
+        path
+        for path in (Path(data_dir) / name).glob("*.*.*")
+        if re.fullmatch(r"\d+\.\d+\.\d+", path.name) and (path / "dataset_info.json").is_file()
+    ]
+    return max(versions, key=lambda path: tuple(int(number) for number in path.name.split(".")), default=None)
+
+
+def check_name(name: str) -> None:
+    """Check that a dataset name is known.
+
+    Args:
+      name: built-in dataset, or dataset of the TFDS catalog with its config if it has one.
+
+    Raises:
+      ValueError: the name is neither built in nor in the TFDS catalog.
+    """
+    catalog = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
+    if name not in BUILT_IN and name.split("/")[0] not in catalog:
+        raise ValueError(
+            f"dataset must be one of {', '.join(BUILT_IN)}, a name of the TFDS catalog such as coco_captions/2014, or"
+            f" the path of tar files, tables, a folder or a mixture, got {name!r}"
+        )
+
+
+def open_builder(name: str, data_dir: str | Path) -> tfds.core.DatasetBuilder:
+    """Open the newest prepared version of a TFDS dataset.
+
+    Raises:
+      FileNotFoundError: the dataset is not prepared; the message gives the command to prepare it.
+      ValueError: the name is unknown.
+    """
+    directory = dataset_dir(name, data_dir)
+    if directory is None:
+        check_name(name)
+        raise FileNotFoundError(
+            f"{name} is not prepared in {Path(data_dir) / name}; run "
+            f"`python -m experiments.prepare_data --dataset={name} --data_dir={data_dir}`"
+        )
+    return tfds.builder_from_directory(directory)

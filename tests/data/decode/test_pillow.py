@@ -1,0 +1,152 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from infcl_jax.data.decode import decode, pillow
+
+RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+
+
+def encoded(image, format="png", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format=format, **options)
+    return buffer.getvalue()
+
+
+def reference(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize(
+    "mode,format",
+    [
+        ("RGB", "png"),
+        ("RGB", "jpeg"),
+        ("RGB", "webp"),
+        ("RGB", "bmp"),
+        ("RGB", "tiff"),
+        ("L", "jpeg"),
+        ("L", "png"),
+        ("1", "png"),
+        ("P", "png"),
+        ("P", "gif"),
+        ("CMYK", "jpeg"),
+        ("CMYK", "tiff"),
+        ("YCbCr", "tiff"),
+    ],
+)
+def test_opaque_images_equal_the_conversion_of_pillow(mode, format):
+    data = encoded(Image.fromarray(RGB).convert(mode), format)
+    assert decode(data).dtype == np.uint8 and decode(data).shape == (6, 9, 3)
+    np.testing.assert_array_equal(decode(data), reference(data))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "L", "RGB"])
+def test_transparent_pixels_are_white(mode):
+    image = Image.fromarray(RGB).convert("RGBA")
+    image.putalpha(Image.fromarray(np.where(np.arange(54).reshape(6, 9) % 2, 255, 0).astype(np.uint8)))
+    if mode == "PA":
+        data = encoded(image.quantize(255))
+    elif mode in ("P", "L", "RGB"):
+        gray = np.full((6, 9), 7, np.uint8)
+        gray[:, ::2] = 1
+        image = Image.fromarray(gray).convert(mode)
+        data = encoded(image, transparency=(1, 1, 1) if mode == "RGB" else 1)
+    else:
+        data = encoded(image.convert(mode))
+    result, expected = decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
+    opaque = expected[..., 3] == 255
+    assert set(np.unique(expected[..., 3])) == {0, 255}
+    assert (result[~opaque] == 255).all()
+    np.testing.assert_array_equal(result[opaque], expected[opaque, :3])
+
+
+def test_half_transparent_pixels_mix_with_white():
+    data = encoded(Image.new("RGBA", (2, 2), (0, 100, 200, 51)))
+    np.testing.assert_array_equal(decode(data)[0, 0], [204, 224, 244])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["jpeg", "png", "webp", "tiff"])
+def test_exif_orientation_is_applied(orientation, format):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (16, 32))
+    image.paste("red", (0, 0, 8, 16))  # the stored top left
+    result = decode(encoded(image, format, exif=exif))
+    assert result.shape[:2] == ((32, 16) if orientation < 5 else (16, 32))
+    red = (result[..., 0] > 128)[[3, 3, -4, -4], [3, -4, 3, -4]].tolist()
+    corner = {1: 0, 2: 1, 3: 3, 4: 2, 5: 0, 6: 1, 7: 3, 8: 2}[orientation]
+    assert red == [index == corner for index in range(4)]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_exif_keeps_the_pixels():
+    data = encoded(Image.fromarray(RGB), "jpeg", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    np.testing.assert_array_equal(decode(data), reference(data))
+
+
+@pytest.mark.parametrize(
+    "levels,format,expected",
+    [
+        (np.array([[0, 257], [32896, 65535]], np.uint16), "png", [[0, 1], [128, 255]]),
+        (np.array([[0, 257], [32896, 65535]], np.uint16), "tiff", [[0, 1], [128, 255]]),
+        (np.array([[-100, 0], [100, 155]], np.int32), "tiff", [[0, 100], [200, 255]]),
+        (np.array([[0.0, 0.2], [0.6, 1.0]], np.float32), "tiff", [[0, 51], [153, 255]]),
+        (np.array([[0.0, np.nan], [2.0, 1.0]], np.float32), "tiff", [[0, 0], [255, 128]]),
+        (np.full((2, 2), 7, np.int32), "tiff", [[0, 0], [0, 0]]),
+    ],
+)
+def test_deep_images_are_scaled(levels, format, expected):
+    result = decode(encoded(Image.fromarray(levels), format))
+    np.testing.assert_array_equal(result, np.repeat(np.array(expected)[..., None], 3, axis=2))
+
+
+def header_only(width, height):
+    """A PNG with the size in its header and hardly any data."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (9000, 9000), (0, 5)])
+def test_sizes_out_of_range_are_refused(size):
+    with pytest.raises(Exception, match=r"sides of 2 to 16384 pixels|PNG|identify|one of"):
+        decode(header_only(*size))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (20000, 100), (9000, 9000)])
+def test_the_limits_are_stated(size):
+    match = f"sides of 2 to 16384 pixels and at most 67108864 pixels, got {size[0]} x {size[1]}"
+    with pytest.raises(ValueError, match=match):
+        decode(header_only(*size))
+
+
+def test_bombs_are_refused_before_decoding():
+    with pytest.raises(Exception, match=r"decompression bomb|pixels"):
+        decode(header_only(100000, 100000))
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>not found</html>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n"])
+def test_other_files_are_refused(data):
+    with pytest.raises(ValueError, match="expected an image file in one of JPEG, PNG"):
+        decode(data)
+
+
+def test_truncated_images_are_refused():
+    data = encoded(Image.fromarray(RGB), "jpeg")
+    with pytest.raises(OSError, match="truncated"):
+        decode(data[:-20])
+
+
+def test_formats_are_known_to_pillow():
+    Image.init()
+    assert set(pillow.FORMATS) - {"AVIF", "JPEG2000"} <= set(Image.OPEN)

@@ -1,0 +1,154 @@
+import json
+import pickle
+
+import captioned
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from infcl_jax.data import BadRecordError, load_source
+
+ROWS = [(f"images/{i:06d}.jpg", f'caption {i}, "quoted"\nand a second line') for i in range(4)]
+CAPTIONS = [row[1] for row in ROWS]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    captioned.write_folder(
+        tmp_path, [(f"images/{key}", {"jpg": contents["jpg"]}) for key, contents in captioned.samples(4)]
+    )
+    return tmp_path
+
+
+def load(path, split="train"):
+    return load_source(str(path), split)
+
+
+def captions(source):
+    return [source[index]["caption"] for index in range(len(source))]
+
+
+def as_jsonl(path):
+    path.write_text("".join(json.dumps({"path": p, "text": c}) + "\n" for p, c in ROWS))
+
+
+def as_parquet(path):
+    parquet.write_table(pa.table({"path": [p for p, _ in ROWS], "text": [c for _, c in ROWS]}), path)
+
+
+WRITERS = {
+    "a.csv": lambda path: captioned.write_csv(path, ROWS),
+    "a.tsv": lambda path: captioned.write_csv(path, ROWS, ("image", "title"), delimiter="\t"),
+    "tabs.csv": lambda path: captioned.write_csv(path, ROWS, ("Filepath", "Title"), delimiter="\t"),
+    "a.jsonl": as_jsonl,
+    "a.parquet": as_parquet,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format(folder, name):
+    WRITERS[name](folder / name)
+    source = load(folder / name)
+    assert captions(source) == CAPTIONS
+    assert [source[i]["image"] for i in range(4)] == [captioned.jpeg(i) for i in range(4)]
+    assert pickle.loads(pickle.dumps(source))[2] == source[2]
+
+
+def test_utf_8_with_byte_order_mark(folder):
+    text = "path,caption\nimages/000000.jpg,grün 猫\n".encode("utf-8-sig")
+    (folder / "a.csv").write_bytes(text)
+    assert captions(load(folder / "a.csv")) == ["grün 猫"]
+
+
+@pytest.mark.parametrize("struct", [True, False])
+def test_parquet_with_images(tmp_path, struct):
+    images = [captioned.jpeg(i) for i in range(7)]
+    column = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)] if struct else images
+    texts = [[f"a{i}", f"b{i}"] for i in range(7)]
+    for number, rows in enumerate((slice(0, 5), slice(5, 7))):
+        path = tmp_path / f"train-{number:05d}-of-00002.parquet"
+        parquet.write_table(pa.table({"image": column[rows], "captions": texts[rows]}), path, row_group_size=2)
+    source = load(tmp_path)
+    assert [source[i]["captions"] for i in range(7)] == [(f"a{i}", f"b{i}") for i in range(7)]
+    assert [source[i]["image"] for i in (6, 0, 3, 5, 1, 2, 4)] == [images[i] for i in (6, 0, 3, 5, 1, 2, 4)]
+
+
+def test_columns_and_folder_can_be_chosen(folder, tmp_path):
+    rows = [(str(i), f"{i:06d}.jpg", f"title {i}", f"alt {i}") for i in range(4)]
+    (tmp_path / "tables").mkdir()
+    captioned.write_csv(tmp_path / "tables" / "a.csv", rows, ("path", "picture", "Title", "alt text"))
+    source = load(f"{tmp_path}/tables/a.csv?image=picture&caption=alt text,Title&folder={folder}/images")
+    assert source[2]["captions"] == ("alt 2", "title 2") and source[2]["image"] == captioned.jpeg(2)
+
+
+def test_several_files_are_numbered_in_order(folder):
+    for number in (2, 0, 1):
+        captioned.write_csv(folder / f"{number}.csv", ROWS[number : number + 2])
+    for pattern in ("*.csv", "{0,1,2}.csv", f"0.csv::{folder}/1.csv::{folder}/2.csv"):
+        source = load(folder / pattern)
+        assert captions(source) == [CAPTIONS[i] for i in (0, 1, 1, 2, 2, 3)]
+
+
+def test_incomplete_and_damaged_rows_are_dropped_and_counted(folder, caplog):
+    text = "path,caption\nimages/000000.jpg,a\n,b\nimages/000001.jpg,\nc,d,e\nimages/000002.jpg,f\n"
+    (folder / "a.csv").write_text(text)
+    source = load(folder / "a.csv")
+    assert captions(source) == ["a", "f"]
+    assert source.dropped == {"damaged row": 1, "no image": 1, "no caption": 1}
+    assert "2 samples, dropped: 1 damaged row, 1 no image, 1 no caption" in caplog.text
+
+
+def test_damaged_rows_name_the_table_and_the_image(folder):
+    (folder / "a.csv").write_bytes(b"path,caption\nmissing.jpg,a\nimages/000001.jpg,\xff\xfe\nimages,b\n")
+    source = load(folder / "a.csv")
+    with pytest.raises(
+        BadRecordError, match=r"bad record 0 of .*a\.csv, split train \(a\.csv, missing\.jpg\): FileNot"
+    ):
+        source[0]
+    with pytest.raises(
+        BadRecordError, match=r"bad record 1 .*\(a\.csv, images/000001\.jpg\): .*not UTF-8: byte 0 is 0xff"
+    ):
+        source[1]
+    with pytest.raises(BadRecordError, match=r"bad record 2 "):
+        source[2]
+
+
+@pytest.mark.parametrize(
+    "text,option,match",
+    [
+        (
+            "path,comment\na,b\n",
+            "",
+            r"a\.csv has no caption column; its columns are path, comment: name one with \?caption=",
+        ),
+        (
+            "where,caption\na,b\n",
+            "",
+            r"a\.csv has no image column; its columns are where, caption: name one with \?image=",
+        ),
+        ("path,caption\na,b\n", "?caption=x", r"a\.csv has no caption column 'x'; its columns are path, caption"),
+        ("path,caption\na,b\n", "?images=x", "expected the options image, caption, folder of .*, got images"),
+        ("path,caption,path\na,b,c\n", "", "a.csv has several columns named 'path'"),
+        ("path,caption\n", "", "a.csv has no row with an image and a caption"),
+        ("path,caption\n,b\n", "", "a.csv has no row with an image and a caption"),
+        ("", "", "a.csv has no image column"),
+        (
+            "url,caption\nhttps://x.org/a.jpg,b\n",
+            "",
+            r"a\.csv has URLs in its image column 'url'; download .* img2dataset",
+        ),
+        (b"p\xff,caption\na,b\n", "", "a.csv cannot be read: .* check that it is a table in UTF-8"),
+    ],
+)
+def test_mistakes(tmp_path, text, option, match):
+    (tmp_path / "a.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=match) as error:
+        load(f"{tmp_path}/a.csv{option}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_other_files_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"garbage")
+    with pytest.raises(ValueError, match=rf"{name} (is not a parquet file|cannot be read): "):
+        load(tmp_path / name)

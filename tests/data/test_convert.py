@@ -1,0 +1,71 @@
+import captioned
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from infcl_jax.data import convert, load_source
+from infcl_jax.data.decode import decode_example
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A parquet file of 7 rows, the last without an image."""
+    images = [captioned.jpeg(i) for i in range(6)] + [b""]
+    texts = [[f"caption {i}"] for i in range(6)] + [["no image"]]
+    texts[2].append("another")
+    parquet.write_table(pa.table({"image": images, "captions": texts}), tmp_path / "a.parquet")
+    return f"{tmp_path}/a.parquet"
+
+
+def test_tar_files_have_the_samples_of_the_source(table, tmp_path, caplog):
+    line = convert(table, tmp_path / "tars", shard_samples=3)
+    assert line.startswith(f"{table}: 6 samples, 1 bad records left out, in ") and line.endswith(str(tmp_path / "tars"))
+    assert "bad record 6 of" in caplog.text
+    assert (
+        captioned.read_all(load_source(f"{tmp_path}/tars", "train"))
+        == captioned.read_all(load_source(table, "train"))[:6]
+    )
+    assert len(list((tmp_path / "tars").glob("train-*.tar"))) == 3
+
+
+def test_pixels_and_evaluation_captions_survive(tmp_path):
+    convert("digits", tmp_path, split="validation", shard_samples=100)
+    source, written = load_source("digits", "validation"), load_source(str(tmp_path), "validation")
+    assert len(written) == len(source)
+    for index in (0, 5, 150):
+        np.testing.assert_array_equal(decode_example(written, index)["image"], source[index]["image"])
+        assert written[index]["caption"] == source[index]["caption"]
+        assert set(written[index]["captions"]) == set(source[index]["captions"])
+
+
+def test_an_interrupted_conversion_continues(table, tmp_path):
+    convert(table, tmp_path / "tars", shard_samples=2)
+    paths = sorted((tmp_path / "tars").glob("*.tar"))
+    kept = {path: path.stat().st_mtime_ns for path in paths}
+    contents = paths[1].read_bytes()
+    paths[1].unlink()
+    (tmp_path / "tars" / ".train-00001.tar.tmp").write_bytes(b"half of a tar file")
+    convert(table, tmp_path / "tars", shard_samples=2)
+    assert paths[1].read_bytes() == contents
+    assert all(path.stat().st_mtime_ns == kept[path] for path in paths if path != paths[1])
+
+
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        ({"shard_samples": 0}, "expected at least 1 sample in a tar file, got 0"),
+        ({"shard_samples": 3}, r"expected an output folder for .*, 3.*, got one of .*, 2.*; choose another"),
+        ({"split": "train[:3]"}, r"expected an output folder for .*train\[:3\]"),
+        ({"split": "test"}, "is one split, train, got split 'test'"),
+    ],
+)
+def test_mistakes(table, tmp_path, change, match):
+    convert(table, tmp_path / "tars", shard_samples=2)
+    with pytest.raises(ValueError, match=match):
+        convert(table, tmp_path / "tars", **({"shard_samples": 2} | change))
+
+
+def test_output_must_be_writable(table):
+    with pytest.raises(OSError, match=r"cannot write to /dev/null/x .*; choose another --output"):
+        convert(table, "/dev/null/x")

@@ -46,7 +46,6 @@ class Loss(abc.ABC):
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
       inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
       implementations: implementations that the loss supports.
-      workspace: name of the loss whose workspace the memory planner assumes; None: its own.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -58,7 +57,6 @@ class Loss(abc.ABC):
 
     inputs: ClassVar[tuple[str, ...]] = ()
     implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
-    workspace: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation, IMPLEMENTATIONS)

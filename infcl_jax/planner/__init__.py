@@ -7,7 +7,7 @@ least.
 from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import MemoryPlan, Workload, compiled_bytes, plan_memory
 from infcl_jax.planner.devices import DEVICES, Device, device_memory_limit, device_named
-from infcl_jax.planner.loss import compiled_workspace, loss_workspace
+from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.report import OutOfMemory, describe_plan, explain_out_of_memory, format_plan
 from infcl_jax.planner.search import (
     SAFE_SHARE,
@@ -26,7 +26,6 @@ __all__ = [
     "OutOfMemory",
     "Workload",
     "compiled_bytes",
-    "compiled_workspace",
     "describe_plan",
     "device_memory_limit",
     "device_named",

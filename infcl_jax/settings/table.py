@@ -52,7 +52,8 @@ _DATA = (
         "dataset",
         str,
         "shapes/quickstart",
-        "dataset name: shapes/quickstart, shapes/full, digits, or a dataset prepared by TFDS",
+        "shapes/quickstart, shapes/full, digits, a dataset prepared by TFDS, or a path (tar files, a table, a folder, "
+        "a mixture), see docs/training.md",
         fixed=True,
         shapes=True,
     ),

@@ -97,7 +97,6 @@ class GlobalContrastive(Loss):
     optimizer: OptimizerConfig | None = None
 
     inputs: ClassVar[tuple[str, ...]] = SAMPLE_INPUTS
-    workspace: ClassVar[str | None] = "clip"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,6 @@ from infcl_jax.ops.common import gpu
 
 CHANNELS = gpu.SWIZZLE_BYTES // 2  # 16-bit channels of a head
 TILE = 64  # positions of a query or key tile
-RESERVED_BYTES = 2048  # bytes of SMEM for barriers and alignment
 MAX_BARRIERS = 32  # largest number of barriers in one array, a limit of Mosaic GPU
 SYNC_POINTS = ("statistics", "queries")  # phases of a kernel body after which the warpgroups of a team may synchronize
 WGMMA_K = 16  # positions; the contracted dimension of a 16-bit wgmma is a multiple of it
@@ -120,7 +119,7 @@ class HeadPipeline:
     @property
     def buffers(self) -> int:
         """Number of SMEM buffers of a team, each for one operand of one head."""
-        free = gpu.SHARED_MEMORY - RESERVED_BYTES - 4 * math.prod(self.vectors_shape)
+        free = gpu.SHARED_MEMORY - gpu.RESERVED_BYTES - 4 * math.prod(self.vectors_shape)
         return min(free // (self.rows * CHANNELS * self.dtype.itemsize), MAX_BARRIERS) // self.teams
 
     @property

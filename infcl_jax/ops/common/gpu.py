@@ -9,6 +9,8 @@ HOPPER = "9.0"
 HOPPER_NAMES = ("H100", "H200", "GH200", "H800", "H20")
 # Bytes of SMEM available to the CTAs of a Hopper SM: 227 KiB (CUDA C++ Programming Guide, compute capability 9.0).
 SHARED_MEMORY = 227 * 1024
+# Bytes of a CTA's SMEM that kernels leave to barriers and alignment.
+RESERVED_BYTES = 2048
 # Bytes of a row of the widest SMEM swizzle of TMA and wgmma (PTX ISA, `tensorMap` swizzling modes).
 SWIZZLE_BYTES = 128
 # SMs of an H100 or H200 SXM (NVIDIA H100 Tensor Core GPU Architecture).

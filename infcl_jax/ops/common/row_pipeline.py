@@ -16,11 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.gpu import SHARED_MEMORY
+from infcl_jax.ops.common.gpu import RESERVED_BYTES, SHARED_MEMORY
 
 WARPS = 4  # warps of a warpgroup; each processes one row at a time
 LANES = 32  # threads of a warp
-RESERVED_BYTES = 2048  # bytes of a CTA's SMEM for barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)

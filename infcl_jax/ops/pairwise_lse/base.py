@@ -269,7 +269,7 @@ def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
     return jax.tree.map(lambda a: as_varying(a, frozenset(axes)), tree)
 
 
-def constant(shape: tuple[int, ...], value: float, dtype: jnp.dtype, varying_like: Array) -> Array:
+def constant(shape: tuple[int, ...], value: float, dtype: Any, varying_like: Array) -> Array:
     """Create a constant array that varies over the axes of `varying_like`."""
     return as_varying(jnp.full(shape, value, dtype), jax.typeof(varying_like).manual_axis_type.varying)
 

@@ -9,8 +9,7 @@ import time
 import pytest
 import tensorflow_datasets as tfds
 
-from experiments.prepare_data import prepare
-from infcl_jax.data import load_source
+from infcl_jax.data import load_source, prepare
 
 
 def start(*flags, output=subprocess.PIPE):

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-import infcl_jax
 from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import batch_loss, split_loss
 
@@ -56,13 +55,13 @@ def test_the_order_of_the_pairs_does_not_matter():
 
 
 def test_the_loss_is_computed_on_the_mesh_by_the_implementation_asked_for(monkeypatch):
-    seen, clip_loss = [], infcl_jax.clip_loss
+    seen, clip_loss = [], contrastive.clip_loss
 
     def recorded(*arrays, **options):
         seen.append(options)
         return clip_loss(*arrays, **options)
 
-    monkeypatch.setattr(infcl_jax, "clip_loss", recorded)
+    monkeypatch.setattr(contrastive, "clip_loss", recorded)
     image, text = pairs(23)
     mesh = data_mesh()
     assert split_loss(image, text, 5.0, mesh, "dense") == pytest.approx(dense_loss(image, text, 5.0), rel=1e-5)

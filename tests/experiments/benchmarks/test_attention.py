@@ -66,7 +66,7 @@ MISTAKES = {
     "unknown": (("--attention=flash",), "among xla, cudnn, mosaic_gpu, got 'flash'"),
     "no number": (("--positions=50,many",), "--positions to be positive integers"),
     "two devices": (("--devices=2",), "--devices=1.* got 2"),
-    "no such device": (("--attention=mosaic_gpu",), "expects a Hopper GPU, got cpu"),
+    "no such device": (("--attention=mosaic_gpu",), "expected a Hopper GPU for attention .mosaic_gpu., got cpu"),
 }
 
 

@@ -22,7 +22,7 @@ from infcl_jax.data import load_source
 from infcl_jax.data.sources.tar_scan import BLOCK
 
 _SHARDS = flags.DEFINE_integer("shards", 100, "Number of tar files.", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", 10000, "Samples of each tar file.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples_per_shard", 10000, "Samples of each tar file.", lower_bound=1)
 _IMAGE_BYTES = flags.DEFINE_integer("image_bytes", 65536, "Size of an image file.", lower_bound=1)
 _FOLDER = flags.DEFINE_string("folder", None, "Folder of the tar files and the index.", required=True)
 

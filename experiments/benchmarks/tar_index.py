@@ -1,6 +1,6 @@
 r"""Measure the index of tar files on a synthetic data set.
 
-    python -m experiments.benchmarks.tar_index --shards=100 --samples=10000 --folder=/tmp/tar_index
+    python -m experiments.benchmarks.tar_index --shards=100 --samples_per_shard=10000 --folder=/tmp/tar_index
 
 One sparse tar file with images of zeros is hard-linked as every shard, so the set takes little disk space. The times
 are those to build the index, to load it from its cache, to unpickle it in a worker process and to read a sample.

@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # The oldest JAX that pyproject.toml allows; constraints.txt pins the newest.
-OLDEST_JAX := 0.11.1
+OLDEST_JAX := 0.11.2
 
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1

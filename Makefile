@@ -75,5 +75,5 @@ $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/cuda jax-cuda13-plugin
 	touch $@
 
-.venv-oldest.txt: constraints.txt
+.venv-oldest.txt: constraints.txt Makefile
 	sed -E 's/^(jax|jaxlib|jax-cuda13-plugin)==.*/\1==$(OLDEST_JAX)/' $< > $@

@@ -24,7 +24,7 @@ from infcl_jax.data.sources.tar_scan import BLOCK
 _SHARDS = flags.DEFINE_integer("shards", 100, "Number of tar files.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples_per_shard", 10000, "Samples of each tar file.", lower_bound=1)
 _IMAGE_BYTES = flags.DEFINE_integer("image_bytes", 65536, "Size of an image file.", lower_bound=1)
-_FOLDER = flags.DEFINE_string("folder", None, "Folder of the tar files and the index.", required=True)
+_FOLDER = flags.DEFINE_string("folder", None, "Folder of the tar files and the index.")
 
 _READS = 2000  # samples read for the time of one
 
@@ -51,6 +51,8 @@ def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
 def main(argv: list[str]) -> None:
     """Write the shards, then build, load, unpickle and read."""
     del argv
+    if not _FOLDER.value:
+        raise app.UsageError("expected --folder, the folder of the tar files, got none")
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     write_shard(folder / "00000.tar", _SAMPLES.value, _IMAGE_BYTES.value)

@@ -80,12 +80,17 @@ def sample_source(config: ConfigDict) -> Source | None:
     Raises:
       ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
     """
-    return training_source(config) if "samples" in loss_class(config.loss).inputs else None
+    return training_source(config) if _loss_takes(config, "samples") else None
+
+
+def _loss_takes(config: ConfigDict, name: str) -> bool:
+    """Return whether the loss of a run takes an input, such as "samples" or "index"."""
+    return name in loss_class(config.loss).inputs
 
 
 def _num_samples(config: ConfigDict, source: Source | None) -> int:
     """Count the samples in the sample state; 0 for losses without it."""
-    if "samples" not in loss_class(config.loss).inputs:
+    if not _loss_takes(config, "samples"):
         return 0
     if source is None:
         raise ValueError(f"expected a source with loss {config.loss!r}, got None; pass training_source(config)")
@@ -150,7 +155,7 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
         return replayed(data.next_reader(), cache.chunk_size, mesh)
     batch = next(data)
     pairs = {"image": batch["image"], "text": batch["text"]}
-    if "index" in loss_class(config.loss).inputs:
+    if _loss_takes(config, "index"):
         pairs["index"] = batch["index"].astype(np.int32)
     return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
 

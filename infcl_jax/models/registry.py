@@ -74,6 +74,7 @@ class TextConfig(TowerConfig):
     Attributes:
       vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
       context_length: largest number of tokens, including the start and end tokens.
+      end_token: id of the end token, whose features are pooled; None: the largest id of each text, as in CLIP.
 
     Raises:
       ValueError: a field has an invalid value.
@@ -81,10 +82,15 @@ class TextConfig(TowerConfig):
 
     vocab_size: int = 49408
     context_length: int = 77
+    end_token: int | None = None
 
     def __post_init__(self) -> None:
         check_positive_int("text.vocab_size", self.vocab_size)
         check_positive_int("text.context_length", self.context_length)
+        if self.end_token is not None and not 0 <= self.end_token < self.vocab_size:
+            raise ValueError(
+                f"expected text.end_token in [0, {self.vocab_size}) (text.vocab_size) or None, got {self.end_token}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,6 +281,7 @@ def build_model(config: CLIPConfig) -> CLIP:
             embed_dim=config.embed_dim,
             vocab_size=text.vocab_size,
             context_length=text.context_length,
+            end_token=text.end_token,
         ),
         feature_dtype=config.feature_dtype or config.dtype,
         image_mean=config.image_mean,

@@ -8,16 +8,17 @@ from infcl_jax.models.transformer import Transformer, TransformerConfig, feature
 from infcl_jax.ops.embedding import embed_tokens
 
 
-def end_position(tokens: Integer[Array, "b t"]) -> Int32[Array, "b"]:
-    """Return the position of each sequence's end token, the largest id.
+def end_position(tokens: Integer[Array, "b t"], end_token: int | None = None) -> Int32[Array, "b"]:
+    """Return the first position of each sequence's end token.
 
     Args:
       tokens: integer [b, t].
+      end_token: id of the end token; None: the largest id of each sequence, as in CLIP.
 
     Returns:
-      int32 [b], the first position of the largest id.
+      int32 [b], 0 for a sequence without `end_token`.
     """
-    return jnp.argmax(tokens, axis=1).astype(jnp.int32)
+    return jnp.argmax(tokens if end_token is None else tokens == end_token, axis=1).astype(jnp.int32)
 
 
 class TextTransformer(nn.Module):
@@ -33,12 +34,14 @@ class TextTransformer(nn.Module):
       embed_dim: size of the features.
       vocab_size: number of token ids.
       context_length: largest number of tokens; shorter sequences use the first positional embeddings.
+      end_token: id of the end token; None: the largest id of each text.
     """
 
     config: TransformerConfig
     embed_dim: int
     vocab_size: int
     context_length: int
+    end_token: int | None = None
 
     @nn.compact
     def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
@@ -52,7 +55,8 @@ class TextTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalized.
         """
-        x = Transformer(self.config, name="transformer")(self._embed(tokens), end_position(tokens), train=train)
+        end = end_position(tokens, self.end_token)
+        x = Transformer(self.config, name="transformer")(self._embed(tokens), end, train=train)
         x = layer_norm(self.config, "ln_final", jnp.float32)(x)
         return feature_projection(self.config, self.embed_dim, "text_projection")(x)
 

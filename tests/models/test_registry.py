@@ -52,6 +52,7 @@ def test_overrides_reach_the_modules():
             "text.layers": 1,
             "text.dropout": 0.1,
             "text.vocab_size": 300,
+            "text.end_token": 7,
             "activation": "quick_gelu",
             "dtype": jnp.bfloat16,
             "embed_dim": 48,
@@ -63,6 +64,7 @@ def test_overrides_reach_the_modules():
     assert (vision.config.width, vision.config.heads, vision.config.remat) == (96, 3, "dots")
     assert (vision.patch_dropout, vision.pool, vision.embed_dim) == (0.25, "avg", 48)
     assert (text.config.layers, text.config.dropout, text.vocab_size, text.embed_dim) == (1, 0.1, 300, 48)
+    assert text.end_token == 7
     assert {vision.config.activation, text.config.activation} == {"quick_gelu"}
     assert {vision.config.dtype, text.config.dtype, model.feature_dtype} == {"bfloat16"}
     assert (model.image_mean, model.init_logit_bias) == ((0.5, 0.5, 0.5), -10.0)
@@ -104,6 +106,7 @@ def test_patch_size_changes_the_number_of_positions():
         ("tiny", {"vision.pool": "max"}, r"expected vision.pool to be one of \('tok', 'avg'\), got 'max'"),
         ("tiny", {"vision.patch_dropout": -0.1}, "vision.patch_dropout"),
         ("tiny", {"text.vocab_size": 0}, "expected text.vocab_size to be a positive integer"),
+        ("tiny", {"text.end_token": 259}, r"expected text.end_token in \[0, 259\) .* or None, got 259"),
         ("tiny", {"text.attention": "cudnn"}, "text: expected dtype 'bfloat16' or 'float16'"),
         ("tiny", {"embed_dim": "64"}, "expected embed_dim to be a positive integer, got '64'"),
         ("tiny", {"feature_dtype": "int8"}, "expected feature_dtype to be one of"),

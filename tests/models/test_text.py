@@ -67,6 +67,22 @@ def test_pool_takes_the_first_largest_id():
     np.testing.assert_array_equal(take_positions(states, end_position(tokens))[:, 0], [1, 3, 8])
 
 
+def test_pool_takes_the_first_end_token():
+    tokens = np.array([[7, 9, 1, 1], [1, 9, 9, 9], [9, 8, 7, 6]], np.int32)  # SigLIP's end token also pads
+    np.testing.assert_array_equal(end_position(tokens, end_token=1), [2, 0, 0])
+
+
+def test_tokens_after_a_chosen_end_token_do_not_matter():
+    module = tower().clone(end_token=3)
+    tokens = np.random.default_rng(1).integers(4, VOCAB, (2, CONTEXT), dtype=np.int32)
+    tokens[:, 4] = 3
+    other = tokens.copy()
+    other[:, 5:] = 3
+    features = [module.apply(variables(), ids) for ids in (tokens, other)]
+    np.testing.assert_array_equal(*features)
+    assert not np.isclose(features[0], encode()(tokens)).all(axis=1).any()
+
+
 @pytest.mark.parametrize("token", [VOCAB, VOCAB + 100])
 def test_a_token_outside_the_vocabulary_is_loud(token):
     tokens = captions()

@@ -67,15 +67,27 @@ def _read_settings(path: Path) -> dict:
         raise ValueError(f"expected the settings of a tokenizer in {path}, got {error!r}; save it again") from None
 
 
-def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int) -> None:
-    """Raise `ValueError` unless a text tower embeds all ids of a tokenizer.
+def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int | None = None) -> None:
+    """Check that a text tower embeds all ids of a tokenizer and finds the end of each text.
 
     Args:
       tokenizer: the tokenizer.
       vocab_size: `text.vocab_size` of the model.
+      end_token: `text.end_token` of the model; None: the largest id of each text.
+
+    Raises:
+      ValueError: the model does not fit the tokenizer, or the tokenizer has no end token.
     """
-    if vocab_size < tokenizer.vocab_size:
+    size, end = tokenizer.vocab_size, tokenizer.end_id
+    if end is None:
         raise ValueError(
-            f"expected text.vocab_size >= {tokenizer.vocab_size} (ids of the tokenizer {tokenizer.kind!r}), got"
-            f" {vocab_size}; set text.vocab_size={tokenizer.vocab_size} or choose another tokenizer"
+            f"expected a tokenizer with a special token at the end of each text, got {tokenizer.kind!r} without;"
+            " add one to the post-processor in its tokenizer.json"
+        )
+    pooled = size - 1 if end_token is None else end_token
+    if vocab_size < size or pooled != end:
+        raise ValueError(
+            f"expected text.vocab_size >= {size} and text.end_token={end} with the tokenizer {tokenizer.kind!r}, got"
+            f" {vocab_size} and {end_token}; set text.vocab_size={max(size, vocab_size)},text.end_token={end} in"
+            " model_overrides, or choose another tokenizer"
         )

@@ -107,12 +107,31 @@ def test_lone_surrogates_do_not_stop_a_run(kind, clean, load):
 
 
 @kinds
-def test_vocabulary_must_fit_the_model(kind, load):
+def test_model_must_fit_the_tokenizer(kind, load):
     tokenizer = load(kind)
-    check_vocabulary(tokenizer, tokenizer.vocab_size)
-    message = rf"^expected text\.vocab_size >= {tokenizer.vocab_size} .*, got {tokenizer.vocab_size - 1}; set"
-    with pytest.raises(ValueError, match=message):
-        check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
+    size, end = tokenizer.vocab_size, tokenizer.end_id
+    check_vocabulary(tokenizer, size, end)
+    check_vocabulary(tokenizer, 2 * size, end)
+    wrong = [(size - 1, end), (size, end - 1)]
+    if kind in ("bytes", "clip"):
+        check_vocabulary(tokenizer, size)
+    else:  # whose end token is not the largest id
+        wrong.append((size, None))
+    for vocab_size, end_token in wrong:
+        message = (
+            rf"^expected text\.vocab_size >= {size} and text\.end_token={end} .*, got {vocab_size} and {end_token};"
+            rf" set text\.vocab_size={size},text\.end_token={end} in model_overrides"
+        )
+        with pytest.raises(ValueError, match=message):
+            check_vocabulary(tokenizer, vocab_size, end_token)
+
+
+def test_model_needs_an_end_token(specs, tmp_path):
+    file = json.loads((Path(specs["hf"].removeprefix("hf:")) / "tokenizer.json").read_text())
+    file["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=r"^expected a tokenizer with a special token at .*, got 'hf' without;"):
+        check_vocabulary(load_tokenizer(f"hf:{tmp_path}"), 10**6)
 
 
 @pytest.mark.parametrize(("kind", "smallest"), [("bytes", 3), ("clip", 3), ("hf", 3), ("sentencepiece", 2)])

@@ -61,12 +61,13 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
 
     Raises:
       FileNotFoundError: the run, its checkpoint or a dataset is missing.
-      ValueError: the checkpoint does not fit its configuration, or a change is not allowed.
+      ValueError: the checkpoint or tokenizer does not fit the configuration, or a change is not allowed.
+      ImportError: a package of the tokenizer is not installed.
     """
     config, changed = changed_config(workdir, changes or {})
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    suite = run.evaluation_suite(config, mesh)
+    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir))
     state = run.initial_state(config, mesh, run.sample_source(config))
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()

@@ -45,7 +45,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
 
     Args:
       config: settings of the run, see `docs/settings.md`.
-      workdir: folder of checkpoints, `metrics.jsonl`, `config.json` and plots.
+      workdir: folder of checkpoints, `metrics.jsonl`, `config.json`, the tokenizer and plots.
 
     Returns:
       Results of the final evaluation, see `infcl_jax.evaluation.Suite`.
@@ -54,6 +54,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       ValueError: a setting is wrong, a resumed run changes a fixed setting or a shape of its state, or `workdir` is not
         writable.
       FileNotFoundError: a dataset is not prepared.
+      ImportError: a package of the tokenizer is not installed.
       FloatingPointError: the loss or a gradient is not finite.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
       SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
@@ -63,15 +64,17 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
-        changed = changes_since(workdir, config) if checkpoints.latest_step() is not None else {}
+        resumed = checkpoints.latest_step() is not None
+        changed = changes_since(workdir, config) if resumed else {}
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
         check_fixed(changed, fixed, workdir, "keep it, or choose another --workdir")
+        tokenizer = run.text_tokenizer(config, workdir if resumed else None)
         source = run.training_source(config)
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
-        data = run.training_data(config, source)
-        suite = run.evaluation_suite(config, mesh)
+        data = run.training_data(config, source, tokenizer)
+        suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state, data)
@@ -81,6 +84,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
+        if not resumed and is_lead():  # a copy, because the files that `config.tokenizer` names may move or change
+            tokenizer.save(workdir / run.TOKENIZER_FOLDER)
         plan = plan_memory(workload, memory_limit)
         announce(config, mesh, state, workdir, plan)
         for line in format_changes(changed):

@@ -1,5 +1,6 @@
 """Parts of a run, built from its configuration (see `docs/settings.md`)."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,7 +8,17 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
+from infcl_jax.data import (
+    Augmentation,
+    Source,
+    Tokenizer,
+    TrainIterator,
+    check_vocabulary,
+    load_source,
+    load_tokenizer,
+    train_iterator,
+)
+from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.distributed import shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
@@ -27,6 +38,9 @@ from infcl_jax.training import (
     replayed,
 )
 
+TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
+
+_CLIP_VOCABULARY = 49408  # token ids of CLIP's byte-pair encoding
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
@@ -34,20 +48,40 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
     """Return the model configuration of a run, with its overrides.
 
     Raises:
-      ValueError: the model or an override is unknown, an override has the wrong type, or the vocabulary is too small
-        for the tokenizer.
+      ValueError: the model or an override is unknown, or an override has the wrong type.
     """
     overrides = parse_overrides(config.model_overrides)
     check_model_overrides(model_config(config.model), overrides)
-    model = model_config(config.model, **overrides)
-    needed = ByteTokenizer().vocab_size
-    if model.text.vocab_size < needed:
-        raise ValueError(f"expected text.vocab_size >= {needed} (bytes and marks), got {model.text.vocab_size}")
-    return model
+    return model_config(config.model, **overrides)
 
 
-def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
+def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> BaseTokenizer:
+    """Load the tokenizer of a run and check that it fits the model.
+
+    Args:
+      config: settings of the run.
+      workdir: directory of an existing run, whose copy of the vocabulary is read if it has one.
+
+    Raises:
+      ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
+      ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
+    """
+    text, default = read_model_config(config).text, model_config(config.model).text
+    spec = config.tokenizer or ("clip" if default.vocab_size == _CLIP_VOCABULARY else "bytes")
+    if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
+        spec = str(copy)
+    tokenizer = load_tokenizer(spec, text.context_length, clean=config.text_cleaning)
+    check_vocabulary(tokenizer, text.vocab_size, text.end_token)
+    return tokenizer
+
+
+def evaluation_suite(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Suite:
     """Create the evaluation suite of a run.
+
+    Args:
+      config: settings of the run.
+      mesh: devices.
+      tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
@@ -56,7 +90,7 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh) -> Suite:
     return Suite(
         EvaluationConfig(**config.evaluation),
         build_model(model),
-        ByteTokenizer(model.text.context_length),
+        tokenizer or text_tokenizer(config),
         image_size=model.vision.image_size,
         data_dir=config.data_dir,
         mesh=mesh,
@@ -97,21 +131,21 @@ def _num_samples(config: ConfigDict, source: Source | None) -> int:
     return len(source)
 
 
-def training_data(config: ConfigDict, source: Source) -> TrainIterator:
+def training_data(config: ConfigDict, source: Source, tokenizer: Tokenizer | None = None) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
     Args:
       config: settings of the run.
       source: training data.
+      tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
     """
-    model = read_model_config(config)
     return train_iterator(
         source,
-        tokenizer=ByteTokenizer(model.text.context_length),
-        image_size=model.vision.image_size,
+        tokenizer=tokenizer or text_tokenizer(config),
+        image_size=read_model_config(config).vision.image_size,
         batch_size=config.batch_size,
         seed=config.seed,
         process_index=jax.process_index(),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS, model_names
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
@@ -68,6 +69,26 @@ _DATA = (
         Range(0, 1, above=True),
     ),
     Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
+)
+
+_TEXT = (
+    Setting(
+        "tokenizer",
+        str | None,
+        None,
+        "bytes, clip, clip:PATH, hf:PATH, sentencepiece:PATH or the folder of a trained tokenizer, see "
+        "docs/training.md; None: clip for models with its vocabulary of 49408 ids, else bytes",
+        fixed=True,
+    ),
+    Setting(
+        "text_cleaning",
+        str | None,
+        None,
+        'cleaning of captions before the tokenizer, as in OpenCLIP; None: that of a trained tokenizer, else "lower" '
+        'for clip and "none" for the others',
+        CLEANINGS,
+        fixed=True,
+    ),
 )
 
 _MODEL = _shaping(
@@ -260,6 +281,7 @@ _LOGS = (
 SECTIONS = {
     "Run": _RUN,
     "Data": _DATA,
+    "Text": _TEXT,
     "Model": _MODEL,
     "Loss": _LOSS,
     "Global contrastive losses (SogCLR to FastCLIP)": _GLOBAL_CONTRASTIVE,

@@ -70,6 +70,8 @@ def parsed(*arguments):
 
 OPTIONAL = {
     "compilation_cache": "folder",
+    "tokenizer": "bytes",
+    "text_cleaning": "lower",
     "implementation": "xla",
     "global_contrastive.gamma_schedule": "cosine",
     "global_contrastive.temperature_beta1": "0.5",
@@ -159,6 +161,13 @@ MISTAKES = {
     ),
     "value out of range": ((*TRAIN, "--config.optimizer.beta1=1"), r"expected optimizer.beta1 in \[0, 1\), got 1"),
     "unknown model": ((*TRAIN, "--config.model=huge"), "expected model .*tiny.* got 'huge'"),
+    "unknown tokenizer": ((*TRAIN, "--config.tokenizer=bpe"), "expected the tokenizer to be 'bytes', .* got 'bpe'"),
+    "unknown cleaning": ((*TRAIN, "--config.text_cleaning=up"), "expected text_cleaning to be one of .* got 'up'"),
+    "no vocabulary": ((*TRAIN, "--config.tokenizer=clip:{tmp}/no"), "expected a CLIP vocabulary at {tmp}/no, got no"),
+    "too small a vocabulary": (
+        (*TRAIN, "--config.model_overrides=text.vocab_size=100"),
+        "expected text.vocab_size >= 259 .* got 100 .*; set text.vocab_size=259",
+    ),
     "unknown override": ((*TRAIN, "--config.model_overrides=vision.layer=1"), "vision.layer'.*vision.layers"),
     "uneven batch": ((*TRAIN, "--config.batch_size=33"), "multiple of the 4 devices, got 33"),
     "unknown implementation": ((*TRAIN, "--config.implementation=fast"), "implementation.*ring.*fast"),

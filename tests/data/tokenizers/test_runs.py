@@ -1,0 +1,73 @@
+"""Tokenizers of runs: defaults, checks before compilation, and the copy in the work directory."""
+
+import importlib.util
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from experiments import evaluate, train
+from infcl_jax import run
+from infcl_jax.data import load_tokenizer
+
+TEXTS = ["a red cat", "The &amp; cat on a house, " * 20]
+
+
+def settings(spec, **changes):
+    """A run of the smallest model that fits the tokenizer."""
+    tokenizer = load_tokenizer(spec)
+    text = f"text.vocab_size={tokenizer.vocab_size},text.end_token={tokenizer.end_id}"
+    return runs.config(tokenizer=spec, model_overrides=f"{runs.OVERRIDES},{text}", **changes)
+
+
+@pytest.fixture
+def no_open_clip(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("model", ["ViT-B/32", "RN50"])
+def test_named_models_need_their_vocabulary_for_text_alone(model, no_open_clip):
+    config = runs.config(model=model, model_overrides="")
+    with pytest.raises(ImportError, match=r"^expected the package open_clip_torch, .*; pip install --no-deps"):
+        run.text_tokenizer(config)
+    assert run.workload(config, 8).model.text.vocab_size == 49408
+
+
+@pytest.mark.skipif(importlib.util.find_spec("open_clip") is None, reason="needs open_clip_torch")
+def test_default_tokenizers():
+    kinds = {model: run.text_tokenizer(runs.config(model=model, model_overrides="")).kind for model in ("tiny", "RN50")}
+    assert kinds == {"tiny": "bytes", "RN50": "clip"}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "clip", "hf", "sentencepiece"])
+def test_settings_choose_tokenizer_and_cleaning(kind, specs):
+    config = settings(specs[kind], text_cleaning="whitespace")
+    expected = load_tokenizer(specs[kind], runs.CONTEXT, clean="whitespace")(TEXTS)
+    np.testing.assert_array_equal(run.text_tokenizer(config)(TEXTS), expected)
+
+
+@pytest.mark.parametrize("kind", ["clip", "hf", "sentencepiece"])
+def test_a_tokenizer_of_another_model_stops_before_compilation(kind, specs, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "initial_state", lambda *_: pytest.fail("compiled"))
+    message = r"^expected text\.vocab_size >= \d+ and text\.end_token=\d+ with the tokenizer .*, got 259 and None; set"
+    with pytest.raises(ValueError, match=message):
+        train.train(runs.config(tokenizer=specs[kind]), tmp_path)
+
+
+def test_a_run_keeps_its_vocabulary(specs, tmp_path):
+    vocabulary, workdir = tmp_path / "vocabulary", tmp_path / "run"
+    shutil.copytree(specs["hf"].removeprefix("hf:"), vocabulary)
+    config = settings(f"hf:{vocabulary}", total_steps=1, **{"evaluation.retrieval_dataset": None})
+    with jax.numpy_dtype_promotion("standard"):
+        results = train.train(config, workdir)
+        shutil.rmtree(vocabulary)
+        assert evaluate.evaluate(workdir) == train.train(config, workdir) == results
+    config.tokenizer = specs["sentencepiece"]
+    message = f"^expected tokenizer='hf:{vocabulary}', with which .*, got 'sentencepiece:.*'; keep it, or choose"
+    with pytest.raises(ValueError, match=message):
+        train.train(config, workdir)
+    shutil.rmtree(workdir / "tokenizer")
+    with pytest.raises(ValueError, match=f"^expected a tokenizer of Hugging Face at {vocabulary}, got no file "):
+        evaluate.evaluate(workdir)

@@ -10,35 +10,49 @@ reading.
 
 writes any dataset as tar files with an index, which training reads at random fastest: tables with images, many small
 files, or TFDS datasets. An interrupted conversion continues.
+
+    python -m experiments.prepare_data --source=data/captions.csv --train_tokenizer=data/tokenizer --vocab_size=16384
+
+trains a byte-pair tokenizer on the captions of a dataset, the value of `--config.tokenizer` in training.
 """
 
 import tensorflow_datasets as tfds
 from absl import flags
 
 from experiments import command_line
-from infcl_jax.data import convert, prepare
+from infcl_jax.data import convert, prepare, prepare_tokenizer
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
 
-_SOURCE = flags.DEFINE_string("source", None, "Dataset to write as tar files, see `infcl_jax.data.load_source`.")
+_SOURCE = flags.DEFINE_string("source", None, "Dataset to read, see `infcl_jax.data.load_source`.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the tar files of --source.")
+_TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 49408, "Token ids of --train_tokenizer.")
 _SPLIT = flags.DEFINE_string("split", "train", "Split of --source.")
 
 
 def main() -> None:
-    """Prepare or convert the dataset that the flags name.
+    """Prepare or convert the dataset that the flags name, or train a tokenizer on it.
 
     Raises:
-      ValueError: only one of `--source` and `--output` is given, or the dataset is unknown.
+      ValueError: the flags do not belong together, or the dataset is unknown.
     """
     tfds.disable_progress_bar()
-    if (_SOURCE.value is None) != (_OUTPUT.value is None):
-        raise ValueError("expected --source and --output together, got one of them")
+    outputs = [value for value in (_OUTPUT.value, _TOKENIZER.value) if value is not None]
+    if len(outputs) != (_SOURCE.value is not None):
+        raise ValueError(
+            "expected --source with either --output or --train_tokenizer, got"
+            f" --source={_SOURCE.value}, --output={_OUTPUT.value}, --train_tokenizer={_TOKENIZER.value}"
+        )
+    split, data_dir = _SPLIT.value, _DATA_DIR.value
     if _SOURCE.value is None:
-        print(prepare(_DATASET.value, _DATA_DIR.value))
+        print(prepare(_DATASET.value, data_dir))
+    elif _OUTPUT.value is not None:
+        print(convert(_SOURCE.value, _OUTPUT.value, split=split, data_dir=data_dir))
     else:
-        print(convert(_SOURCE.value, _OUTPUT.value, split=_SPLIT.value, data_dir=_DATA_DIR.value))
+        size = _VOCAB_SIZE.value
+        print(prepare_tokenizer(_SOURCE.value, _TOKENIZER.value, vocab_size=size, split=split, data_dir=data_dir))
 
 
 if __name__ == "__main__":

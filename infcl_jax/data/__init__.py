@@ -4,6 +4,7 @@ from infcl_jax.data.convert import convert
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
 from infcl_jax.data.prepare import prepare
+from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
 from infcl_jax.data.sources import BadRecordError, Classes, Example, Source, classes, load_source
 from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from infcl_jax.data.transforms import Augmentation
@@ -26,6 +27,7 @@ __all__ = [
     "load_source",
     "load_tokenizer",
     "prepare",
+    "prepare_tokenizer",
     "train_bpe",
     "train_iterator",
 ]

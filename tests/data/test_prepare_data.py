@@ -98,7 +98,8 @@ def test_killed_preparation_leaves_nothing_that_looks_complete(tmp_path):
 
 def test_source_and_output_belong_together(tmp_path):
     code, out, err = finish("--source=digits", f"--data_dir={tmp_path}")
-    assert (code, out, err) == (1, [], ["error: expected --source and --output together, got one of them"])
+    message = "error: expected --source with either --output or --train_tokenizer, got --source=digits, --output=None"
+    assert (code, out, err) == (1, [], [f"{message}, --train_tokenizer=None"])
     code, out, err = finish("--source=digits", f"--output={tmp_path}/tars", "--split=validation")
     assert code == 0 and out[0].startswith("digits: ") and out[0].endswith(f"{tmp_path}/tars")
     assert len(load_source(f"{tmp_path}/tars", "validation")) == len(load_source("digits", "validation"))

@@ -6,7 +6,7 @@ import functools
 import heapq
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import regex
@@ -22,7 +22,7 @@ from infcl_jax.data.tokenizers.clip_vocabulary import (
 )
 
 _PAD = 0
-_CACHED_CHUNKS = 2**16  # about 15 MB in each process; the frequent words of a dataset
+_CACHED = 2**16  # chunks, and as many words; about 30 MB in each process
 _CACHED_LENGTH = 32  # characters; longer chunks, such as sentences without spaces, rarely repeat
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 _MERGED = -1  # in place of the right token of a merge
@@ -32,6 +32,12 @@ def word_pattern(*special_tokens: str) -> regex.Pattern:
     """Return CLIP's pattern of words: special tokens, contractions, letters, single digits, other characters."""
     literals = "|".join(map(regex.escape, (*special_tokens, *_CONTRACTIONS)))
     return regex.compile(literals + r"|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+", regex.IGNORECASE)
+
+
+def _cached(encode: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
+    """Cache the ids of short texts."""
+    cached = functools.lru_cache(_CACHED)(encode)
+    return lambda text: (cached if len(text) <= _CACHED_LENGTH else encode)(text)
 
 
 class BytePairEncoder:
@@ -52,7 +58,8 @@ class BytePairEncoder:
         self._merged = [ids[left + right] for left, right in vocabulary.merges]
         self._special = {token: (ids[token],) for token in (vocabulary.start, vocabulary.end)}
         self._pattern = word_pattern(vocabulary.start, vocabulary.end)
-        self._encode_cached = functools.lru_cache(_CACHED_CHUNKS)(self._encode_chunk)
+        self._chunk_ids = _cached(self._encode_chunk)
+        self._word_ids = _cached(self._encode_word)
 
     def __reduce__(self):
         return BytePairEncoder, (self.vocabulary,)
@@ -61,16 +68,14 @@ class BytePairEncoder:
         """Encode one text."""
         ids: list[int] = []
         for chunk in text.split():  # no word of the pattern contains whitespace
-            ids += self._encode_cached(chunk) if len(chunk) <= _CACHED_LENGTH else self._encode_chunk(chunk)
+            ids += self._chunk_ids(chunk)
         return ids
 
     def _encode_chunk(self, chunk: str) -> tuple[int, ...]:
-        words = self._pattern.findall(chunk)
-        return tuple(
-            itertools.chain.from_iterable(
-                self._special.get(word) or self._merge(word.encode("utf-8")) for word in words
-            )
-        )
+        return tuple(itertools.chain.from_iterable(map(self._word_ids, self._pattern.findall(chunk))))
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        return self._special.get(word) or tuple(self._merge(word.encode("utf-8")))
 
     def _merge(self, word: bytes) -> list[int]:
         """Merge the bytes of a word, the pair of the lowest rank first.

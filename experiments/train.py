@@ -99,6 +99,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
+    if tokenizer.truncated:
+        workers = ", without those in data workers" if config.num_workers else ""
+        command.say(f"truncated {tokenizer.truncated} captions to {tokenizer.context_length} tokens{workers}")
     evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
     return results

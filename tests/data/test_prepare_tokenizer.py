@@ -1,4 +1,4 @@
-"""Tokenizers trained on the captions of a dataset, from the command to a training run."""
+"""Training of a tokenizer on a dataset, and a run that uses it."""
 
 import json
 import re
@@ -18,7 +18,7 @@ NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset":
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A table of 40 images, one caption of which is not UTF-8."""
+    """A table of 40 images. One caption is not UTF-8."""
     folder = tmp_path_factory.mktemp("table")
     captioned.write_folder(folder, captioned.samples(40))
     rows = [(f"{i:06d}.jpg", f"A {WORDS[i % 2]} {WORDS[2 + i // 2 % 2]} {i}") for i in range(40)]
@@ -32,17 +32,18 @@ def command(*flags):
     return status, out, err.splitlines()
 
 
-def test_a_run_uses_a_tokenizer_trained_on_its_captions(table, tmp_path):
+def test_a_run_uses_a_tokenizer_trained_on_its_captions(table, tmp_path, capsys):
     folder = tmp_path / "tokenizer"
     status, out, _ = command(f"--source={table}", f"--train_tokenizer={folder}", "--vocab_size=600")
     assert status == 0
     summary = r".*: (\d+) token ids from 39 captions, 1 bad records left out, in .*--config.tokenizer=(.*) --config.*"
     size, spec = re.fullmatch(summary, out.strip()).groups()
     assert (load_tokenizer(folder)(WORDS) != 0).sum(axis=1).tolist() == [3] * len(WORDS)  # start, word, end
-    overrides = f"{runs.OVERRIDES},text.vocab_size={size}"
+    overrides = f"{runs.OVERRIDES},text.vocab_size={size},text.context_length=6"
     config = runs.config(dataset=str(table), tokenizer=spec, model_overrides=overrides, total_steps=2, **NOTHING)
     with jax.numpy_dtype_promotion("standard"):
         train.train(config, tmp_path / "run")
+    assert re.search(r"\ntruncated \d+ captions to 6 tokens\n", capsys.readouterr().out)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 2 and np.isfinite(losses).all()
     with pytest.raises(ValueError, match=f"^expected a folder without a tokenizer, got {folder}; delete it or"):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import runs
 
 from experiments import evaluate, train
 from infcl_jax import run
-from infcl_jax.data import load_tokenizer
+from infcl_jax.data import ByteTokenizer, eval_batches, load_tokenizer
 
 TEXTS = ["a red cat", "The &amp; cat on a house, " * 20]
 
@@ -71,3 +72,38 @@ def test_a_run_keeps_its_vocabulary(specs, tmp_path):
     shutil.rmtree(workdir / "tokenizer")
     with pytest.raises(ValueError, match=f"^expected a tokenizer of Hugging Face at {vocabulary}, got no file "):
         evaluate.evaluate(workdir)
+
+
+class Recorder(ByteTokenizer):
+    """Tokenizer that records its threads."""
+
+    def __init__(self):
+        super().__init__(runs.CONTEXT)
+        self.threads = set()
+
+    def __call__(self, texts):
+        self.threads.add(threading.current_thread())
+        return super().__call__(texts)
+
+
+@pytest.mark.parametrize("use", ["train", "replay", "evaluate"])
+def test_reading_threads_tokenize(use):
+    tokenizer, config = Recorder(), runs.config()
+    source = run.training_source(config)
+    data = run.training_data(config, source, tokenizer)
+    if use == "train":
+        next(data)
+    elif use == "replay":
+        data.next_reader().read([slice(0, 32)])
+    else:
+        list(eval_batches(source, tokenizer=tokenizer, image_size=8, batch_size=512))
+    data.close()
+    assert tokenizer.threads and threading.main_thread() not in tokenizer.threads
+
+
+def test_worker_processes_tokenize():
+    tokenizer, config = Recorder(), runs.config(num_workers=1)
+    data = run.training_data(config, run.training_source(config), tokenizer)
+    assert next(data)["text"].any()
+    data.close()
+    assert not tokenizer.threads  # of this process

@@ -33,7 +33,7 @@ _SPLIT = flags.DEFINE_string("split", "train", "Split of --source.")
 
 
 def main() -> None:
-    """Prepare or convert the dataset that the flags name, or train a tokenizer on it.
+    """Prepare or convert a dataset, or train a tokenizer on it.
 
     Raises:
       ValueError: the flags do not belong together, or the dataset is unknown.

@@ -118,7 +118,7 @@ def sample_source(config: ConfigDict) -> Source | None:
 
 
 def _loss_takes(config: ConfigDict, name: str) -> bool:
-    """Return whether the loss of a run takes an input, such as "samples" or "index"."""
+    """Return whether the loss takes an input, such as "samples" or "index"."""
     return name in loss_class(config.loss).inputs
 
 

@@ -68,7 +68,9 @@ def _read_settings(path: Path) -> dict:
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int | None = None) -> None:
-    """Check that a text tower embeds all ids of a tokenizer and finds the end of each text.
+    """Check that a text tower fits a tokenizer.
+
+    It must embed all token ids, and pool the features of the token that ends each text.
 
     Args:
       tokenizer: the tokenizer.

@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[triton]'
 	@# The plugin compiles Triton kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --target $(VENV)/cuda jax-cuda13-plugin
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-plugin
 	touch $@
 
 .venv-oldest.txt: constraints.txt Makefile

@@ -23,6 +23,8 @@ for dim, dtype in ((512, jnp.bfloat16), (1024, jnp.bfloat16), (768, jnp.float32)
 """
 
 
+# The assembler of JAX 0.12, nvJitLink, ignores `set_max_registers` ("C7504"). Once it does not, this test says so.
+@pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="nvJitLink ignores set_max_registers", strict=True)
 def test_kernels_spill_no_registers(implementation):
     if implementation != "mosaic_gpu":
         pytest.skip("only Mosaic reports what the assembler says")

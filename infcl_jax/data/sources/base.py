@@ -14,8 +14,8 @@ class Example(TypedDict):
 
     Attributes:
       image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
-      caption: caption for evaluation, one of `captions`.
-      captions: all captions, at least one.
+      caption: first of `captions`, for the validation loss.
+      captions: all captions, at least one; retrieval uses all of them.
       label: class index, -1 without class.
     """
 

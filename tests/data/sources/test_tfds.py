@@ -236,12 +236,15 @@ def test_digits_are_split_by_class_without_overlap():
 
 def test_digits_captions_and_classes():
     names, templates = classes("digits")
-    source = load_source("digits", "validation")
+    train, source = (load_source("digits", split) for split in ("train", "validation"))
     for index in range(0, len(source), 17):
-        example = source[index]
+        example = train[index]
         words = (names[example["label"]], str(example["label"]))
         assert set(example["captions"]) == {template.format(word) for template in templates for word in words}
-        assert example["caption"] in example["captions"]
+        example = source[index]
+        words = (names[example["label"]], str(example["label"]))
+        assert example["captions"] == (example["caption"],)
+        assert example["caption"] in {template.format(word) for template in templates for word in words}
         assert example["image"].shape == (32, 32, 3) and example["image"].dtype == np.uint8
     assert len({source[index]["caption"].replace(str(source[index]["label"]), "#") for index in range(20)}) >= 5
 

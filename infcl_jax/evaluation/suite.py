@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import Source, classes, eval_batches, load_source
 from infcl_jax.data.decode import decode_example
+from infcl_jax.data.sources import is_captioned
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
@@ -77,7 +78,8 @@ class Suite:
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
-          ValueError: a dataset or split is unknown, or the zero-shot dataset has no classes.
+          ValueError: a dataset or split is unknown, the retrieval dataset has no captions, or the zero-shot dataset has
+            no classes.
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
@@ -85,11 +87,14 @@ class Suite:
         self._retrieval_source = self._zero_shot_source = None
         if config.retrieval_dataset:
             self._retrieval_source = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
+            if not is_captioned(self._retrieval_source):
+                raise ValueError(
+                    f"expected a retrieval_dataset with captions, got {config.retrieval_dataset!r}, which has only"
+                    " classes; add captions, or evaluate it as zero_shot_dataset"
+                )
         if config.zero_shot_dataset:
             self._zero_shot_source = load_source(config.zero_shot_dataset, config.zero_shot_split, data_dir)
-            self._classes = classes(config.zero_shot_dataset, data_dir)
-            if self._classes is None:
-                raise ValueError(f"expected a zero_shot_dataset with classes, got {config.zero_shot_dataset!r}")
+            self._classes = classes(self._zero_shot_source)
 
     @property
     def chance_losses(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The configured evaluations against NumPy, on any number of devices."""
 
+import captioned
 import jax
 import numpy as np
 import oracle
@@ -116,7 +117,7 @@ def test_all_captions_are_retrieved_and_the_first_has_a_loss(params, encode, mon
 
 def test_zero_shot_equals_numpy(results, encode):
     image, _, label = encode[0]("zero_shot")
-    names, templates = classes("digits")
+    names, templates = classes(load_source("digits", "zero_shot"))
     prompts = [np.stack([encode[1]([template.format(name)])[0] for template in templates]) for name in names]
     embeddings = oracle.unit(np.stack([oracle.unit(prompt).mean(axis=0) for prompt in prompts]))
     ranked = (image @ embeddings.T).argsort(axis=1)
@@ -171,7 +172,19 @@ def test_datasets_that_are_not_there_are_refused_at_once(config, error, message)
         make_suite(**config)
 
 
-def test_zero_shot_needs_classes(monkeypatch):
-    monkeypatch.setattr(suite, "classes", lambda name, data_dir: None)
-    with pytest.raises(ValueError, match="zero_shot_dataset with classes, got 'digits'"):
-        make_suite(zero_shot_dataset="digits")
+def test_zero_shot_needs_classes_and_retrieval_captions(tmp_path):
+    samples = [(f"{key}/{i}", {"jpg": contents["jpg"]}) for i, (key, contents) in enumerate(captioned.samples(4))]
+    captioned.write_folder(tmp_path / "classes", [(f"kind {name}", contents) for name, contents in samples])
+    captioned.write_folder(tmp_path / "captions", captioned.samples(4))
+    where = {"zero_shot_split": "train", "retrieval_split": "train"}
+    with pytest.raises(ValueError, match=r"captions has no classes; put the images of each class into a subfolder"):
+        make_suite(zero_shot_dataset=f"{tmp_path}/captions", **where)
+    with pytest.raises(ValueError, match=r"retrieval_dataset with captions, got '.*/classes', which has only classes"):
+        make_suite(retrieval_dataset=f"{tmp_path}/classes", **where)
+    make_suite(zero_shot_dataset=f"{tmp_path}/classes", retrieval_dataset=f"{tmp_path}/captions", **where)
+
+
+def test_a_source_without_classes_is_named(monkeypatch):
+    monkeypatch.setattr(suite, "load_source", lambda *arguments: RaggedSource())
+    with pytest.raises(ValueError, match="expected a dataset with classes, got ragged"):
+        make_suite(zero_shot_dataset="ragged")

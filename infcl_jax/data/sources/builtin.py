@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from infcl_jax.data.sources.base import Example, check_split
+from infcl_jax.data.sources.base import Classes, Example, check_split
 
 DIGITS = "digits"
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -33,6 +33,7 @@ class DigitsSource:
     """
 
     name = DIGITS
+    captioned = True
 
     def __init__(self, split: str):
         check_split(self.name, split, _DIGIT_SPLITS)
@@ -51,6 +52,10 @@ class DigitsSource:
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def classes(self) -> Classes:
+        """Return the ten digits and their templates."""
+        return Classes(DIGIT_NAMES, DIGIT_TEMPLATES)
 
     def __getitem__(self, index: int) -> Example:
         label = int(self._labels[index])

@@ -1,8 +1,9 @@
 """Captioned images: sources, tokenizers, transforms, and batches for training and evaluation."""
 
 from infcl_jax.data.convert import convert
+from infcl_jax.data.eval_batches import EvalBatches, eval_batches
 from infcl_jax.data.iterator import BatchReader, TrainIterator
-from infcl_jax.data.pipeline import EvalBatches, eval_batches, train_iterator
+from infcl_jax.data.pipeline import train_iterator
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
 from infcl_jax.data.sources import BadRecordError, Classes, Example, Source, classes, load_source

@@ -1,11 +1,10 @@
-"""Deterministic, resumable batches for training and evaluation.
+"""Deterministic, resumable batches for training.
 
 The order of the data depends on the seed alone. Each global batch is split into one contiguous block of rows per
 process. Concatenating the blocks in process order gives the same rows for any number of processes or workers.
 
 Training replaces an undecodable record by the next good record and logs one warning for it. It stops after
-`max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must. Evaluation
-raises at the first bad record, because a score over a subset of a benchmark would be misleading.
+`max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import collections
 import contextlib
 import dataclasses
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.iterator import Batch, TrainIterator
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
@@ -181,14 +180,14 @@ def train_iterator(
         out of range.
       BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
-    local_size = _local_size(batch_size, process_index, process_count)
+    local_size = process_rows(batch_size, process_index, process_count)
     if batch_size > len(source):
         raise ValueError(
             f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
             f" {batch_size}; every sample appears at most once an epoch"
         )
-    _check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
-    _check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
+    check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
+    check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     chunk = _chunk_size(local_size)
@@ -217,96 +216,3 @@ def train_iterator(
 def _chunk_size(local_size: int) -> int:
     """Return the largest divisor of `local_size` that is at most `_CHUNK`."""
     return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
-
-
-def _local_size(batch_size: int, process_index: int, process_count: int) -> int:
-    _check_at_least(1, batch_size=batch_size, process_count=process_count)
-    if batch_size % process_count:
-        raise ValueError(f"batch_size must be a multiple of the {process_count} processes, got {batch_size}")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
-    return batch_size // process_count
-
-
-def _check_at_least(low: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value}")
-
-
-class EvalBatches:
-    """Ordered batches of one split; see `eval_batches`.
-
-    Each `iter` starts a new pass over the split. `len` is the number of batches.
-    """
-
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, image_size: int, batch_size: int, offset: int, local_size: int
-    ):
-        self._source, self._tokenizer, self._image_size = source, tokenizer, image_size
-        self._reader = _Reader(source, max_bad_records=0)
-        self._batch_size, self._offset, self._local_size = batch_size, offset, local_size
-
-    def __len__(self) -> int:
-        return math.ceil(len(self._source) / self._batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
-        batches = iter(grain.MapDataset.range(len(self)).map(self._batch).to_iter_dataset(read))
-        try:
-            yield from batches
-        finally:
-            batches.close()
-
-    def _batch(self, step: int) -> Batch:
-        start = step * self._batch_size + self._offset
-        indices = range(start, max(start, min(start + self._local_size, len(self._source))))
-        batch: Batch = {
-            "image": np.zeros((self._local_size, self._image_size, self._image_size, 3), np.uint8),
-            "text": np.zeros((self._local_size, self._tokenizer.context_length), np.int32),
-            "index": np.full(self._local_size, -1, np.int64),
-            "label": np.full(self._local_size, -1, np.int32),
-            "mask": np.arange(self._local_size) < len(indices),
-        }
-        read = self._reader.read(indices)
-        for row, (example, index) in enumerate(read):
-            batch["image"][row] = resize_center_crop(example["image"], self._image_size)
-            batch["index"][row], batch["label"][row] = index, example["label"]
-        if read:
-            batch["text"][: len(read)] = self._tokenizer([example["caption"] for example, _ in read])
-        return batch
-
-
-def eval_batches(
-    source: Source,
-    *,
-    tokenizer: Tokenizer,
-    image_size: int,
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> EvalBatches:
-    """Create ordered batches that contain every example once.
-
-    All processes get the same number of batches of the same shapes.
-
-    Args:
-      source: source of examples.
-      tokenizer: tokenizer of the captions.
-      image_size: side S of the center-cropped images, in pixels.
-      batch_size: global batch size B, over all processes; it may exceed the source.
-      process_index: index of this process, in [0, process_count).
-      process_count: number of processes that share each batch; each gets b = B / process_count rows.
-
-    Returns:
-      A reusable iterable of {"image": uint8 [b, S, S, 3], "text": int32 [b, L],
-      "index": int64 [b], "label": int32 [b] (-1 without class), "mask": bool [b]}. Rows with a False
-      mask are padding: zeros, with index and label -1.
-
-    Raises:
-      ValueError: batch_size is not a multiple of the number of processes, or another argument is out of range.
-      BadRecordError: a record cannot be decoded; raised during iteration.
-    """
-    local_size = _local_size(batch_size, process_index, process_count)
-    _check_at_least(1, image_size=image_size)
-    return EvalBatches(source, tokenizer, image_size, batch_size, process_index * local_size, local_size)

@@ -1,15 +1,16 @@
-"""Image and text features of a whole split, encoded on a mesh."""
+"""Features of the images and captions of a whole split, encoded on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,47 +19,60 @@ from infcl_jax.distributed import shard_batch, to_host
 Encode = Callable[[Any, jax.Array], jax.Array]
 Batch = Mapping[str, np.ndarray]
 
-_BATCH_KEYS = ("image", "text", "label", "index", "mask")
+_IMAGE_KEYS = ("image", "label", "index", "mask")
+_TEXT_KEYS = ("text", "text_index")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Features:
-    """Features of the N samples of a split, in host memory.
+    """Features of the N images and M captions of a split, in host memory.
 
-    Row i of every field belongs to the same sample.
+    Row i of `image`, `label` and `index` belongs to the same image.
 
     Attributes:
         image: float32 [N, D], image features.
-        text: float32 [N, D], text features.
-        label: int32 [N], class of the sample, -1 without class.
-        index: int64 [N], index of the sample in its source, ascending.
+        text: float32 [M, D], caption features, ordered by image; M = 0 if only images were encoded.
+        text_image: int32 [M], row of `image` for each caption, ascending.
+        label: int32 [N], class of the image, -1 without class.
+        index: int64 [N], index of the image in its source, ascending.
     """
 
     image: np.ndarray
     text: np.ndarray
+    text_image: np.ndarray
     label: np.ndarray
     index: np.ndarray
 
     def __len__(self) -> int:
-        """Number of samples N."""
+        """Number of images N."""
         return len(self.index)
+
+    @property
+    def first_text(self) -> np.ndarray:
+        """Features of the first caption of each image, float32 [N, D]."""
+        return self.text[np.searchsorted(self.text_image, np.arange(len(self)))]
 
 
 def encode_split(
-    encode_image: Encode, encode_text: Encode, params: Any, batches: Iterable[Batch], mesh: Mesh
+    encode_image: Encode, encode_text: Encode | None, params: Any, batches: Iterable[Batch], mesh: Mesh
 ) -> Features:
-    """Encode a split on all devices of a mesh.
+    """Encode all images and captions of a split on a mesh.
 
     Encoders are compiled once per function object and batch shape, so pass the same two functions at every evaluation
-    of a run. Every process must call this function with the same number of batches of the same local size. A batch that
-    does not fill the devices, or is shorter than an earlier batch, is padded. The result contains no padding.
+    of a run. Every process must call this function with the same number of batches with the same number of images. A
+    batch that does not fill the devices, or is shorter than an earlier batch, is padded. The result contains no
+    padding.
+
+    Captions are a stream of their own, encoded after the images in batches of the same number of rows, because images
+    have different numbers of captions. Until then, their tokens stay in host memory.
 
     Args:
         encode_image: `encode_image(params, image [b, H, W, 3]) -> [b, D]`, any float dtype.
-        encode_text: `encode_text(params, text [b, L]) -> [b, D]`, any float dtype.
+        encode_text: `encode_text(params, text [b, L]) -> [b, D]`, any float dtype; None: encode images only.
         params: parameters of the encoders, on `mesh` (see `infcl_jax.distributed.replicate`).
-        batches: process-local batches with `image` uint8 [b, H, W, 3], `text` int32 [b, L], `label` int32 [b],
-            `index` int64 [b] and `mask` bool [b], False for padding.
+        batches: process-local batches of `eval_batches`: `image` uint8 [b, H, W, 3], `label` int32 [b], `index` int64
+            [b] and `mask` bool [b], False for padding; with `encode_text`, also `text` int32 [c, L] and `text_index`
+            int64 [c], the index of each caption's image.
         mesh: mesh with an axis "data", over which the batch is sharded.
 
     Returns:
@@ -66,25 +80,60 @@ def encode_split(
         depend on the number of processes.
 
     Raises:
-        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, or an
-            encoder with an output that is not [b, D].
+        ValueError: there is no batch, no row with a true mask, a missing field, fields of different lengths, an image
+            without caption, or an encoder with an output that is not [b, D].
     """
-    batches_on_host: list[dict[str, np.ndarray]] = []
-    pending: dict[str, jax.Array] | None = None
     rows = 0
-    for batch in batches:
-        rows = max(rows, _padded_rows(batch, mesh))
-        device = shard_batch(mesh, _device_fields(batch, rows))
-        image = encode_sharded(encode_image, mesh, params, device.pop("image"))
-        text = encode_sharded(encode_text, mesh, params, device.pop("text"))
-        # Collecting the previous batch overlaps host copies and the input pipeline with device computation.
-        if pending is not None:
-            batches_on_host.append(_collect(pending))
-        pending = {"image": image, "text": text, **device}
-    if pending is None:
+    captions: list[Batch] = []
+
+    def image_batches() -> Iterator[dict[str, jax.Array]]:
+        nonlocal rows
+        for batch in batches:
+            rows = max(rows, _padded_rows(batch, mesh))
+            if encode_text is not None:
+                _check_fields(batch, _TEXT_KEYS)
+                captions.append({key: batch[key] for key in _TEXT_KEYS})
+            label, mask = np.asarray(batch["label"], np.int32), np.asarray(batch["mask"], np.bool_)
+            fields = {"image": np.asarray(batch["image"]), "label": label, "index": batch["index"], "mask": mask}
+            device = _shard(fields, rows, mesh)
+            yield {"feature": encode_sharded(encode_image, mesh, params, device.pop("image")), **device}
+
+    image = _gather(image_batches())
+    if image is None:
         raise ValueError("expected at least one evaluation batch, got none; check the split and the batch size")
-    batches_on_host.append(_collect(pending))
-    return _join(batches_on_host)
+    if len(image["index"]) == 0:
+        raise ValueError("expected at least one sample in the split, got only padding (every mask is False)")
+    if encode_text is None:
+        text, text_image = np.zeros((0, image["feature"].shape[1]), np.float32), np.zeros(0, np.int32)
+    else:
+        joined = {key: np.concatenate([batch[key] for batch in captions]) for key in _TEXT_KEYS}
+        gathered = _gather(_text_batches(encode_text, params, joined, rows, mesh))
+        text, text_image = _assign(gathered, image["index"])
+    return Features(image["feature"], text, text_image, image["label"], image["index"])
+
+
+def _text_batches(
+    encode_text: Encode, params: Any, captions: Batch, rows: int, mesh: Mesh
+) -> Iterator[dict[str, jax.Array]]:
+    """Encode the captions of all processes, `rows` of each process at a time."""
+    # Processes have different numbers of captions but must run the same number of steps.
+    longest = np.max(multihost_utils.process_allgather(np.int32(len(captions["text"]))))
+    for start in range(0, int(longest), rows):
+        text, index = (captions[key][start : start + rows] for key in _TEXT_KEYS)
+        device = _shard({"text": text, "index": index, "mask": np.ones(len(text), np.bool_)}, rows, mesh)
+        yield {"feature": encode_sharded(encode_text, mesh, params, device.pop("text")), **device}
+
+
+def _assign(captions: dict[str, np.ndarray] | None, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the caption features and the image row of each caption."""
+    caption_index = np.zeros(0, np.int64) if captions is None else captions["index"]
+    missing, unknown = np.setdiff1d(index, caption_index), np.setdiff1d(caption_index, index)
+    if captions is None or len(missing) or len(unknown):
+        raise ValueError(
+            f"expected captions of every image and of no others, got none for {len(missing)} of {len(index)} images and"
+            f" those of {len(unknown)} others; use eval_batches"
+        )
+    return captions["feature"], np.searchsorted(index, caption_index).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -157,32 +206,47 @@ def l2_normalize(features: np.ndarray) -> np.ndarray:
 
 
 def _padded_rows(batch: Batch, mesh: Mesh) -> int:
-    """Validate a batch and return its padded length.
+    """Validate the images of a batch and return their padded number.
 
-    The padded length is a multiple of the number of local devices.
+    The padded number is a multiple of the number of local devices.
     """
-    missing = [key for key in _BATCH_KEYS if key not in batch]
-    if missing:
-        raise ValueError(f"expected evaluation batches with {_BATCH_KEYS}, got one without {missing}; use eval_batches")
-    lengths = {key: len(batch[key]) for key in _BATCH_KEYS}
-    if len(set(lengths.values())) != 1:
-        raise ValueError(f"expected one length for all fields of an evaluation batch, got {lengths}")
+    _check_fields(batch, _IMAGE_KEYS)
     devices = len(mesh.local_devices)
-    return -(-lengths["mask"] // devices) * devices
+    return -(-len(batch["mask"]) // devices) * devices
 
 
-def _device_fields(batch: Batch, rows: int) -> dict[str, np.ndarray]:
-    """Pad the fields to `rows` rows; the index becomes int32 words."""
+def _check_fields(batch: Batch, keys: Sequence[str]) -> None:
+    """Check that a batch has the fields, all of one length."""
+    missing = [key for key in keys if key not in batch]
+    if missing:
+        raise ValueError(f"expected evaluation batches with {keys}, got one without {missing}; use eval_batches")
+    lengths = {key: len(batch[key]) for key in keys}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"expected one length for the fields of an evaluation batch, got {lengths}")
+
+
+def _shard(fields: dict[str, np.ndarray], rows: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """Pad process-local fields to `rows` rows and shard them; the index becomes int32 words."""
     # JAX without x64 truncates int64 to int32. Two 32-bit words per row represent any index exactly.
-    words = np.ascontiguousarray(batch["index"], np.int64).view(np.int32).reshape(-1, 2)
-    fields = {
-        "image": np.asarray(batch["image"]),
-        "text": np.asarray(batch["text"]),
-        "label": np.asarray(batch["label"], np.int32),
-        "index": words,
-        "mask": np.asarray(batch["mask"], np.bool_),
-    }
-    return {key: pad_rows(value, rows) for key, value in fields.items()}
+    words = np.ascontiguousarray(fields["index"], np.int64).view(np.int32).reshape(-1, 2)
+    return shard_batch(mesh, {key: pad_rows(value, rows) for key, value in (fields | {"index": words}).items()})
+
+
+def _gather(batches: Iterable[dict[str, jax.Array]]) -> dict[str, np.ndarray] | None:
+    """Gather batches on every host, without padding and sorted by index; None without batches."""
+    host: list[dict[str, np.ndarray]] = []
+    pending: dict[str, jax.Array] | None = None
+    for batch in batches:
+        # Collecting the previous batch overlaps host copies and the input pipeline with device computation.
+        if pending is not None:
+            host.append(_collect(pending))
+        pending = batch
+    if pending is None:
+        return None
+    host.append(_collect(pending))
+    fields = {key: np.concatenate([batch[key] for batch in host]) for key in host[0]}
+    order = np.argsort(fields["index"], kind="stable")  # captions of an image keep their order
+    return {key: value[order] for key, value in fields.items()}
 
 
 def _collect(device: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -191,12 +255,3 @@ def _collect(device: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     keep = np.asarray(host.pop("mask"))
     host["index"] = np.ascontiguousarray(host["index"]).view(np.int64).reshape(-1)
     return {key: value[keep] for key, value in host.items()}
-
-
-def _join(batches: list[dict[str, np.ndarray]]) -> Features:
-    """Concatenate batches and sort the rows by sample index."""
-    fields = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
-    if len(fields["index"]) == 0:
-        raise ValueError("expected at least one sample in the split, got only padding (every mask is False)")
-    order = np.argsort(fields["index"], kind="stable")
-    return Features(**{key: value[order] for key, value in fields.items()})

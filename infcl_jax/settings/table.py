@@ -265,7 +265,7 @@ _EVALUATION = (
         Setting(
             "evaluation.retrieval_split", str, "validation", "split of evaluation.retrieval_dataset, such as validation"
         ),
-        Setting("evaluation.gallery", int | None, None, "examples of the split used for retrieval; None: all", _COUNT),
+        Setting("evaluation.gallery", int | None, None, "images of the split used for retrieval; None: all", _COUNT),
         Setting("evaluation.zero_shot_dataset", str | None, None, "dataset for zero-shot classification; None: skip"),
         Setting("evaluation.zero_shot_split", str, "validation", "split of evaluation.zero_shot_dataset"),
     ),

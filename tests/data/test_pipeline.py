@@ -27,8 +27,8 @@ class MemorySource:
 
     name, split = "memory", "train"
 
-    def __init__(self, size, captions=1, bad=()):
-        self.size, self.captions, self.bad = size, captions, set(bad)
+    def __init__(self, size, captions=1, bad=(), ragged=False):
+        self.size, self.captions, self.bad, self.ragged = size, captions, set(bad), ragged
 
     def __len__(self):
         return self.size
@@ -38,7 +38,8 @@ class MemorySource:
             raise BadRecordError(f"bad record {index} of {self.name}, split {self.split}")
         image = np.full((10, 12, 3), index % 256, np.uint8)
         image[:, ::2] //= 2
-        captions = tuple(f"{index}/{form}" for form in range(self.captions))
+        count = 1 + index % self.captions if self.ragged else self.captions
+        captions = tuple(f"{index}/{form}" for form in range(count))
         return {"image": image, "caption": captions[0], "captions": captions, "label": index % 5}
 
 
@@ -259,15 +260,21 @@ def test_too_many_bad_records_stop_the_run(bad, limit):
 @pytest.mark.parametrize("size", [1, 11, 12, 13, 40])
 @pytest.mark.parametrize("process_count", [1, 3])
 def test_evaluation_covers_the_split_once_in_order(size, process_count):
-    source = MemorySource(size, captions=2)
+    source = MemorySource(size, captions=3, ragged=True)
     kwargs = {"tokenizer": TOKENIZER, "image_size": 8, "batch_size": 12, "process_count": process_count}
     parts = [list(eval_batches(source, process_index=p, **kwargs)) for p in range(process_count)]
     assert {len(part) for part in parts} == {-(-size // 12)} == {len(eval_batches(source, **kwargs))}
-    shapes = {(key, value.shape, value.dtype.name) for part in parts for b in part for key, value in b.items()}
     rows = 12 // process_count
+    shapes = {
+        (key, value.shape[key.startswith("text") :], value.dtype.name)
+        for part in parts
+        for batch in part
+        for key, value in batch.items()
+    }
     assert shapes == {
         ("image", (rows, 8, 8, 3), "uint8"),
-        ("text", (rows, 16), "int32"),
+        ("text", (16,), "int32"),
+        ("text_index", (), "int64"),
         ("index", (rows,), "int64"),
         ("label", (rows,), "int32"),
         ("mask", (rows,), "bool"),
@@ -276,9 +283,20 @@ def test_evaluation_covers_the_split_once_in_order(size, process_count):
     mask = joined["mask"]
     assert joined["index"][mask].tolist() == list(range(size)) and not mask[size:].any()
     assert joined["label"][mask].tolist() == [index % 5 for index in range(size)]
-    assert [TOKENIZER.decode(row) for row in joined["text"][mask]] == [f"{index}/0" for index in range(size)]
+    captions = [(index, caption) for index in range(size) for caption in source[index]["captions"]]
+    assert [*zip(joined["text_index"], map(TOKENIZER.decode, joined["text"]), strict=True)] == captions
     assert (joined["index"][~mask] == -1).all() and (joined["label"][~mask] == -1).all()
-    assert not joined["image"][~mask].any() and not joined["text"][~mask].any()
+    assert not joined["image"][~mask].any()
+
+
+def test_evaluation_without_tokenizer_leaves_captions_out():
+    with_captions, without = (
+        list(eval_batches(MemorySource(5), tokenizer=tokenizer, image_size=8, batch_size=4))
+        for tokenizer in (TOKENIZER, None)
+    )
+    for batch in with_captions:
+        del batch["text"], batch["text_index"]
+    assert_equal(without, with_captions)
 
 
 def test_evaluation_can_be_iterated_again_and_left_early():

@@ -29,26 +29,29 @@ def make_params(rng):
 
 
 def make_batches(rng, sizes, rows, first_index=0):
-    """Batches of `rows` rows: `size` samples, then padding with conspicuous values."""
+    """Batches of `rows` rows: `size` images with one to four captions, then padding with conspicuous values."""
     batches = []
     for size in sizes:
         index = np.full(rows, 10**15, np.int64)
         index[:size] = first_index + np.arange(size)
         first_index += size
+        text_index = np.repeat(index[:size], rng.integers(1, 5, size))
         batches.append(
             {
                 "image": rng.integers(0, 256, (rows, SIDE, SIDE, 3), dtype=np.uint8),
-                "text": rng.integers(0, 50, (rows, LENGTH), dtype=np.int32),
                 "label": rng.integers(-1, 7, rows, dtype=np.int32),
                 "index": index,
                 "mask": np.arange(rows) < size,
+                "text": rng.integers(0, 50, (len(text_index), LENGTH), dtype=np.int32),
+                "text_index": text_index,
             }
         )
     return batches
 
 
 def expected(params, batches):
-    samples = {key: np.concatenate([b[key][b["mask"]] for b in batches]) for key in batches[0]}
+    samples = {key: np.concatenate([b[key][b["mask"]] for b in batches]) for key in ("image", "label", "index")}
+    samples |= {key: np.concatenate([b[key] for b in batches]) for key in ("text", "text_index")}
     image = samples["image"].reshape(len(samples["image"]), -1).astype(np.float64) / 255
     return samples, image @ params["image"], params["text"][samples["text"]].astype(np.float64).mean(axis=1)
 
@@ -68,6 +71,9 @@ def test_equals_numpy_on_the_unpadded_rows(devices, sizes, rows):
     np.testing.assert_allclose(features.text, text, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(features.label, samples["label"])
     np.testing.assert_array_equal(features.index, samples["index"])
+    np.testing.assert_array_equal(features.index[features.text_image], samples["text_index"])
+    first = [text[np.flatnonzero(samples["text_index"] == index)[0]] for index in samples["index"]]
+    np.testing.assert_allclose(features.first_text, first, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_come_back_in_order_of_index():
@@ -77,8 +83,20 @@ def test_rows_come_back_in_order_of_index():
     forward = encode_split(encode_image, encode_text, replicate(mesh, params), batches, mesh)
     backward = encode_split(encode_image, encode_text, replicate(mesh, params), batches[::-1], mesh)
     np.testing.assert_array_equal(backward.index, np.arange(24))
-    np.testing.assert_array_equal(backward.image, forward.image)
-    np.testing.assert_array_equal(backward.label, forward.label)
+    for field in ("image", "label", "text", "text_image"):
+        np.testing.assert_array_equal(getattr(backward, field), getattr(forward, field))
+
+
+def test_images_alone_need_no_captions():
+    rng = np.random.default_rng(6)
+    mesh = data_mesh()
+    params, batches = replicate(mesh, make_params(rng)), make_batches(rng, (8, 3), 8)
+    whole = encode_split(encode_image, encode_text, params, batches, mesh)
+    for batch in batches:
+        del batch["text"], batch["text_index"]
+    images = encode_split(encode_image, None, params, batches, mesh)
+    np.testing.assert_array_equal(images.image, whole.image)
+    assert images.text.shape == (0, DIM) and images.text_image.shape == (0,)
 
 
 def test_a_shorter_last_batch_and_a_second_evaluation_do_not_compile_again():
@@ -86,15 +104,18 @@ def test_a_shorter_last_batch_and_a_second_evaluation_do_not_compile_again():
     mesh = data_mesh()
     traces = []
 
-    def counted(params, image):
-        traces.append(image.shape)
-        return encode_image(params, image)
+    def counted(encode):
+        def traced(params, inputs):
+            traces.append(inputs.shape)
+            return encode(params, inputs)
 
-    params = replicate(mesh, make_params(rng))
+        return traced
+
+    params, encoders = replicate(mesh, make_params(rng)), (counted(encode_image), counted(encode_text))
     batches = make_batches(rng, (16,), 16) + make_batches(rng, (5,), 5, first_index=16)
     for _ in range(2):
-        assert len(encode_split(counted, encode_text, params, batches, mesh)) == 21
-    assert traces == [(16, SIDE, SIDE, 3)]
+        assert len(encode_split(*encoders, params, batches, mesh)) == 21
+    assert traces == [(16, SIDE, SIDE, 3), (16, LENGTH)]
 
 
 def test_bfloat16_encoders_give_float32_features_of_bfloat16_values():
@@ -117,6 +138,17 @@ def test_bfloat16_encoders_give_float32_features_of_bfloat16_values():
         (lambda batches: [{k: v for k, v in batches[0].items() if k != "mask"}], "mask"),
         (lambda batches: [batches[0] | {"label": np.zeros(3, np.int32)}], "one length"),
         (lambda batches: [batches[0] | {"mask": np.zeros(8, bool)}], "only padding"),
+        (lambda batches: [{k: v for k, v in batches[0].items() if k != "text_index"}], "text_index"),
+        (lambda batches: [batches[0] | {"text_index": np.zeros(3, np.int64)}], "one length"),
+        (
+            lambda batches: [batches[0] | {k: batches[0][k][:1] for k in ("text", "text_index")}],
+            "got none for 7 of 8 images",
+        ),
+        (lambda batches: [batches[0] | {"text_index": batches[0]["text_index"] + 1}], "those of 1 others"),
+        (
+            lambda batches: [batches[0] | {k: batches[0][k][:0] for k in ("text", "text_index")}],
+            "got none for 8 of 8 images",
+        ),
     ],
 )
 def test_bad_batches_are_named(change, message):

@@ -55,6 +55,36 @@ def test_equals_brute_force_with_several_captions_an_image(devices):
     assert set(recall) == {"image_to_text_r1", "image_to_text_r3", "text_to_image_r1", "text_to_image_r3"}
 
 
+def pessimistic_ranks(image, text, owner, ks):
+    """Recall with ties as misses, from the whole matrix in float64."""
+    unit = [x / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (image, text)]
+    similarity = unit[0] @ unit[1].T
+    own = owner[None, :] == np.arange(len(image))[:, None]
+    best = np.where(own, similarity, -np.inf).max(axis=1, keepdims=True)
+    to_text = (~own & (similarity > best - 1e-6)).sum(axis=1)
+    to_image = (~own & (similarity > similarity[owner, np.arange(len(text))] - 1e-6)).sum(axis=0)
+    ranks = {"image_to_text": to_text, "text_to_image": to_image}
+    return {f"{name}_r{k}": float(np.mean(rank < k)) for name, rank in ranks.items() for k in ks}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("blocks", [None, (7, 3)])
+def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypatch, devices, blocks):
+    if blocks:
+        monkeypatch.setattr(retrieval, "_QUERY_ROWS", blocks[0])
+        monkeypatch.setattr(retrieval, "_GALLERY_ROWS", blocks[1])
+    rng = np.random.default_rng(11)
+    owner = np.repeat(np.arange(60), rng.integers(1, 6, 60))
+    image, text = correlated(rng, 60, owner, noise=1.2)
+    image[rng.integers(0, 60, 8)] = image[rng.integers(0, 60, 8)]  # duplicate images
+    repeated = rng.integers(0, len(text), (2, 30))
+    text[repeated[0]] = text[repeated[1]]  # captions of the same image and of others
+    mesh = data_mesh(jax.devices()[:devices])
+    recall = retrieval_recall(image, text, mesh, ks=(1, 2, 5), text_image=owner)
+    assert recall == pessimistic_ranks(image, text, owner, (1, 2, 5))
+    assert recall != brute_force(image, text, owner, (1, 2, 5))
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_similarity_is_the_cosine(scale):
     rng = np.random.default_rng(8)

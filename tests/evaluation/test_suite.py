@@ -1,5 +1,6 @@
 """The configured evaluations against NumPy, on any number of devices."""
 
+import captioned
 import jax
 import numpy as np
 import oracle
@@ -51,10 +52,13 @@ def encode(params):
         batches = eval_batches(load_source("digits", split), tokenizer=TOKENIZER, image_size=runs.SIDE, batch_size=300)
         (batch,) = batches
         keep = batch["mask"]
-        features = (np.asarray(jitted[name](batch[name]), np.float64)[keep] for name in ("image", "text"))
-        return *features, batch["label"][keep]
+        image, text = (np.asarray(jitted[name](batch[name]), np.float64) for name in ("image", "text"))
+        return image[keep], text, batch["label"][keep]
 
-    return run, lambda texts: np.asarray(jitted["text"](TOKENIZER(texts)), np.float64)
+    def encode_texts(texts):
+        return np.asarray(jitted["text"](TOKENIZER(texts)), np.float64)
+
+    return run, encode_texts, lambda images: np.asarray(jitted["image"](images), np.float64)
 
 
 def recall(queries, items, k):
@@ -73,9 +77,47 @@ def test_retrieval_and_loss_equal_numpy(params, results, encode):
     assert set(results) >= {f"retrieval/image_to_text_r{k}" for k in (1, 5, 10)}
 
 
+class RaggedSource:
+    """Noise with one to four captions an image, some of which several images share."""
+
+    name, split = "ragged", "validation"
+
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        image = np.random.default_rng(index).integers(0, 256, (runs.SIDE, runs.SIDE, 3), dtype=np.uint8)
+        captions = tuple(f"{(index + 5 * form) % 41} {form}" for form in range(1 + index % 4))
+        captions += ("a shared caption",) if index % 9 == 0 else ()
+        return {"image": image, "caption": captions[0], "captions": captions, "label": -1}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("gallery", [None, 20])
+def test_all_captions_are_retrieved_and_the_first_has_a_loss(params, encode, monkeypatch, devices, gallery):
+    source = RaggedSource()
+    monkeypatch.setattr(suite, "load_source", lambda *arguments: source)
+    variables = replicate(oracle.mesh_of(devices), {"params": params})
+    results = make_suite(devices, retrieval_dataset="ragged", gallery=gallery)(variables)
+    captions = [source[i]["captions"] for i in range(len(source))]
+    image = encode[2](np.stack([source[i]["image"] for i in range(len(source))]))
+    first = encode[1]([texts[0] for texts in captions])
+    scale = float(np.exp(params["logit_scale"]))
+    np.testing.assert_allclose(results["validation/loss"], oracle.clip(image, first, scale)[0], rtol=1e-5)
+    image, captions = image[:gallery], captions[:gallery]
+    owner = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
+    similarity = image @ encode[1]([text for texts in captions for text in texts]).T
+    own = owner == np.arange(len(image))[:, None]
+    threshold = np.where(own, similarity, -np.inf).max(axis=1)[:, None], similarity[owner, np.arange(len(owner))]
+    for k in (1, 5, 10):
+        for way, axis in (("image_to_text", 1), ("text_to_image", 0)):
+            rivals = (~own & (similarity >= threshold[axis == 0] - 1e-6)).sum(axis=axis)
+            assert results[f"retrieval/{way}_r{k}"] == pytest.approx((rivals < k).mean(), abs=1e-9)
+
+
 def test_zero_shot_equals_numpy(results, encode):
     image, _, label = encode[0]("zero_shot")
-    names, templates = classes("digits")
+    names, templates = classes(load_source("digits", "zero_shot"))
     prompts = [np.stack([encode[1]([template.format(name)])[0] for template in templates]) for name in names]
     embeddings = oracle.unit(np.stack([oracle.unit(prompt).mean(axis=0) for prompt in prompts]))
     ranked = (image @ embeddings.T).argsort(axis=1)
@@ -130,7 +172,19 @@ def test_datasets_that_are_not_there_are_refused_at_once(config, error, message)
         make_suite(**config)
 
 
-def test_zero_shot_needs_classes(monkeypatch):
-    monkeypatch.setattr(suite, "classes", lambda name, data_dir: None)
-    with pytest.raises(ValueError, match="zero_shot_dataset with classes, got 'digits'"):
-        make_suite(zero_shot_dataset="digits")
+def test_zero_shot_needs_classes_and_retrieval_captions(tmp_path):
+    samples = [(f"{key}/{i}", {"jpg": contents["jpg"]}) for i, (key, contents) in enumerate(captioned.samples(4))]
+    captioned.write_folder(tmp_path / "classes", [(f"kind {name}", contents) for name, contents in samples])
+    captioned.write_folder(tmp_path / "captions", captioned.samples(4))
+    where = {"zero_shot_split": "train", "retrieval_split": "train"}
+    with pytest.raises(ValueError, match=r"captions has no classes; put the images of each class into a subfolder"):
+        make_suite(zero_shot_dataset=f"{tmp_path}/captions", **where)
+    with pytest.raises(ValueError, match=r"retrieval_dataset with captions, got '.*/classes', which has only classes"):
+        make_suite(retrieval_dataset=f"{tmp_path}/classes", **where)
+    make_suite(zero_shot_dataset=f"{tmp_path}/classes", retrieval_dataset=f"{tmp_path}/captions", **where)
+
+
+def test_a_source_without_classes_is_named(monkeypatch):
+    monkeypatch.setattr(suite, "load_source", lambda *arguments: RaggedSource())
+    with pytest.raises(ValueError, match="expected a dataset with classes, got ragged"):
+        make_suite(zero_shot_dataset="ragged")

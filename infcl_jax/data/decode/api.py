@@ -15,7 +15,7 @@ class DecodedExample(TypedDict):
 
     Attributes:
       image: uint8 [H, W, 3].
-      caption: caption for evaluation, one of `captions`.
+      caption: first of `captions`.
       captions: all captions, at least one.
       label: class index, -1 without class.
     """

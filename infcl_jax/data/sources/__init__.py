@@ -1,7 +1,15 @@
 """Random-access sources of captioned images."""
 
-from infcl_jax.data.sources.api import classes, load_source
-from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Classes, Example, Source
+from infcl_jax.data.sources.api import load_source
+from infcl_jax.data.sources.base import (
+    BadRecordError,
+    BatchedSource,
+    Classes,
+    Example,
+    Source,
+    classes,
+    is_captioned,
+)
 from infcl_jax.data.sources.builtin import DIGITS
 from infcl_jax.data.sources.tfds import BUILT_IN, check_name, dataset_dir
 
@@ -16,5 +24,6 @@ __all__ = [
     "check_name",
     "classes",
     "dataset_dir",
+    "is_captioned",
     "load_source",
 ]

@@ -1,4 +1,4 @@
-"""Sources and class names by dataset name or path."""
+"""Sources by dataset name or path."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from infcl_jax.data import shapes
 from infcl_jax.data.sources import files, splits, table
-from infcl_jax.data.sources.base import Classes, Source
-from infcl_jax.data.sources.builtin import DIGIT_NAMES, DIGIT_TEMPLATES, DIGITS, DigitsSource
+from infcl_jax.data.sources.base import Source
+from infcl_jax.data.sources.builtin import DIGITS, DigitsSource
 from infcl_jax.data.sources.folder import folder_source
 from infcl_jax.data.sources.mixture import load_mixture
 from infcl_jax.data.sources.sample_range import SampleRange
 from infcl_jax.data.sources.tar import TarSource
-from infcl_jax.data.sources.tfds import BUILT_IN, RecordSource, dataset_dir, open_builder, record_classes
+from infcl_jax.data.sources.tfds import BUILT_IN, RecordSource, dataset_dir
 
 _TAR, _MIXTURE = ".tar", ".json"
 _FILES = (_TAR, _MIXTURE, *table.EXTENSIONS)
@@ -31,10 +30,11 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
     - "shapes/quickstart", "coco_captions/2014": prepared TFDS dataset, `RecordSource`;
     - "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar": tar files, `TarSource`;
     - "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet": tables, `TableSource`;
-    - a folder: its tar files, its tables, or images with captions, `folder_source`;
+    - a folder: its tar files, its tables, or images with captions or in a subfolder per class, `folder_source`;
     - "mixture.json": several datasets with weights, `load_mixture`.
 
-    A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", or "*.tar?caption=alt".
+    A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
+    "labels.csv?label=kind".
 
     Args:
       dataset: name or path of the dataset.
@@ -120,26 +120,3 @@ def _load_files(paths: list[str], dataset: str, split: str, options: dict[str, s
 def _check_exists(path: str) -> None:
     if not (files.is_file(path) if files.is_remote(path) else os.path.exists(path)):
         raise FileNotFoundError(f"{path} does not exist; check the path, relative to {os.getcwd()}")
-
-
-def classes(dataset: str, data_dir: str | Path = "data") -> Classes | None:
-    """Get the classes of a dataset for zero-shot classification.
-
-    Args:
-      dataset: name or path of `load_source`.
-      data_dir: directory of the prepared datasets; unused by built-in datasets.
-
-    Returns:
-      `Classes` (class names in label order, prompt templates), or None for a dataset without labels, such as a path.
-
-    Raises:
-      FileNotFoundError: the dataset is neither built in nor prepared.
-      ValueError: the name is unknown.
-    """
-    if dataset == DIGITS:
-        return Classes(DIGIT_NAMES, DIGIT_TEMPLATES)
-    if dataset in BUILT_IN:
-        return Classes(shapes.CLASS_NAMES, shapes.TEMPLATES)
-    if _is_path(dataset, data_dir):
-        return None
-    return record_classes(dataset, open_builder(dataset, data_dir).info.features)

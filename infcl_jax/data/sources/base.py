@@ -14,8 +14,8 @@ class Example(TypedDict):
 
     Attributes:
       image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
-      caption: caption for evaluation, one of `captions`.
-      captions: all captions, at least one.
+      caption: first of `captions`, for the validation loss.
+      captions: all captions, at least one; retrieval uses all of them.
       label: class index, -1 without class.
     """
 
@@ -86,6 +86,21 @@ class Classes(NamedTuple):
     templates: tuple[str, ...]
 
 
+@runtime_checkable
+class ClassifiedSource(Source, Protocol):
+    """Source that can have classes.
+
+    Attributes:
+      captioned: whether the captions are the data's own; otherwise they are prompts of the classes.
+    """
+
+    captioned: bool
+
+    def classes(self) -> Classes:
+        """Return the classes; raise `ValueError` without any, saying what to add."""
+        ...
+
+
 class BadRecordError(ValueError):
     """Error for a record that cannot be read or decoded.
 
@@ -103,6 +118,22 @@ def describe(source: Source, index: int) -> str:
 def source_name(source: Source, index: int) -> str:
     """Name the dataset of a record; components of a mixture have their own."""
     return source.source_name(index) if isinstance(source, DescribedSource) else source.name
+
+
+def classes(source: Source) -> Classes:
+    """Get the classes of a source for zero-shot classification.
+
+    Raises:
+      ValueError: the source has no classes; the message says what to add.
+    """
+    if isinstance(source, ClassifiedSource):
+        return source.classes()
+    raise ValueError(f"expected a dataset with classes, got {source.name}")
+
+
+def is_captioned(source: Source) -> bool:
+    """Tell if a source has captions that are not prompts of its classes."""
+    return source.captioned if isinstance(source, ClassifiedSource) else True
 
 
 def bad_record(record: str, error: Exception | str) -> BadRecordError:

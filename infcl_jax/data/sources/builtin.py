@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from infcl_jax.data.sources.base import Example, check_split
+from infcl_jax.data.sources.base import Classes, Example, check_split
 
 DIGITS = "digits"
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -24,7 +24,8 @@ class DigitsSource:
     """Handwritten digits of scikit-learn with generated captions.
 
     The dataset has 1797 images (UCI, 8 x 8 pixels), resized to 32 x 32. The split is stratified and fixed: 70 % train,
-    15 % validation and 15 % zero_shot of every class.
+    15 % validation and 15 % zero_shot of every class. Images of the training split have all ten captions of their
+    class, the others one of them in turn.
 
     Raises:
       ValueError: the split is unknown.
@@ -32,6 +33,7 @@ class DigitsSource:
     """
 
     name = DIGITS
+    captioned = True
 
     def __init__(self, split: str):
         check_split(self.name, split, _DIGIT_SPLITS)
@@ -51,13 +53,20 @@ class DigitsSource:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def classes(self) -> Classes:
+        """Return the ten digits and their templates."""
+        return Classes(DIGIT_NAMES, DIGIT_TEMPLATES)
+
     def __getitem__(self, index: int) -> Example:
         label = int(self._labels[index])
         words = (DIGIT_NAMES[label], str(label))
-        captions = tuple(template.format(word) for template in DIGIT_TEMPLATES for word in words)
+        captions: tuple[str, ...] = tuple(template.format(word) for template in DIGIT_TEMPLATES for word in words)
         image = np.repeat(self._images[index][..., None], 3, axis=2)
-        # Evaluation captions cycle through the forms, so that evaluation covers all of them.
-        return {"image": image, "caption": captions[index % len(captions)], "captions": captions, "label": label}
+        if self.split != "train":
+            # All captions would be those of every image of the class, and tie in retrieval. One of them for each image
+            # in turn covers all forms.
+            captions = (captions[index % len(captions)],)
+        return {"image": image, "caption": captions[0], "captions": captions, "label": label}
 
 
 def _stratified_rows(labels: np.ndarray, split: str) -> np.ndarray:

@@ -41,8 +41,8 @@ def json_captions(value: Any, fields: Sequence[str] = JSON_FIELDS) -> list[str]:
     return [item.strip() for item in value]
 
 
-def example(image: bytes, captions: Sequence[str]) -> Example:
-    """Create an example from an encoded image and its captions.
+def example(image: bytes, captions: Sequence[str], label: int = -1) -> Example:
+    """Create an example from an encoded image, its captions and its label.
 
     Empty captions are left out.
 
@@ -54,4 +54,4 @@ def example(image: bytes, captions: Sequence[str]) -> Example:
         raise ValueError("no caption")
     if not image:
         raise ValueError("the image is empty")
-    return {"image": image, "caption": texts[0], "captions": texts, "label": -1}
+    return {"image": image, "caption": texts[0], "captions": texts, "label": label}

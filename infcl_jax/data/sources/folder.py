@@ -1,4 +1,4 @@
-"""Folders of images with caption files, or with a table of captions."""
+"""Folders of images with captions or with a subfolder per class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infcl_jax.data.sources import captions
-from infcl_jax.data.sources.base import Example, Source, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index
+from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
 from infcl_jax.data.sources.tar_scan import IMAGES
 
@@ -22,7 +23,8 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     """Open a folder of images.
 
     With a `metadata.csv`, `metadata.jsonl` or `metadata.parquet` in the layout of Hugging Face's ImageFolder, the
-    samples are the rows of that table. Otherwise they are the images with a `.txt` file of the same name.
+    samples are the rows of that table. Otherwise they are the images with a `.txt` file of the same name, or without
+    such files, the images in a subfolder per class.
 
     Args:
       folder: path of the folder.
@@ -44,7 +46,9 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
 class FolderSource:
     """Images in a folder and its subfolders, with captions in `.txt` files.
 
-    Samples are numbered in the order of the relative paths. Images without caption are dropped.
+    Samples are numbered in the order of the relative paths. The class of an image is its subfolder. Images without
+    caption are dropped. Without any caption file, the captions are prompts of the class, and images without class are
+    dropped.
 
     Args:
       folder: path of the folder.
@@ -52,33 +56,61 @@ class FolderSource:
       split: name of the split.
 
     Raises:
-      ValueError: the folder has no image with a caption.
+      ValueError: the folder has no image with a caption or class, or a class has no name.
     """
 
     def __init__(self, folder: str, name: str, split: str):
         self.name, self.split, self._folder = name, split, folder
-        paths, images = _captioned_images(folder)
+        paths, images = _list_images(folder)
+        self.captioned = bool(paths)
+        if not self.captioned:
+            paths = [path for path in images if _class_of(path)]
         self._paths = paths
-        self.dropped = {"no caption": images - len(paths)} if images > len(paths) else {}
-        if self.dropped:
-            _logger.warning("%s: %d samples, dropped: %d no caption", name, len(paths), images - len(paths))
         if not paths:
             raise ValueError(
-                f"{name} has {images} images and none with a caption; put KEY.txt beside KEY.jpg, or a metadata.csv "
-                "with the columns file_name and text into the folder"
+                f"{name} has {len(images)} images and none with a caption; put KEY.txt beside KEY.jpg, a metadata.csv "
+                "with the columns file_name and text into the folder, or the images of each class into a subfolder"
             )
+        dropped = len(images) - len(paths)
+        self.dropped = {"no caption" if self.captioned else "no class": dropped} if dropped else {}
+        for reason in self.dropped:
+            _logger.warning("%s: %d samples, dropped: %d %s", name, len(paths), dropped, reason)
+        self._labels: dict[str, int] = {}
+        self._classes: Classes | str
+        try:
+            values = {value for path in paths if (value := _class_of(path))}
+            if not values:
+                raise ValueError(f"{name} has no classes; put the images of each class into a subfolder named after it")
+            self._labels, self._classes = label_values(values, folder, name)
+        except ValueError as error:
+            if not self.captioned:
+                raise
+            self._classes = str(error)  # training on captions does not need the labels
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
-        path = os.path.join(self._folder, self._paths[index])
+        path = Path(self._folder, self._paths[index])
+        label = self._labels.get(_class_of(self._paths[index]), UNLABELED)
         try:
-            caption = Path(path).with_suffix(_CAPTION).read_bytes()
-            return captions.example(Path(path).read_bytes(), [captions.text(caption)])
+            if not self.captioned:
+                return captions.example(path.read_bytes(), prompts(self.classes(), label), label)
+            caption = path.with_suffix(_CAPTION).read_bytes()
+            return captions.example(path.read_bytes(), [captions.text(caption)], label)
         except Exception as error:  # file systems raise any exception
             raise bad_record(self.describe(index), error) from error
+
+    def classes(self) -> Classes:
+        """Return the classes of the subfolders.
+
+        Raises:
+          ValueError: there is no subfolder, or a class has no name.
+        """
+        if isinstance(self._classes, str):
+            raise ValueError(self._classes)
+        return self._classes
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index and path."""
@@ -89,16 +121,21 @@ class FolderSource:
         return self.name
 
 
-def _captioned_images(folder: str) -> tuple[Sequence[str], int]:
-    """List the images with a caption file by relative path, and count all images."""
-    result, images = [], 0
+def _class_of(path: str) -> str:
+    """Return the class of a relative path, its first folder; "" without folder."""
+    return path.partition(os.sep)[0] if os.sep in path else ""
+
+
+def _list_images(folder: str) -> tuple[Sequence[str], Sequence[str]]:
+    """List the images with a caption file, and all images, by relative path."""
+    captioned, images = [], []
     for parent, _, names in os.walk(folder):
         stems = {os.path.splitext(name)[0] for name in names if name.endswith(_CAPTION)}
         relative = os.path.relpath(parent, folder)
         for name in names:
             stem, extension = os.path.splitext(name)
             if extension[1:].lower() in IMAGES and not name.startswith("."):
-                images += 1
+                images.append(os.path.normpath(os.path.join(relative, name)))
                 if stem in stems:
-                    result.append(os.path.normpath(os.path.join(relative, name)))
-    return sorted(result), images
+                    captioned.append(images[-1])
+    return sorted(captioned), sorted(images)

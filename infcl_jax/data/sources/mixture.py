@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from infcl_jax.data.sources import files
-from infcl_jax.data.sources.base import Example, Source, check_index, describe
+from infcl_jax.data.sources.base import Classes, Example, Source, check_index, classes, describe, is_captioned
 from infcl_jax.data.sources.sample_range import SampleRange
 
 _KEYS = ("path", "weight", "max_samples", "split", "name")
@@ -41,6 +41,7 @@ class MixtureSource:
         self.name, self.split, self.names = name, split, tuple(components)
         self._components, self._weights = tuple(components.values()), _integers(weights)
         self._starts = np.cumsum([0, *(len(component) for component in self._components)])
+        self.captioned = all(map(is_captioned, self._components))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -59,6 +60,17 @@ class MixtureSource:
         """Name a record by its component's description."""
         component, local = self.locate(index)
         return describe(self._components[component], local)
+
+    def classes(self) -> Classes:
+        """Return the classes of the components.
+
+        Raises:
+          ValueError: a component has no classes, or others than the first.
+        """
+        found = [classes(component) for component in self._components]
+        if any(component.names != found[0].names for component in found):
+            raise ValueError(f"expected components of {self.name} with the same classes; evaluate each of them alone")
+        return found[0]
 
     def source_name(self, index: int) -> str:
         """Name the component of a record."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from infcl_jax.data.sources.base import Example, Source, check_index, describe, source_name
+from infcl_jax.data.sources.base import (
+    Classes,
+    Example,
+    Source,
+    check_index,
+    classes,
+    describe,
+    is_captioned,
+    source_name,
+)
 
 
 class SampleRange:
@@ -17,6 +26,7 @@ class SampleRange:
 
     def __init__(self, source: Source, start: int, stop: int, split: str):
         self.name, self.split = source.name, split
+        self.captioned = is_captioned(source)
         self._source, self._start, self._size = source, start, stop - start
 
     def __len__(self) -> int:
@@ -25,6 +35,10 @@ class SampleRange:
     def __getitem__(self, index: int) -> Example:
         check_index(index, self._size)
         return self._source[self._start + index]
+
+    def classes(self) -> Classes:
+        """Return the classes of the underlying source."""
+        return classes(self._source)
 
     def describe(self, index: int) -> str:
         """Name a record of the underlying source."""

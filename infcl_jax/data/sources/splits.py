@@ -105,6 +105,11 @@ def check_only_split(path: str, split: str) -> None:
         raise ValueError(f"{path} is one split, train, got split {split!r}; use train, or bounds such as train[90%:]")
 
 
+def is_split(name: str) -> bool:
+    """Tell if a folder is named after a split."""
+    return any(name in aliases for aliases in _ALIASES)
+
+
 def aliases_of(split: str) -> set[str]:
     """Return the names of a split in paths."""
     return next((set(aliases) for aliases in _ALIASES if split in aliases), {split})

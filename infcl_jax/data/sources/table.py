@@ -1,4 +1,4 @@
-"""Tables of captioned images: CSV, TSV, JSON lines and parquet files."""
+"""Tables of captioned or labeled images: CSV, TSV, JSON lines and parquet files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from infcl_jax.data.sources import captions, files
-from infcl_jax.data.sources.base import Example, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index
+from infcl_jax.data.sources.labels import UNLABELED, column_labels, label_strings, prompts
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
 IMAGE_COLUMNS = (
@@ -24,7 +25,8 @@ IMAGE_COLUMNS = (
     "image_bytes", "bytes", "url", "image_url",
 )  # fmt: skip
 CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
-_OPTIONS = ("image", "caption", "folder")
+LABEL_COLUMNS = ("label", "class")
+_OPTIONS = ("image", "caption", "label", "folder")
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
 _ROW_GROUPS = 2  # decoded parquet row groups in memory
 
@@ -36,20 +38,26 @@ class TableSource:
 
     The image column has paths or encoded images (bytes, or {"bytes", "path"} as Hugging Face writes them). A caption
     column has texts or lists of texts. Rows without image or caption are dropped. Samples are numbered in the order of
-    the files and rows. Tables stay in memory, but for images in parquet: reading one of them decodes its row group, so
-    parquet with images is fast only for small row groups.
+    the files and rows.
+
+    A label column has class names, or integers and `classes.txt` next to the table; see `label_values`. Without caption
+    column, the captions are prompts of the class.
+
+    Tables stay in memory, but for images in parquet: reading one of them decodes its row group, so parquet with images
+    is fast only for small row groups.
 
     Args:
       paths: CSV, TSV, JSON lines or parquet files with the same columns.
       name: name of the dataset.
       split: name of the split.
-      options: "image": column of the images, "caption": columns of the captions separated by commas, "folder": base of
-        relative image paths. By default, the first column named in `IMAGE_COLUMNS` and `CAPTION_COLUMNS`, in any
-        capitalization, and the folder of each file.
+      options: "image": column of the images, "caption": columns of the captions separated by commas, "label": column of
+        the labels, "folder": base of relative image paths. By default, the first column named in `IMAGE_COLUMNS`,
+        `CAPTION_COLUMNS` and `LABEL_COLUMNS`, in any capitalization, and the folder of each file.
 
     Raises:
       FileNotFoundError: a table does not exist.
-      ValueError: a table is damaged, a column is missing, or no row has an image and a caption.
+      ValueError: a table is damaged, a column is missing, no row has an image and a caption, or rows without captions
+        have wrong labels.
     """
 
     def __init__(self, paths: Sequence[str], name: str, split: str, options: Mapping[str, str] | None = None):
@@ -61,7 +69,7 @@ class TableSource:
         tables = [_Table(path, options) for path in paths]
         self._tables, self._starts = tables, np.cumsum([0, *(len(table) for table in tables)])
         self.dropped: dict[str, int] = {}
-        for reason in ("damaged row", "no image", "no caption"):
+        for reason in ("damaged row", "no image", "no caption", "no label"):
             count = sum(table.dropped.get(reason, 0) for table in tables)
             if count:
                 self.dropped[reason] = count
@@ -69,7 +77,19 @@ class TableSource:
             counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
         if len(self) == 0:
-            raise ValueError(f"{name} has no row with an image and a caption; check the columns {tables[0].columns}")
+            text = "caption" if tables[0].captioned else "label"
+            raise ValueError(f"{name} has no row with an image and a {text}; check the columns {tables[0].columns}")
+        self.captioned = all(table.captioned for table in tables)
+        self._classes: Classes | str
+        try:
+            columns = [table.label_strings() for table in tables]
+            labels, self._classes = column_labels(columns, tables[0].folder, tables[0].label_column)
+            for table, values in zip(tables, labels, strict=True):
+                table.labels = values
+        except ValueError as error:
+            if not self.captioned:
+                raise
+            self._classes = str(error)  # training on captions does not need the labels
 
     def __reduce__(self) -> Any:
         return TableSource, (self._paths, self.name, self.split, self._options)
@@ -84,10 +104,22 @@ class TableSource:
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
         table, row = self._locate(index)
+        label = int(table.labels[row])
         try:
-            return captions.example(table.image(row), table.captions(row))
+            texts = table.captions(row) if table.captioned else prompts(self.classes(), label)
+            return captions.example(table.image(row), texts, label)
         except Exception as error:  # file systems and parsers raise any exception
             raise bad_record(self.describe(index), error) from error
+
+    def classes(self) -> Classes:
+        """Return the classes of the label column.
+
+        Raises:
+          ValueError: there is no label column, a label is wrong, or integers have no class names.
+        """
+        if isinstance(self._classes, str):
+            raise ValueError(self._classes)
+        return self._classes
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, table and image path."""
@@ -101,26 +133,34 @@ class TableSource:
 
 
 class _Table:
-    """Rows of one file that have an image and a caption.
+    """Rows of one file that have an image and a caption or label.
 
     Attributes:
       path: path of the file.
+      folder: folder of the file.
       columns: names of all columns.
+      captioned: whether there is a caption column.
+      label_column: description of the label column.
+      labels: int32 [rows], -1 without label.
       dropped: number of rows that are left out, by reason.
     """
 
     def __init__(self, path: str, options: Mapping[str, str]):
         self.path = path
         self.dropped: dict[str, int] = {}
-        self._folder = options.get("folder") or path.rpartition("/")[0]
+        self.folder = path.rpartition("/")[0]
+        self._images_folder = options.get("folder") or self.folder
         self._groups: _RowGroups | None = None
         read = self._read_parquet if path.endswith(".parquet") else self._read_text
         table = read(path, options)
+        self._label_values = table.column(self._label) if self._label else None
         complete = self._complete(table)
         self._rows = np.flatnonzero(complete)
         # Filtering keeps the chunks of a column: one Arrow array has at most 2 GiB of text.
         table = table.filter(pa.array(complete))
         self._texts = [table.column(name) for name in self._captions]
+        self._label_values = table.column(self._label) if self._label else None
+        self.labels = np.full(len(self._rows), UNLABELED, np.int32)
         self._images = None if self._groups else table.column(self._image)
         self._check_paths()
 
@@ -128,21 +168,25 @@ class _Table:
         self.columns = ", ".join(columns)
         requested = [column for column in options.get("caption", "").split(",") if column]
         self._image = options.get("image") or self._detect(columns, "image", IMAGE_COLUMNS)
-        self._captions = requested or [self._detect(columns, "caption", CAPTION_COLUMNS)]
-        for option, column in [("image", self._image), *(("caption", column) for column in self._captions)]:
+        self._label = options.get("label") or _first(columns, LABEL_COLUMNS)
+        if not requested and (_first(columns, CAPTION_COLUMNS) or not self._label):
+            requested = [self._detect(columns, "caption", CAPTION_COLUMNS)]
+        self._captions, self.captioned = requested, bool(requested)
+        self.label_column = f"{self.path}, column {self._label!r}"
+        chosen = [("image", self._image), *(("caption", column) for column in self._captions)]
+        for option, column in chosen + ([("label", self._label)] if self._label else []):
             if list(columns).count(column) > 1:
                 raise ValueError(f"{self.path} has several columns named {column!r}; rename all but one")
             if column not in columns:
                 raise ValueError(f"{self.path} has no {option} column {column!r}; its columns are {self.columns}")
 
     def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
-        lower = {column.lower(): column for column in reversed(columns)}
-        for name in known:
-            if name in lower:
-                return lower[name]
-        raise ValueError(
-            f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
-        )
+        column = _first(columns, known)
+        if column is None:
+            raise ValueError(
+                f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
+            )
+        return column
 
     def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
         try:
@@ -151,7 +195,7 @@ class _Table:
             self._choose_columns(schema.names, options)
             if _has_bytes(schema.field(self._image).type):
                 self._groups = _RowGroups(file, self._image)
-            return file.read(columns=self._captions if self._groups else self._used())
+            return file.read(columns=[name for name in self._used() if not self._groups or name != self._image])
         except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} is not a parquet file: {reason}") from error
@@ -188,16 +232,19 @@ class _Table:
         )
 
     def _used(self) -> list[str]:
-        return list(dict.fromkeys([self._image, *self._captions]))
+        return list(dict.fromkeys([self._image, *self._captions, *([self._label] if self._label else [])]))
 
     def _complete(self, table: pa.Table) -> np.ndarray:
-        """Tell which rows have an image and a caption, and count the others."""
+        """Return a mask of the complete rows, and count the others."""
         images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
-        captioned = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
-        for reason, mask in (("no image", ~images), ("no caption", images & ~captioned)):
+        if self.captioned:
+            texts = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
+        else:
+            texts = np.asarray(pc.not_equal(self.label_strings(), ""))
+        for reason, mask in (("no image", ~images), ("no caption" if self.captioned else "no label", images & ~texts)):
             if mask.any():
                 self.dropped[reason] = int(mask.sum())
-        return images & captioned
+        return images & texts
 
     def _check_paths(self) -> None:
         if self._images is not None and len(self) and _string(self._images[0]).startswith(("http://", "https://")):
@@ -213,7 +260,7 @@ class _Table:
         """Read the encoded image of a row."""
         if self._groups is not None:
             return self._groups.read(int(self._rows[row]))
-        return files.read_file(_join(self._folder, self.key(row)))
+        return files.read_file(_join(self._images_folder, self.key(row)))
 
     def captions(self, row: int) -> list[str]:
         """Return the captions of a row."""
@@ -223,6 +270,18 @@ class _Table:
             for item in value if isinstance(value, list) else [value]:
                 result.append(captions.text(item) if isinstance(item, bytes) else str(item or "").strip())
         return result
+
+    def label_strings(self) -> pa.ChunkedArray:
+        """Return the label column as strings, "" where there is none.
+
+        Raises:
+          ValueError: there is no label column, or it has other values than texts and numbers.
+        """
+        if self._label is None:
+            raise ValueError(
+                f"{self.path} has no label column; its columns are {self.columns}: name one with ?label=COLUMN"
+            )
+        return label_strings(self._label_values, self.label_column)
 
     def key(self, row: int) -> str:
         """Return the image path of a row, or "" for images in the table."""
@@ -270,6 +329,12 @@ def _is_filled(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     else:
         raise ValueError(f"expected texts or lists of texts in a column, got {column.type}")
     return np.asarray(pc.fill_null(lengths, 0)) > 0
+
+
+def _first(columns: Sequence[str], known: Sequence[str]) -> str | None:
+    """Return the first column with a known name, in any capitalization."""
+    lower = {column.lower(): column for column in reversed(columns)}
+    return next((lower[name] for name in known if name in lower), None)
 
 
 def _string(value: pa.Scalar) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -9,10 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from infcl_jax.data.sources import captions, files, tar_scan
-from infcl_jax.data.sources.base import Example, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index
+from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, prompts, read_class_names, read_templates
 from infcl_jax.data.sources.tar_index import load_index
 
 _CAPTIONS = ("txt", "json")
+_LABELS = ("cls", "json")
 _READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
 
 _logger = logging.getLogger(__name__)
@@ -24,6 +27,9 @@ class TarSource:
     A sample is the members whose names are equal up to the first dot of the last component: an image (jpg, jpeg, png,
     webp and others) and a caption (txt, or json with a `caption`), in any order. Samples without image or caption are
     dropped. Samples are numbered in the order of the shards, and by their first member within a shard.
+
+    With class names next to the shards (see `read_class_names`), samples also have the label of their cls member, or of
+    `label` in their json. If the first sample has no caption then, the captions are prompts of the class.
 
     Args:
       shards: tar files, local or remote.
@@ -43,6 +49,15 @@ class TarSource:
         self._fields = (field,) if field else captions.JSON_FIELDS
         self._index = load_index(shards, self._members, name)
         self._files = files.Files(self._index.shards)
+        self._names = read_class_names(shards[0].rpartition("/")[0])
+        self.captioned = True
+        if self._names is not None:
+            self._templates = read_templates(shards[0].rpartition("/")[0])
+            # Scanned only where labels have a meaning. The scan of a training set without labels takes minutes.
+            self._label_index = load_index(shards, _LABELS, name)
+            self.captioned = caption is not None or self._first_has_caption()
+            if not self.captioned:
+                self._index = self._label_index
         for problem in self._index.problems:
             _logger.warning("%s; the samples before it are used", problem)
         if self.dropped:
@@ -53,13 +68,16 @@ class TarSource:
             raise ValueError(
                 f"{name} has no sample with an image and a caption ({members})"
                 + "".join(f"; {problem}" for problem in self._index.problems[:1])
-                + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION"
+                + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION, or put"
+                f" labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside the tar files"
             )
 
     @property
     def dropped(self) -> dict[str, int]:
         """Number of members or samples that are left out, by reason."""
-        return self._index.dropped
+        if self.captioned:
+            return self._index.dropped
+        return {"no label" if reason == "no caption" else reason: n for reason, n in self._index.dropped.items()}
 
     def __len__(self) -> int:
         return len(self._index.entries)
@@ -71,7 +89,58 @@ class TarSource:
         except Exception as error:  # remote file systems raise any exception
             raise bad_record(self.describe(index), error) from error
 
+    def classes(self) -> Classes:
+        """Return the classes of the class file.
+
+        Raises:
+          ValueError: there are no class names next to the shards, or there is no label.
+        """
+        if self._names is None:
+            raise ValueError(
+                f"{self.name} has no class names; put a {CLASS_FILES[0]} with one name per line beside the tar files,"
+                " and the labels into KEY.cls"
+            )
+        if len(self._label_index.entries) == 0:
+            raise ValueError(f"{self.name} has no labels; put them into KEY.cls, or into KEY.json as a label")
+        return Classes(self._names.names, self._templates)
+
+    def _first_has_caption(self) -> bool:
+        """Tell if the first sample has a caption; json members can hold other data."""
+        if len(self._index.entries) == 0:
+            return False
+        shard, entry = self._index.locate(0)
+        member = self._members[int(entry["caption_member"])]
+        with contextlib.suppress(ValueError, OSError):  # a damaged caption is an error where it is read
+            content = json.loads(captions.text(self._read_member(shard, entry))) if member == "json" else None
+            return not isinstance(content, dict) or any(content.get(field) for field in self._fields)
+        return True
+
+    def _read_member(self, shard: int, entry: np.void) -> bytes:
+        """Read the caption or label member of an entry."""
+        return self._files.read(shard, int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"]))
+
+    def _label(self, shard: int, entry: np.void) -> int:
+        """Read the label of the sample with the image of an entry."""
+        if self._names is None:
+            return UNLABELED
+        start, stop = self._label_index.starts[shard : shard + 2].tolist()
+        entries = self._label_index.entries[start:stop]
+        matches = np.flatnonzero(entries["image_block"] == entry["image_block"])
+        if len(matches) == 0:
+            return UNLABELED
+        labeled = entries[matches[0]]
+        text = captions.text(self._read_member(shard, labeled))
+        if _LABELS[int(labeled["caption_member"])] == "json":
+            content = json.loads(text)
+            value = content.get("label") if isinstance(content, dict) else None
+            return UNLABELED if value is None else self._names.label(str(value))
+        return self._names.label(text)
+
     def _read(self, shard: int, entry: np.void) -> Example:
+        label = self._label(shard, entry)
+        if not self.captioned:
+            image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
+            return captions.example(image, prompts(self.classes(), label), label)
         image_start, caption_start = (int(entry[key]) * tar_scan.BLOCK for key in ("image_block", "caption_block"))
         image_stop, caption_stop = image_start + int(entry["image_size"]), caption_start + int(entry["caption_size"])
         start, stop = min(image_start, caption_start), max(image_stop, caption_stop)
@@ -84,8 +153,9 @@ class TarSource:
             image = self._files.read(shard, image_start, image_stop - image_start)
             caption = self._files.read(shard, caption_start, caption_stop - caption_start)
         if self._members[int(entry["caption_member"])] == "json":
-            return captions.example(image, captions.json_captions(json.loads(captions.text(caption)), self._fields))
-        return captions.example(image, [captions.text(caption)])
+            texts = captions.json_captions(json.loads(captions.text(caption)), self._fields)
+            return captions.example(image, texts, label)
+        return captions.example(image, [captions.text(caption)], label)
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, shard and key."""

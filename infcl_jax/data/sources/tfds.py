@@ -20,17 +20,9 @@ from infcl_jax.data.sources.base import (
     check_split,
 )
 from infcl_jax.data.sources.builtin import DIGITS
+from infcl_jax.data.sources.labels import PHOTO_TEMPLATES, prompts
 
 BUILT_IN = (*(f"shapes/{config.name}" for config in Shapes.BUILDER_CONFIGS), DIGITS)
-
-_PHOTO_TEMPLATES = (
-    "a photo of a {}",
-    "a picture of a {}",
-    "an image of one {}",
-    "a close view of the {}",
-    "a {} in a photo",
-    "the {}",
-)
 
 
 class RecordSource:
@@ -56,7 +48,9 @@ class RecordSource:
         check_split(name, split.split("[")[0], tuple(builder.info.splits))
         self.name, self.split, self._data_dir = name, split, data_dir
         self._caption_key = _caption_key(name, builder.info.features)
-        self._classes = record_classes(name, builder.info.features)
+        self.captioned = self._caption_key is not None
+        self._classes = _classes(name, builder.info.features)
+        self._features = ", ".join(builder.info.features)
         if "array_record" not in str(builder.info.file_format).lower():
             raise ValueError(
                 f"{name} in {data_dir} must be prepared as array_record, got {builder.info.file_format}; "
@@ -86,16 +80,25 @@ class RecordSource:
         except Exception as error:
             raise self._bad(f"record among {min(indices)} to {max(indices)}", error) from error
 
+    def classes(self) -> Classes:
+        """Return the classes of the `label` feature.
+
+        Raises:
+          ValueError: the dataset has no classes.
+        """
+        if self._classes is None:
+            raise ValueError(
+                f"expected {self.name} to have a label (ClassLabel) feature for its classes, got features"
+                f" {self._features}"
+            )
+        return self._classes
+
     def _bad(self, which: str, error: Exception) -> BadRecordError:
         return bad_record(f"{which} of {self.name}, split {self.split}", error)
 
     def _example(self, record: dict[str, Any]) -> Example:
         label = int(record["label"]) if self._classes else -1
-        if self._caption_key:
-            captions = _texts(record[self._caption_key])
-        else:
-            assert self._classes is not None
-            captions = tuple(template.format(self._classes.names[label]) for template in self._classes.templates)
+        captions = _texts(record[self._caption_key]) if self._caption_key else prompts(self.classes(), label)
         if not captions:
             raise ValueError("no captions")
         return {"image": record["image"], "caption": captions[0], "captions": captions, "label": label}
@@ -116,20 +119,20 @@ def _caption_key(name: str, features: tfds.features.FeaturesDict) -> str | None:
     for key in ("caption", "captions"):
         if key in features:
             return key
-    if record_classes(name, features) is None:
+    if _classes(name, features) is None:
         raise ValueError(
             f"{name} must have a caption, captions or label (ClassLabel) feature, got features {', '.join(features)}"
         )
     return None
 
 
-def record_classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
+def _classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
     """Get the classes of a TFDS dataset, or None without a `label`."""
     if "label" not in features or not isinstance(features["label"], tfds.features.ClassLabel):
         return None
     if name.split("/")[0] == Shapes.name:
         return Classes(shapes.CLASS_NAMES, shapes.TEMPLATES)
-    return Classes(tuple(label.replace("_", " ") for label in features["label"].names), _PHOTO_TEMPLATES)
+    return Classes(tuple(label.replace("_", " ") for label in features["label"].names), PHOTO_TEMPLATES)
 
 
 def dataset_dir(name: str, data_dir: str | Path) -> Path | None:

@@ -1,0 +1,233 @@
+"""Class labels of the user's files: class names, label values and prompt templates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infcl_jax.data.sources import files, splits
+from infcl_jax.data.sources.base import Classes
+
+CLASS_FILES = ("classes.txt", "classes.json")
+TEMPLATE_FILE = "templates.txt"
+PHOTO_TEMPLATES = (
+    "a photo of a {}",
+    "a picture of a {}",
+    "an image of one {}",
+    "a close view of the {}",
+    "a {} in a photo",
+    "the {}",
+)
+UNLABELED = -1
+
+_MAX_CLASSES = 2**17  # ImageNet-21k has 21,841; more are free text in a column of that name
+_INTEGER = re.compile(r"[+-]?\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassNames:
+    """Class names of a file.
+
+    Attributes:
+      path: path of the file.
+      names: class names in label order.
+      labels: label of each name and value; of equal names, the first.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    labels: Mapping[str, int]
+
+    def label(self, value: str) -> int:
+        """Return the label of a value: a class, or the label itself.
+
+        Underscores of a class may be spaces in its name.
+
+        Raises:
+          ValueError: the class is unknown, or the label is out of range.
+        """
+        for text in (value, value.replace("_", " ")):
+            if text in self.labels:
+                return self.labels[text]
+        if _INTEGER.fullmatch(value) and UNLABELED <= int(value) < len(self.names):
+            return int(value)
+        raise ValueError(
+            f"expected a label in [0, {len(self.names)}) or a class of {self.path}, got {value!r}; correct one of them"
+        )
+
+
+def read_class_names(folder: str) -> ClassNames | None:
+    """Read the class names next to the data.
+
+    `classes.txt` has one name per line, in label order. `classes.json` is a list of names in label order, an object of
+    names by value ({"n02123045": "tabby cat"}) in label order, or an object of labels by name ({"tabby cat": 0}). They
+    are in the folder of the data, or above it if the folder is that of a split.
+
+    Args:
+      folder: folder of the data.
+
+    Returns:
+      The class names, or None without a file.
+
+    Raises:
+      ValueError: the file is damaged or has no names.
+    """
+    path = _find(folder, CLASS_FILES)
+    if path is None:
+        return None
+    pairs = _json_pairs(path) if path.endswith(".json") else [(name, name) for name in _lines(path)]
+    values, names = zip(*pairs, strict=True)
+    labels = {text: label for texts in (names, values) for label, text in reversed(list(enumerate(texts)))}
+    return ClassNames(path, names, labels)
+
+
+def read_templates(folder: str) -> tuple[str, ...]:
+    """Read the prompt templates next to the data, `templates.txt` with one per line.
+
+    Returns:
+      Templates with "{}" for the class name; `PHOTO_TEMPLATES` without a file.
+
+    Raises:
+      ValueError: a template lacks "{}".
+    """
+    path = _find(folder, (TEMPLATE_FILE,))
+    if path is None:
+        return PHOTO_TEMPLATES
+    templates = _lines(path)
+    for number, template in enumerate(templates, 1):
+        if "{}" not in template:
+            raise ValueError(f'{path}, line {number}: expected "{{}}" for the class name, got {template!r}')
+    return tuple(templates)
+
+
+def label_values(values: Collection[str], folder: str, data: str) -> tuple[dict[str, int], Classes]:
+    """Assign labels to the distinct label values of a dataset.
+
+    With class names next to the data, a value is a class or a label. If no value is, and there are as many values as
+    names, the sorted values have the names in order. Without class names, the sorted values are the classes.
+
+    Args:
+      values: distinct values.
+      folder: folder of the data.
+      data: description of the data, for messages.
+
+    Returns:
+      The label of each value, and the classes.
+
+    Raises:
+      ValueError: there are no values, a value has no class, or the values are integers without class names.
+    """
+    if not values:
+        raise ValueError(f"{data} has no labels; expected class names or integers")
+    ordered = sorted(values)
+    names, templates = read_class_names(folder), read_templates(folder)
+    integers = all(map(_INTEGER.fullmatch, ordered))
+    if names is None:
+        if integers:
+            raise ValueError(
+                f"{data} has the labels {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''} without class"
+                f" names; put a {CLASS_FILES[0]} with one name per line into the folder {folder or '.'}"
+            )
+        class_names = tuple(value.replace("_", " ") for value in ordered)
+        return {value: label for label, value in enumerate(ordered)}, Classes(class_names, templates)
+    known = names.labels.keys() & {*ordered, *(value.replace("_", " ") for value in ordered)}
+    if not integers and not known and len(ordered) == len(names.names):
+        return {value: label for label, value in enumerate(ordered)}, Classes(names.names, templates)
+    try:
+        return {value: names.label(value) for value in ordered}, Classes(names.names, templates)
+    except ValueError as error:
+        raise ValueError(f"{data}: {error}") from None
+
+
+def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
+    """Convert a column of labels to strings, "" for null.
+
+    Raises:
+      ValueError: the column has other values than texts and numbers.
+    """
+    try:
+        strings = pc.utf8_trim_whitespace(pc.fill_null(column.cast(pa.string()), ""))
+        return pc.replace_substring_regex(strings, r"^([+-]?\d+)\.0*$", r"\1")  # pandas writes integers as floats
+    except pa.ArrowException as error:
+        reason = " ".join(str(error).split())[:100]
+        raise ValueError(f"{data}: expected class names or integers in UTF-8, got {reason}") from error
+
+
+def column_labels(columns: Sequence[pa.ChunkedArray], folder: str, data: str) -> tuple[list[np.ndarray], Classes]:
+    """Assign labels to the rows of columns, see `label_values`.
+
+    Args:
+      columns: results of `label_strings`.
+      folder: folder of the tables.
+      data: description of the column, for messages.
+
+    Returns:
+      int32 [rows] for each column, -1 without label, and the classes.
+
+    Raises:
+      ValueError: see `label_values`, or there are too many classes.
+    """
+    values = pc.unique(pa.chunked_array([pc.unique(column) for column in columns]))
+    if len(values) > _MAX_CLASSES:
+        raise ValueError(f"{data}: expected at most {_MAX_CLASSES} classes, got {len(values)} values")
+    labels, classes = label_values(set(values.to_pylist()) - {""}, folder, data)
+    by_value = np.array([labels.get(value, UNLABELED) for value in values.to_pylist()], np.int32)
+    return [by_value[np.asarray(pc.index_in(column, values))] for column in columns], classes
+
+
+def prompts(classes: Classes, label: int) -> tuple[str, ...]:
+    """Make captions of a class, one per template; none without a class."""
+    if label == UNLABELED:
+        return ()
+    return tuple(template.replace("{}", classes.names[label]) for template in classes.templates)
+
+
+def _find(folder: str, names: Collection[str]) -> str | None:
+    """Find a file next to the data, or above the folder of a split."""
+    folders = [folder]
+    if splits.is_split(files.name_of(folder)):
+        folders.append(folder.rpartition("/")[0])
+    paths = [f"{parent}/{name}" if parent else name for parent in folders for name in names]
+    return next(filter(files.is_file, paths), None)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in files.read_file(path).decode("utf-8-sig").rstrip().split("\n")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start}") from None
+    if "" in lines:
+        raise ValueError(f"{path}, line {lines.index('') + 1}: expected a text, got an empty line")
+    return lines
+
+
+def _json_pairs(path: str) -> list[tuple[str, str]]:
+    """Read (value, name) pairs in label order."""
+    try:
+        content: Any = json.loads(files.read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; expected a list of class names") from None
+    if isinstance(content, list):
+        pairs = [(name, name) for name in content]
+    elif isinstance(content, dict):
+        labels = [str(label) for label in range(len(content))]
+        if sorted(map(str, content.values())) == sorted(labels):
+            pairs = [(name, name) for name in sorted(content, key=lambda name: int(content[name]))]
+        elif content.keys() == set(labels):
+            pairs = [(label, content[label]) for label in labels]
+        else:
+            pairs = list(content.items())
+    else:
+        pairs = []
+    if not pairs or not all(isinstance(name, str) and name.strip() for _, name in pairs):
+        raise ValueError(
+            f"{path}: expected a list of class names, or an object of names by value, got {str(content)[:40]}"
+        )
+    return pairs

@@ -133,17 +133,9 @@ def test_kernels_match_float64(capsys, b, positions, heads, dtype, causal):
 
 
 @pytest.mark.parametrize(
-    ("shape", "causal"),
-    [
-        ((4096, 50, 12, 64), False),
-        ((4096, 77, 8, 64), True),
-        ((1024, 197, 12, 64), False),
-        ((384, 257, 16, 64), False),
-        ((3, 320, 5, 64), True),
-        ((1, 1, 1, 64), False),
-    ],
+    ("shape", "causal"), [((4096, 77, 8, 64), True), ((3, 320, 5, 64), True), ((1, 1, 1, 64), False)]
 )
-def test_sequences_of_the_models_lower_to_two_kernels(shape, causal):
+def test_attention_lowers_to_two_kernels(shape, causal):
     x = jax.ShapeDtypeStruct(shape, BF16)
     run = jax.jit(functools.partial(value_and_gradients, causal=causal, implementation=None))
     with jax.sharding.use_abstract_mesh(ALONE):

@@ -95,7 +95,7 @@ def test_what_is_not_finite_stays_so(capsys, value, name):
     assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("shape", [(99072, 4096), (50 * 4096, 3072), (4096, 77, 2048), (4099, 5120), (1000, 256)])
+@pytest.mark.parametrize("shape", [(99072, 4096), (4096, 77, 2048), (4099, 5120), (1000, 256)])
 def test_large_arrays_lower_to_two_kernels(shape):
     x, bias = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     run = functools.partial(with_gradients, name="gelu", implementation=None)

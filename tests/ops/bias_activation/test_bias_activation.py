@@ -64,8 +64,8 @@ def with_gradients(x, bias, dy, name, implementation):
 @pytest.mark.parametrize(
     ("name", "rows", "width", "dtype"),
     [
-        *(("gelu", 37, 768, BF16), ("gelu", 30, 384, FP16)),
-        *(("quick_gelu", 2, 128, BF16), ("quick_gelu", 30, 384, FP16)),
+        *(("gelu", 37, 768, BF16), ("gelu", 30, 512, FP16)),
+        *(("quick_gelu", 2, 256, BF16), ("quick_gelu", 30, 512, FP16)),
     ],
 )
 def test_kernels_match_float64(capsys, name, rows, width, dtype):
@@ -89,7 +89,7 @@ def test_any_tiling(capsys, tiling):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", ["gelu", "quick_gelu"])
 def test_what_is_not_finite_stays_so(capsys, value, name):
-    x, bias = jnp.full((4, 128), value, BF16), jnp.zeros(128)
+    x, bias = jnp.full((4, 256), value, BF16), jnp.zeros(256)
     with interpreted(capsys):
         outputs = jax.device_get(activate(x, bias, name, "mosaic_gpu"))
     assert not np.isfinite(outputs.astype(np.float32)).any()

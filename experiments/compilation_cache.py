@@ -1,7 +1,6 @@
 """Persistent compilation cache of the commands, with atomic writes."""
 
 import hashlib
-import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from pathlib import Path
 import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from infcl_jax.user_cache import user_cache
 
 _OFF = ("off", "")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -42,7 +43,7 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
         _use_host_folder(Path(setting))
     elif _folder_unset() and jax.process_count() == 1:
         try:
-            _use_host_folder(user_folder())
+            _use_host_folder(user_cache() / "compiled")
         except ValueError as error:  # the default folder is optional, so its errors do not stop the run
             say(f"no compilation cache: {error}")
 
@@ -60,15 +61,6 @@ def _install_atomic_writes() -> str | None:
 def _folder_unset() -> bool:
     """Return whether JAX's cache is enabled but has no folder."""
     return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
-
-
-def user_folder() -> Path:
-    """Return the user's cache folder, in `XDG_CACHE_HOME` or else in `~/.cache`.
-
-    A relative `XDG_CACHE_HOME` is ignored.
-    """
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (caches if caches.is_absolute() else Path("~/.cache")) / "infcl_jax" / "compiled"
 
 
 def host_key() -> str:

@@ -1,6 +1,5 @@
 """The compilation cache: on by default, complete entries only, one folder per host type."""
 
-import pathlib
 import sys
 
 import jax
@@ -102,12 +101,6 @@ def test_a_user_s_folder_that_cannot_be_used_is_said_and_no_more(user, monkeypat
     (line,) = capsys.readouterr().out.splitlines()
     assert str(user / "file") in line and "compilation_cache" in line and "Errno" not in line
     assert jax.config.jax_compilation_cache_dir is None
-
-
-@pytest.mark.parametrize("home", ["", "relative"])
-def test_without_an_absolute_xdg_folder_it_is_that_in_the_home_directory(home, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    assert compilation_cache.user_folder() == pathlib.Path("~/.cache/infcl_jax/compiled")
 
 
 def test_hosts_that_cannot_share_programs_have_different_folders(monkeypatch, tmp_path):

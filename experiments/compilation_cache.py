@@ -37,8 +37,8 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
     """
     if setting in _OFF:
         _set_jax_folder(None)
-    elif (error := _install_atomic_writes()) is not None:
-        say(f"compilation_cache is ignored: {error}")
+    elif (reason := _install_atomic_writes()) is not None:
+        say(f"compilation_cache is ignored: {reason}")
     elif setting is not None:
         _use_host_folder(Path(setting))
     elif _folder_unset() and jax.process_count() == 1:
@@ -49,7 +49,7 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
 
 
 def _install_atomic_writes() -> str | None:
-    """Make the writes of JAX's cache atomic; return why that is impossible, in one line."""
+    """Make JAX's cache write atomically; return the reason if it cannot."""
     try:
         from experiments.atomic_cache import install
     except (ImportError, AttributeError) as error:  # names that a JAX version lacks

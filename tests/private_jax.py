@@ -36,7 +36,10 @@ class AnyOf:
 
 
 def complete_gpu_interpreter(monkeypatch):
-    """Add accumulator stores, and left operands of wgmma in registers, to Pallas' interpreter of GPU kernels."""
+    """Complete wgmma in Pallas' interpreter of GPU kernels.
+
+    It lacks accumulator stores and left operands in registers.
+    """
     with checked_names():
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 

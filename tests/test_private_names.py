@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md lists every private name of JAX and of other packages that the repository uses."""
+"""Private names of JAX and other packages, compared with the table in CONTRIBUTING.md."""
 
 import ast
 import re
@@ -14,8 +14,8 @@ ACCESS = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def is_foreign(name, own):
-    """Return whether a dotted name has a private part that is not our own."""
-    private = (part for part in name.split(".") if part.startswith("_") and not part.endswith("__"))
+    """Return whether a dotted name has a private component that is not our own."""
+    private = (n for n in name.split(".") if n.startswith("_") and not n.endswith("__"))
     return name.startswith("jaxlib.") or not own.issuperset(private)
 
 
@@ -30,7 +30,7 @@ def own_names(tree):
 
 
 def foreign_names(tree, own):
-    """Private modules that are imported, also by code in strings, and private attributes of others."""
+    """Private modules and attributes of other packages, also in strings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         names = []
@@ -61,8 +61,7 @@ def test_the_list_of_private_names_is_complete():
     rows = re.findall(r"^\| `(\S+\.py)` \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     listed = {(path, name) for path, names in rows for name in re.findall(r"`([^`]+)`", names)}
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path != SELF]
-    found = used({str(path.relative_to(ROOT)): path.read_text() for path in paths})
-    assert found == listed
+    assert used({str(path.relative_to(ROOT)): path.read_text() for path in paths}) == listed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from gpus import ALONE, calls, lowered
+from gpus import ALONE, count_kernels, lowered
 
 from infcl_jax.ops.attention.api import attend
 from infcl_jax.ops.bias_activation import pallas_mosaic_gpu as bias_activation
@@ -36,7 +36,7 @@ def lower_with_gradient(op, shape, dtype):
         return y, pull(jax.tree.map(jnp.ones_like, y))
 
     with jax.sharding.use_abstract_mesh(ALONE):
-        return calls(lowered(jax.jit(with_gradient), jax.ShapeDtypeStruct(shape, dtype)))
+        return count_kernels(lowered(jax.jit(with_gradient), jax.ShapeDtypeStruct(shape, dtype)))
 
 
 @pytest.mark.parametrize(

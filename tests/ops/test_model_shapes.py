@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from gpus import ALONE, calls, lowered
+from gpus import ALONE, count_kernels, lowered
 
 from infcl_jax import clip_loss
 from infcl_jax.models import create_model, model_names
@@ -78,7 +78,7 @@ def trace_gradients(name, dtype):
 @functools.cache
 def count_lowered(launch):
     settings = dict(launch.settings)
-    return calls(lowered(jax.jit(functools.partial(launch.kernel, **settings)), *launch.operands))
+    return count_kernels(lowered(jax.jit(functools.partial(launch.kernel, **settings)), *launch.operands))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", FP16, "float32"])
@@ -110,4 +110,4 @@ def test_loss_lowers_at_the_feature_sizes_of_the_models(size, dtype):
     loss = functools.partial(clip_loss, implementation="mosaic_gpu")
     with jax.sharding.use_abstract_mesh(ALONE):
         # Sums, maxima, positives and dS; sums and dS also with a shared scale.
-        assert calls(lowered(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), features, features, scale)) == 6
+        assert count_kernels(lowered(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), features, features, scale)) == 6

@@ -51,7 +51,7 @@ class Implementation:
     fp64: bool = True
 
     def supports_gpu(self, capability: str | None) -> bool:
-        """Return whether a device of this compute capability is supported, None without an NVIDIA GPU."""
+        """Return whether a compute capability is supported; None without an NVIDIA GPU."""
         return self.capabilities is None or capability in self.capabilities
 
     def runs_on(self, capability: str | None) -> bool:

@@ -12,7 +12,7 @@ import oracle
 import private_jax
 import pytest
 import runs
-from gpus import ALONE, calls, described, interpreted, lowered, under
+from gpus import ALONE, count_kernels, described, interpreted, lowered, under
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,7 +78,7 @@ def test_attention_lowers_to_two_kernels(shape, causal):
     x = jax.ShapeDtypeStruct(shape, BF16)
     run = jax.jit(functools.partial(value_and_gradients, causal=causal, implementation=None))
     with jax.sharding.use_abstract_mesh(ALONE):
-        assert calls(lowered(run, x, x, x, x)) == 2
+        assert count_kernels(lowered(run, x, x, x, x)) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_sharded_batch_has_kernels_for_its_own_sequences():
         return pull(y)
 
     text = lowered(jax.jit(gradients), variables, x)
-    assert calls(text) == 4  # those of the activation, too; the norms are narrower than their kernels want
+    assert count_kernels(text) == 4  # those of the activation, too; the norms are narrower than their kernels want
     assert "tensor<8x77x9x64xbf16>" in text
 
 

@@ -1,17 +1,16 @@
 """Persistent compilation cache of the commands, with atomic writes."""
 
 import hashlib
-import os
 import platform
 import tempfile
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jaxlib
-from jax._src import compilation_cache as jax_cache
-from jax._src import lru_cache
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from infcl_jax.user_cache import user_cache
 
 _OFF = ("off", "")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -19,32 +18,6 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FIELDS = frozenset(
     ("model name", "cpu family", "model", "flags", "CPU implementer", "CPU architecture", "CPU part", "Features")
 )
-
-
-class AtomicCache(lru_cache.LRUCache):
-    """JAX's file cache, with atomic writes.
-
-    JAX 0.11.2 writes an entry in place (`LRUCache.put`: open, truncate, write). It locks only with
-    `jax_compilation_cache_max_size`, for which it needs the package filelock. Three things go wrong without the lock:
-      - Readers see torn entries. With two writers of a 4 MB entry, 91 % of reads were torn (2 cores, 2026-11-23).
-      - Two writers interleave in one file.
-      - A killed writer leaves its torn entry forever, because `put` skips an existing file.
-    Up to Python 3.13, zlib's checksum turns a torn entry into a warning and a compilation. From 3.14 on JAX compresses
-    with zstd, without a checksum. Here a rename makes each write atomic, and the last writer replaces a torn entry.
-    XLA's autotuning cache in the same folder renames as well.
-    """
-
-    def put(self, key: str, value: bytes) -> None:
-        """Add or replace an entry atomically."""
-        if self.eviction_enabled:  # every access holds JAX's lock
-            super().put(key, value)
-            return
-        temporary = self.path / f".{uuid.uuid4().hex}"
-        try:
-            temporary.write_bytes(value)
-            temporary.replace(self.path / f"{key}{lru_cache._CACHE_SUFFIX}")
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def enable(setting: str | None, say: Callable[[str], None]) -> None:
@@ -57,35 +30,37 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
     Args:
       setting: parent folder. None: JAX's own setting (`JAX_COMPILATION_CACHE_DIR`), or else the user's cache folder.
         "off" or "": no cache.
-      say: function that prints a warning line if the user's cache folder is not writable.
+      say: function that prints a warning line if the cache stays off.
 
     Raises:
       ValueError: the given folder is not writable.
     """
-    jax_cache.LRUCache = AtomicCache  # type: ignore[misc]
     if setting in _OFF:
         _set_jax_folder(None)
+    elif (reason := _install_atomic_writes()) is not None:
+        say(f"compilation_cache is ignored: {reason}")
     elif setting is not None:
         _use_host_folder(Path(setting))
     elif _folder_unset() and jax.process_count() == 1:
         try:
-            _use_host_folder(user_folder())
+            _use_host_folder(user_cache() / "compiled")
         except ValueError as error:  # the default folder is optional, so its errors do not stop the run
             say(f"no compilation cache: {error}")
+
+
+def _install_atomic_writes() -> str | None:
+    """Make JAX's cache write atomically; return the reason if it cannot."""
+    try:
+        from experiments.atomic_cache import install
+    except (ImportError, AttributeError) as error:  # names that a JAX version lacks
+        return f"its writes would not be atomic with JAX {jax.__version__} ({error}); set JAX_COMPILATION_CACHE_DIR"
+    install()
+    return None
 
 
 def _folder_unset() -> bool:
     """Return whether JAX's cache is enabled but has no folder."""
     return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
-
-
-def user_folder() -> Path:
-    """Return the user's cache folder, in `XDG_CACHE_HOME` or else in `~/.cache`.
-
-    A relative `XDG_CACHE_HOME` is ignored.
-    """
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (caches if caches.is_absolute() else Path("~/.cache")) / "infcl_jax" / "compiled"
 
 
 def host_key() -> str:

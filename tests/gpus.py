@@ -36,6 +36,9 @@ def lowered(function, *arrays):
     return function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def calls(text):
-    """Number of different kernels in the program: JAX 0.12 merges equal calls, JAX 0.11 does not."""
+def count_kernels(text):
+    """Count the different kernels of a program.
+
+    JAX 0.12 merges equal calls, JAX 0.11 does not.
+    """
     return len(set(re.findall(r'custom_call @mosaic_gpu.*?kernel_hash = "(.*?)", module', text)))

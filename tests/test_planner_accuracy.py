@@ -3,6 +3,7 @@
 import jax
 import optax
 import oracle
+import private_jax
 import pytest
 import runs
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +16,7 @@ from infcl_jax.training import GradCacheConfig, TrainState, make_loss, make_trai
 
 def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
     """Expected MiB: XLA's plan for gradients of ViT-B/32's towers, bf16, H200 (JAX 0.11.2)."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
+    private_jax.pretend_cudnn(monkeypatch)
     model = create_model("ViT-B/32", **{"dtype": "bfloat16", "vision.attention": "cudnn", "text.attention": "cudnn"})
     for tower, planned in zip(encoder_memory(model), (14_304, 14_487), strict=True):
         assert tower.peak(1024) / 2**20 == pytest.approx(planned, rel=0.05)

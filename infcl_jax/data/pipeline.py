@@ -126,14 +126,14 @@ class _ProcessRows(grain.MapDataset):
         self._offset = process_index * self._local_size
 
     def __len__(self) -> int:
-        return len(self._parent) // self._batch_size * self._local_size
+        return len(self.parents[0]) // self._batch_size * self._local_size
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         step, local_row = divmod(index, self._local_size)
         row = step * self._batch_size + self._offset + local_row
-        return row, self._parent[row]
+        return row, self.parents[0][row]
 
 
 def train_iterator(

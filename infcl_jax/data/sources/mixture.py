@@ -104,7 +104,7 @@ class _Interleaved(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         component, row = interleave(index, self._weights)
-        return self._parents[component][row] + self._offsets[component]
+        return self.parents[component][row] + self._offsets[component]
 
 
 def interleave(row: int, weights: Sequence[int]) -> tuple[int, int]:

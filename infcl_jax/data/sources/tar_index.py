@@ -23,6 +23,7 @@ import numpy as np
 
 from infcl_jax.data.sources import files, tar_scan
 from infcl_jax.data.sources.tar_scan import ShardScan
+from infcl_jax.user_cache import user_cache
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -120,12 +121,12 @@ def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
 
 def _cache_files(shards: Sequence[str], captions: Sequence[str]) -> list[str]:
     """List the possible cache files, the preferred first."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infcl_jax"
-    folders: list[tuple[str, Path]] = [("", user_cache)]
+    folders: list[tuple[str, Path]] = []
     if not any(files.is_remote(shard) for shard in shards):
-        folders.insert(
-            0, (os.path.dirname(os.path.abspath(shards[0])), Path(os.path.dirname(os.path.abspath(shards[0]))))
-        )
+        own_folder = os.path.dirname(os.path.abspath(shards[0]))
+        folders.append((own_folder, Path(own_folder)))
+    with contextlib.suppress(RuntimeError):  # no home directory
+        folders.append(("", user_cache().expanduser()))
     result = []
     for base, folder in folders:
         # Relative names keep the cache valid after the folder moves.

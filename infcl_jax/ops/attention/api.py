@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
 from infcl_jax.ops.common import gpu
+from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.linear import contract
 
@@ -38,11 +39,16 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
       "mosaic_gpu" on a Hopper GPU if the kernels support the shape and dtype and each device holds whole sequences, see
       `rows_for_kernels`. Else "cudnn" on an NVIDIA GPU of compute capability 8.0 or more if it supports the head size
       and dtype. Else "xla". On short sequences cuDNN is far from its peak, but XLA is slower, since it writes the
-      scores to HBM.
+      scores to HBM. A shape or dtype without Hopper kernels is logged once.
     """
     _, positions, _, channels = shape
-    if rows_for_kernels(shape) is not None and mosaic_gpu_accepts(positions, channels, dtype):
-        return "mosaic_gpu"
+    if rows_for_kernels(shape) is not None:
+        from infcl_jax.ops.attention import pallas_mosaic_gpu  # needed on GPUs only
+
+        if pallas_mosaic_gpu.accepts(positions, channels, dtype):
+            return "mosaic_gpu"
+        array = f"{positions} positions and heads of {channels} channels in {jnp.dtype(dtype)}"
+        log_fallback("attention", array, pallas_mosaic_gpu.SUPPORTED)
     if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"
     capability = getattr(jax.devices()[0], "compute_capability", "")  # "9.0"; AMD GPUs report an architecture name
@@ -266,7 +272,6 @@ def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:
         )
     if not pallas_mosaic_gpu.accepts(positions, channels, dtype):
         raise ValueError(
-            f"expected bf16 or fp16, at most {pallas_mosaic_gpu.LONGEST} positions and heads of "
-            f"{pallas_mosaic_gpu.CHANNELS} channels for attention 'mosaic_gpu', got {dtype}, {positions} and "
+            f"expected {pallas_mosaic_gpu.SUPPORTED} for attention 'mosaic_gpu', got {dtype}, {positions} and "
             f"{channels}; use 'xla' or None"
         )

@@ -32,6 +32,7 @@ from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
 LONGEST = 5 * TILE  # positions; SMEM holds the five operands of the backward pass up to this length
 UNROLLED = 2  # largest number of query tiles for which the dK, dV loop is unrolled
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
+SUPPORTED = f"bf16 or fp16, at most {LONGEST} positions and heads of {CHANNELS} channels"
 ROW, COLUMN = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
 from infcl_jax.ops.common import gpu
+from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.layer_norm.api import broadcast_vector, flat_rows
 
@@ -27,14 +28,18 @@ def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> A
 
     Returns:
       "mosaic_gpu" if the kernels support the shape and dtype and each device holds whole rows, see `rows_for_kernels`.
-      Otherwise "xla", which the compiler can partition.
+      Otherwise "xla", which the compiler can partition. A width or dtype without kernels is logged once.
     """
     rows = rows_for_kernels(x.shape)
     if rows is None:
         return "xla"
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu  # needed on GPUs only
 
-    return "mosaic_gpu" if pallas_mosaic_gpu.accepts(rows, x.shape[-1], x.dtype) else "xla"
+    width = x.shape[-1]
+    if not pallas_mosaic_gpu.has_layout(width, x.dtype):
+        log_fallback("activation", f"width {width} in {x.dtype}", pallas_mosaic_gpu.SUPPORTED)
+        return "xla"
+    return "mosaic_gpu" if rows >= pallas_mosaic_gpu.FEWEST else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -26,10 +26,14 @@ FORWARD = Tiling(rows=8, stages=3, ctas_per_sm=4)
 BACKWARD = Tiling(rows=4, stages=4, ctas_per_sm=3)
 FEWEST = max(FORWARD.rows, BACKWARD.rows) // WARPS  # rows; every CTA needs a whole tile
 
+SUPPORTED = (
+    f"bf16 or fp16, widths in multiples of {WIDTH_MULTIPLE} up to {WIDEST} and at least {FEWEST} rows per device"
+)
 
-def accepts(rows: int, width: int, dtype: Any) -> bool:
-    """Return whether the kernels support [rows, width] arrays of the given dtype."""
-    return jnp.dtype(dtype) in DTYPES and rows >= FEWEST and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
+
+def has_layout(width: int, dtype: Any) -> bool:
+    """Return whether rows of this width and dtype have a layout."""
+    return jnp.dtype(dtype) in DTYPES and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
 
 
 @functools.partial(jax.jit, static_argnames=("name", "sm_count", "tiling"))
@@ -39,7 +43,7 @@ def forward(
     """Apply an activation to `x + bias`.
 
     Args:
-      x: [rows, width], see `accepts`.
+      x: [rows, width], see `SUPPORTED`.
       bias: float32 [width].
       name: activation, "gelu" or "quick_gelu".
       sm_count: number of SMs of the GPU.
@@ -47,7 +51,14 @@ def forward(
 
     Returns:
       [rows, width] in the dtype of `x`.
+
+    Raises:
+      ValueError: the kernels do not support the shape or the dtype.
     """
+    if len(x) < FEWEST or not has_layout(x.shape[1], x.dtype):
+        raise ValueError(
+            f"expected {SUPPORTED} for activations 'mosaic_gpu', got {x.shape} in {x.dtype}; use 'xla' or None"
+        )
     quarters = _quarters(x)
     stream = RowStream.of(tiling, len(quarters), sm_count, {"x": quarters}, WARPS)
     tile_layout, *_ = layouts(quarters.shape[1], x.dtype)

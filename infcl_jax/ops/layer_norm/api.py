@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Shaped
 
 from infcl_jax.ops.common import gpu
+from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 
 NormImplementation = Literal["xla", "mosaic_gpu"]
@@ -25,14 +26,19 @@ def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *
 
     Returns:
       "mosaic_gpu" if the kernels support the shape and dtypes and each device holds whole rows, see `rows_for_kernels`.
-      Otherwise "xla", which the compiler can partition.
+      Otherwise "xla", which the compiler can partition. A width or dtype without kernels is logged once.
     """
     rows = rows_for_kernels(x.shape)
     if rows is None:
         return "xla"
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu  # needed on GPUs only
 
-    return "mosaic_gpu" if pallas_mosaic_gpu.accepts(rows, x.shape[-1], x.dtype, *dtypes) else "xla"
+    width = x.shape[-1]
+    if not pallas_mosaic_gpu.has_layout(width, x.dtype, *dtypes):
+        names = " and ".join(dict.fromkeys(jnp.dtype(d).name for d in (x.dtype, *dtypes)))
+        log_fallback("LayerNorm", f"width {width} in {names}", pallas_mosaic_gpu.SUPPORTED)
+        return "xla"
+    return "mosaic_gpu" if rows >= pallas_mosaic_gpu.FEWEST else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

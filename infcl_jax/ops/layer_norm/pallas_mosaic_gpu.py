@@ -34,11 +34,14 @@ WIDEST = 1280  # largest supported width
 WIDTH_MULTIPLE = 128  # supported widths are multiples of it
 FEWEST = max(tiling.rows for _, tiling in FORWARD + BACKWARD)  # rows; every CTA needs a whole tile
 
+SUPPORTED = (
+    f"bf16, fp16 or fp32, widths in multiples of {WIDTH_MULTIPLE} up to {WIDEST} and at least {FEWEST} rows per device"
+)
 
-def accepts(rows: int, width: int, *dtypes: Any) -> bool:
-    """Return whether the kernels support [rows, width] arrays of the given dtypes."""
-    supported = all(jnp.dtype(d) in DTYPES for d in dtypes)
-    return supported and rows >= FEWEST and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
+
+def has_layout(width: int, *dtypes: Any) -> bool:
+    """Return whether rows of this width and these dtypes have a layout."""
+    return all(jnp.dtype(d) in DTYPES for d in dtypes) and width % WIDTH_MULTIPLE == 0 and 0 < width <= WIDEST
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "sm_count", "tiling"))
@@ -55,7 +58,7 @@ def forward(
     """LayerNorm over the last axis.
 
     Args:
-      x: [rows, width], see `accepts`.
+      x: [rows, width], see `SUPPORTED`.
       scale: float32 [width].
       bias: float32 [width].
       dtype: dtype of the result.
@@ -65,8 +68,16 @@ def forward(
 
     Returns:
       The result [rows, width] in `dtype`, and the mean and inverse standard deviation of each row, float32 [rows].
+
+    Raises:
+      ValueError: the kernels do not support the shape or a dtype.
     """
     rows, width = x.shape
+    if rows < FEWEST or not has_layout(width, x.dtype, dtype):
+        raise ValueError(
+            f"expected {SUPPORTED} for LayerNorm 'mosaic_gpu', got {x.shape} in {x.dtype} and a result in "
+            f"{jnp.dtype(dtype)}; use 'xla' or None"
+        )
     stream = RowStream.of(tiling or _tiling(FORWARD, width), rows, sm_count, {"x": x})
     tile_layout, _, column_layout = layouts(width, x.dtype, dtype)
 

@@ -153,9 +153,14 @@ class GradientSweep:
         count: int,
         axis: int,
     ) -> Float32[Array, "_ {self.padded.width}"]:
-        """Compute `dS @ y` (axis 1) or `dS.T @ x` (axis 0) of a window, in fp32.
+        """Multiply dS of a window with features, in fp32.
 
-        `features` are the bf16 terms of y or x. The window has `count` of their rows, from row `first` on.
+        Args:
+          d_s: bf16 terms of dS.
+          features: bf16 terms of y for `dS @ y`, of x for `dS.T @ x`.
+          first: first row of the features in the window.
+          count: number of these rows.
+          axis: contracted axis of dS: 1 with y, 0 with x.
         """
         padded = self.padded
         rows = lax.dynamic_slice_in_dim(features, first, count)

@@ -36,8 +36,8 @@ class Implementation:
       rank: the available implementation with the highest rank is the default. Rank 0 is never the default, see
         `quadratic`.
       requires: required device and packages, for the error message; None: any device.
-      runs_on: `runs_on(capability)` is True if the compute capability of the default device (None without an NVIDIA
-        GPU) and the installed packages meet the requirements.
+      capabilities: compute capabilities of the supported GPUs; None: any device.
+      package_error: function that returns why the required packages cannot be used, in one line; None if they can.
       fp64: whether fp64 features are supported.
     """
 
@@ -46,8 +46,17 @@ class Implementation:
     backend: Callable[[bool], Backend] | None = None
     rank: int = 0
     requires: str | None = None
-    runs_on: Callable[[str | None], bool] = lambda capability: True
+    capabilities: tuple[str, ...] | None = None
+    package_error: Callable[[], str | None] = lambda: None
     fp64: bool = True
+
+    def supports_gpu(self, capability: str | None) -> bool:
+        """Return whether a compute capability is supported; None without an NVIDIA GPU."""
+        return self.capabilities is None or capability in self.capabilities
+
+    def runs_on(self, capability: str | None) -> bool:
+        """Return whether the device and the installed packages meet the requirements."""
+        return self.supports_gpu(capability) and self.package_error() is None
 
     @property
     def quadratic(self) -> bool:
@@ -95,7 +104,7 @@ def _triton(single_device: bool) -> Backend:
 
 @functools.cache
 def _triton_error() -> str | None:
-    """Return why jax-triton or Triton cannot be used, in one line; None if they can."""
+    """Return why Triton or jax-triton cannot be used; None if they can."""
     # Imported lazily, because only GPUs need these modules.
     from infcl_jax.ops.pairwise_lse.triton import load
 
@@ -131,7 +140,7 @@ TABLE = {
         _mosaic_gpu,
         rank=3,
         requires="a Hopper GPU",
-        runs_on=lambda capability: capability == HOPPER,
+        capabilities=(HOPPER,),
         fp64=False,
     ),
     "triton": Implementation(
@@ -140,7 +149,8 @@ TABLE = {
         _triton,
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
-        runs_on=lambda capability: capability in TRITON_CAPABILITIES and _triton_error() is None,
+        capabilities=TRITON_CAPABILITIES,
+        package_error=_triton_error,
         fp64=False,
     ),
 }
@@ -174,10 +184,10 @@ def check_device(implementation: str, dtype: Any) -> None:
     """Raise `ValueError` unless the default device and the dtype are supported."""
     row = TABLE[implementation]
     if not row.runs_on(capability := compute_capability()):
-        reason = f" ({_triton_error()})" if implementation == "triton" and capability in TRITON_CAPABILITIES else ""
+        reason = row.package_error() if row.supports_gpu(capability) else None
         raise ValueError(
-            f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}{reason}; "
-            f"use one of {available_implementations()} or None"
+            f"implementation {implementation!r} expects {row.requires}, got {jax.devices()[0].device_kind}"
+            f"{f' ({reason})' if reason else ''}; use one of {available_implementations()} or None"
         )
     if dtype == jnp.float64 and not row.fp64:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
@@ -185,8 +195,6 @@ def check_device(implementation: str, dtype: Any) -> None:
 
 @functools.cache
 def _warn_no_kernels(capability: str) -> None:
-    reason = f": {_triton_error()}" if capability in TRITON_CAPABILITIES else ""
-    warnings.warn(
-        f"no fused kernels for a GPU of compute capability {capability}; the loss runs as strips in plain XLA{reason}",
-        stacklevel=2,
-    )
+    message = f"no fused kernels for a GPU of compute capability {capability}; the loss runs as strips in plain XLA"
+    reasons = [row.package_error() for row in TABLE.values() if row.supports_gpu(capability)]
+    warnings.warn(": ".join([message, *filter(None, reasons)]), stacklevel=2)

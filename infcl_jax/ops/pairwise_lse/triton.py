@@ -256,28 +256,39 @@ def load() -> tuple[Any, Any]:
     """Import jax_triton and `triton_kernels`.
 
     Raises:
-      ImportError: a package is missing or cannot be imported, or its version silently computes nothing.
+      ImportError: a package is missing or cannot be imported, or its version silently computes nothing. The message
+        is one line.
     """
     try:
         import triton
-    except ImportError as e:
-        raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1 and triton >= 3.7; {INSTALL}") from e
+    except Exception as e:  # of any kind, such as an OSError of a shared library
+        if _is_missing("triton", e):
+            raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1 and triton >= 3.7; {INSTALL}") from e
+        raise ImportError(f"triton cannot be imported: {_one_line(e)}") from e
     version = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
     if version < (3, 7):
         raise ImportError(f"the Triton kernels need triton >= 3.7, got {triton.__version__}; {INSTALL}")
     try:
         import jax_triton
-    except ModuleNotFoundError as e:
-        raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1; {INSTALL}") from e
-    try:
+
         _adapt_dce_rule()
         from infcl_jax.ops.pairwise_lse import triton_kernels
     except Exception as e:  # of any kind, where a release of one package does not know the others'
+        if _is_missing("jax_triton", e):
+            raise ImportError(f"the Triton kernels need jax-triton >= 0.4.1; {INSTALL}") from e
         raise ImportError(
-            f"jax-triton cannot be used with JAX {jax.__version__} and triton {triton.__version__}: "
-            f"{type(e).__name__}: {' '.join(str(e).split())}"
+            f"jax-triton cannot be used with JAX {jax.__version__} and triton {triton.__version__}: {_one_line(e)}"
         ) from e
     return jax_triton, triton_kernels
+
+
+def _is_missing(package: str, error: Exception) -> bool:
+    """Return whether the package itself is missing, not a module that it imports."""
+    return isinstance(error, ModuleNotFoundError) and error.name == package
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _adapt_dce_rule() -> None:

@@ -233,6 +233,8 @@ def test_index_goes_to_the_cache_folder_or_stays_in_memory(tmp_path, monkeypatch
     source = load(path)
     assert source._index.path is None
     assert captions(pickle.loads(pickle.dumps(source))) == ["caption 0", "caption 1", "caption 2"]
+    monkeypatch.setattr(tar_index, "user_cache", lambda: tar_index.Path("~nobody-of-this-name"))  # no home directory
+    assert load(path)._index.path is None
 
 
 def test_many_shards_are_scanned_in_processes(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import private_jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from infcl_jax.ops.attention.api import attend, attend_from, best_attention, padding_for
 
@@ -126,7 +126,7 @@ def test_the_best_attention_is_what_device_and_inputs_allow(monkeypatch, backend
 @pytest.mark.parametrize("length", [50, 77, 197, 257])
 def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, causal, length):
     """Without a GPU: the program for one is built, forward and backward."""
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    private_jax.pretend_cudnn(monkeypatch)
     attention = functools.partial(attend_padded, causal=causal, implementation="cudnn")
     gradient = jax.jit(jax.grad(lambda *x: jnp.sum(attention(*x).astype(jnp.float32)), (0, 1, 2)))
     inputs = [jax.ShapeDtypeStruct((B, length, HEADS, 64), jnp.bfloat16)] * 3

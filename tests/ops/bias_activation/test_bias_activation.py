@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import runs
-from gpus import ALONE, calls, described, interpreted, lowered, under
+from gpus import ALONE, count_kernels, described, interpreted, lowered, under
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,8 +64,8 @@ def with_gradients(x, bias, dy, name, implementation):
 @pytest.mark.parametrize(
     ("name", "rows", "width", "dtype"),
     [
-        *(("gelu", 37, 768, BF16), ("gelu", 30, 384, FP16)),
-        *(("quick_gelu", 2, 128, BF16), ("quick_gelu", 30, 384, FP16)),
+        *(("gelu", 37, 768, BF16), ("gelu", 30, 512, FP16)),
+        *(("quick_gelu", 2, 256, BF16), ("quick_gelu", 30, 512, FP16)),
     ],
 )
 def test_kernels_match_float64(capsys, name, rows, width, dtype):
@@ -89,18 +89,18 @@ def test_any_tiling(capsys, tiling):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", ["gelu", "quick_gelu"])
 def test_what_is_not_finite_stays_so(capsys, value, name):
-    x, bias = jnp.full((4, 128), value, BF16), jnp.zeros(128)
+    x, bias = jnp.full((4, 256), value, BF16), jnp.zeros(256)
     with interpreted(capsys):
         outputs = jax.device_get(activate(x, bias, name, "mosaic_gpu"))
     assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("shape", [(99072, 4096), (50 * 4096, 3072), (4096, 77, 2048), (4099, 5120), (1000, 256)])
+@pytest.mark.parametrize("shape", [(99072, 4096), (4096, 77, 2048), (4099, 5120), (1000, 256)])
 def test_large_arrays_lower_to_two_kernels(shape):
     x, bias = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     run = functools.partial(with_gradients, name="gelu", implementation=None)
     with jax.sharding.use_abstract_mesh(ALONE):
-        assert calls(lowered(jax.jit(run), x, bias, x)) == 2
+        assert count_kernels(lowered(jax.jit(run), x, bias, x)) == 2
 
 
 @pytest.mark.parametrize(

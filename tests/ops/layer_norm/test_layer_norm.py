@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import runs
-from gpus import ALONE, calls, described, interpreted, lowered, under
+from gpus import ALONE, count_kernels, described, interpreted, lowered, under
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -119,8 +119,6 @@ def test_tiles_are_whole_groups_of_rows():
     ("rows", "width", "dtype", "result"),
     [
         (99072, 1024, BF16, BF16),
-        (50 * 4096, 768, BF16, BF16),
-        (77 * 4096, 512, FP16, FP16),
         (4099, 1280, FP32, FP32),
         (4096, 1152, BF16, FP32),
     ],
@@ -130,7 +128,7 @@ def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
     vector = jax.ShapeDtypeStruct((width,), jnp.float32)
     run = jax.jit(functools.partial(with_residual, dtype=result, implementation=None))
     with jax.sharding.use_abstract_mesh(ALONE):
-        assert calls(lowered(run, x, vector, vector, y, x)) == 2
+        assert count_kernels(lowered(run, x, vector, vector, y, x)) == 2
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,7 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
         return pull(y)
 
     text = lowered(jax.jit(gradients), variables, x)
-    assert calls(text) == 5  # norms' forward, backward with and without a bias in the sum; the activation's own
+    assert count_kernels(text) == 5  # norms' forward, backward with and without a bias in the sum; the activation's own
     assert "tensor<128x256xbf16>" in text
 
 
@@ -208,7 +206,7 @@ def test_kernels_lower_inside_shard_map(check_vma):
     norm = functools.partial(api.normalize, dtype=BF16)
     run = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=check_vma)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert calls(lowered(jax.jit(run), x, scale, bias)) == 1
+        assert count_kernels(lowered(jax.jit(run), x, scale, bias)) == 1
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The table of implementations: documentation, selection and workspace."""
 
+import dataclasses
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gpus import ALONE, described, under
 from infcl_jax import pairwise_lse
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations, implementations
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
-from infcl_jax.ops.pairwise_lse.implementations import TABLE, best_implementation
+from infcl_jax.ops.pairwise_lse.implementations import TABLE, best_implementation, check_device
 from infcl_jax.planner.loss import loss_workspace
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
@@ -39,6 +40,10 @@ def test_the_planner_knows_the_memory_of_every_implementation(name, devices):
     assert large > small
 
 
+def without_triton(monkeypatch, error):
+    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], package_error=lambda: error))
+
+
 @pytest.mark.parametrize(
     ("capability", "triton", "dtype", "best", "warning"),
     [
@@ -53,13 +58,22 @@ def test_the_planner_knows_the_memory_of_every_implementation(name, devices):
 )
 def test_the_fastest_implementation_of_the_device_is_the_default(monkeypatch, capability, triton, dtype, best, warning):
     monkeypatch.setattr(implementations, "compute_capability", lambda: capability)
-    monkeypatch.setattr(implementations, "_triton_error", lambda: None if triton else "no triton")
+    without_triton(monkeypatch, None if triton else "no triton")
     implementations._warn_no_kernels.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert best_implementation(jnp.dtype(dtype)) == best
     assert ["no fused kernels" in str(w.message) for w in caught] == [True] * warning
     assert all(str(w.message).endswith("no triton") != triton for w in caught)
+
+
+@pytest.mark.parametrize(("capability", "reason"), [("8.0", " (no triton)"), ("7.0", "")])
+def test_a_missing_package_is_the_reason_only_on_a_supported_gpu(monkeypatch, capability, reason):
+    monkeypatch.setattr(implementations, "compute_capability", lambda: capability)
+    without_triton(monkeypatch, "no triton")
+    with pytest.raises(ValueError, match="'triton' expects an Ampere, Ada or Hopper GPU") as error:
+        check_device("triton", jnp.float32)
+    assert f"got cpu{reason}; use one of" in str(error.value)
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.requires])

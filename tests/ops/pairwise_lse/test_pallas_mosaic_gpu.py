@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from gpus import ALONE, calls, described
+from gpus import ALONE, count_kernels, described
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -365,7 +365,7 @@ def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
     """
     b = 65536
     text = lowered((0, 1, 2), b, dim, dtype)
-    assert calls(text) <= 4 * 5 + 1
+    assert count_kernels(text) <= 4 * 5 + 1
     arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
     assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
@@ -379,7 +379,7 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     """
     text = lowered(argnums, 4096, 512, jnp.bfloat16)
     assert text.count("stablehlo.dot_general") == products
-    assert calls(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
+    assert count_kernels(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
 
 
 def test_a_ring_of_eight_lowers():
@@ -388,7 +388,7 @@ def test_a_ring_of_eight_lowers():
     Each of two paths has kernels for blocks with and without positives. The kernel of the positives is the same.
     """
     text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8))
-    assert calls(text) == 2 * 6 - 1
+    assert count_kernels(text) == 2 * 6 - 1
 
 
 @pytest.mark.parametrize("columns", [True, False])
@@ -405,4 +405,4 @@ def test_every_option_lowers(columns):
 
     with jax.sharding.use_abstract_mesh(ALONE):
         program = jax.jit(jax.value_and_grad(value)).trace(given, mask, labels)
-    assert calls(program.lower(lowering_platforms=("cuda",)).as_text()) == 4  # sums, maxima, positives, dS
+    assert count_kernels(program.lower(lowering_platforms=("cuda",)).as_text()) == 4  # sums, maxima, positives, dS

@@ -331,6 +331,39 @@ def test_missing_or_unfit_packages_are_an_error(monkeypatch, modules, message):
         WIDE.sums(operands, WHOLE, BF16, exclude=False, columns=True, maxima=False)
 
 
+@pytest.mark.parametrize(
+    ("package", "code", "message"),
+    [
+        (
+            "triton",
+            "raise OSError('libtriton.so:\\n  not found')",
+            "triton cannot be imported: OSError: libtriton.so: not",
+        ),
+        ("triton", "import missing_module", "triton cannot be imported: ModuleNotFoundError: No module named 'missing"),
+        (
+            "jax_triton",
+            "raise TypeError('2 arguments\\nbut 3')",
+            r"with JAX [\d.]+ and triton [\d.]+: TypeError: 2 arg",
+        ),
+        (
+            "jax_triton",
+            "from jax import missing_name",
+            r"jax-triton cannot be used with .*: ImportError: cannot import",
+        ),
+        ("jax_triton", "import jax.missing", r"jax-triton cannot be used with .*: ModuleNotFoundError: No module"),
+    ],
+)
+def test_packages_whose_import_fails_are_an_error_of_one_line(monkeypatch, tmp_path, package, code, message):
+    (tmp_path / f"{package}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    kernels.load.cache_clear()
+    with pytest.raises(ImportError, match=message) as error:
+        kernels.load()
+    assert "\n" not in str(error.value)
+
+
 # SMEM limit of a program in KiB, by compute capability.
 LIMITS = {80: 163, 89: 99, 90: 227}
 COMPILE = """

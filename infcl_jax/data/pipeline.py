@@ -3,7 +3,7 @@
 The order of the data depends on the seed alone. Each global batch is split into one contiguous block of rows per
 process. Concatenating the blocks in process order gives the same rows for any number of processes or workers.
 
-Training replaces an undecodable record by the next good record and logs one warning for it. It stops after
+Training replaces an undecodable record by the next good record, counts it and logs one warning for it. It stops after
 `max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must. Evaluation
 raises at the first bad record, because a score over a subset of a benchmark would be misleading.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.iterator import Batch, TrainIterator
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import OrderedSource, Source
@@ -39,7 +40,7 @@ class _TrainChunk:
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        read = self.reader.read([index for _, index in rows])
+        read, bad = self.reader.read([index for _, index in rows])
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
             # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
@@ -49,7 +50,7 @@ class _TrainChunk:
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
             images.append(self._transform(example["image"], rng))
         index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index}
+        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index, BAD_RECORDS: as_array(bad)}
 
     def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.augmentation is None:
@@ -114,7 +115,7 @@ def train_iterator(
         does not.
       prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
-      max_bad_records: maximum number of different bad records to replace, per reading process.
+      max_bad_records: maximum number of different bad records to replace, over all workers of this process.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
@@ -144,14 +145,13 @@ def train_iterator(
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
-    reader = RecordReader(source, max_bad_records)
-    make_chunk = _TrainChunk(reader, tokenizer, image_size, augmentation, seed)
+    make_chunk = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
         identity=identity,
-        bad_records=reader.bad_records,
+        bad_records=BadRecords(source, max_bad_records),
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,
@@ -188,7 +188,7 @@ class EvalBatches:
         self, source: Source, tokenizer: Tokenizer, image_size: int, batch_size: int, offset: int, local_size: int
     ):
         self._source, self._tokenizer, self._image_size = source, tokenizer, image_size
-        self._reader = RecordReader(source, max_bad_records=0)
+        self._reader = RecordReader(source, replace=False)
         self._batch_size, self._offset, self._local_size = batch_size, offset, local_size
 
     def __len__(self) -> int:
@@ -212,7 +212,7 @@ class EvalBatches:
             "label": np.full(self._local_size, -1, np.int32),
             "mask": np.arange(self._local_size) < len(indices),
         }
-        read = self._reader.read(indices)
+        read, _ = self._reader.read(indices)
         for row, (example, index) in enumerate(read):
             batch["image"][row] = resize_center_crop(example["image"], self._image_size)
             batch["index"][row], batch["label"][row] = index, example["label"]

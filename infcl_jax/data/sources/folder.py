@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infcl_jax.data.sources import captions
-from infcl_jax.data.sources.base import Example, Source, bad_record, check_index
+from infcl_jax.data.sources.base import Example, Source, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.table import TableSource
 from infcl_jax.data.sources.tar_scan import IMAGES
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _CAPTION = ".txt"
-
-_logger = logging.getLogger(__name__)
 
 
 def folder_source(folder: str, name: str, split: str, options: Mapping[str, str] | None = None) -> Source:
@@ -59,9 +56,8 @@ class FolderSource:
         self.name, self.split, self._folder = name, split, folder
         paths, images = _captioned_images(folder)
         self._paths = paths
-        self.dropped = {"no caption": images - len(paths)} if images > len(paths) else {}
-        if self.dropped:
-            _logger.warning("%s: %d samples, dropped: %d no caption", name, len(paths), images - len(paths))
+        self.dropped: dict[str, int] = {"no caption": images - len(paths)} if images > len(paths) else {}
+        warn_dropped(self)
         if not paths:
             raise ValueError(
                 f"{name} has {images} images and none with a caption; put KEY.txt beside KEY.jpg, or a metadata.csv "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infcl_jax.data.sources.base import Example, Source, check_index, describe, source_name
+from infcl_jax.data.sources.base import DroppingSource, Example, Source, check_index, describe, source_name
 
 
 class SampleRange:
@@ -18,6 +18,11 @@ class SampleRange:
     def __init__(self, source: Source, start: int, stop: int, split: str):
         self.name, self.split = source.name, split
         self._source, self._start, self._size = source, start, stop - start
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of samples that the whole source leaves out, by reason."""
+        return dict(self._source.dropped) if isinstance(self._source, DroppingSource) else {}
 
     def __len__(self) -> int:
         return self._size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from infcl_jax.data.sources import captions, files
-from infcl_jax.data.sources.base import Example, bad_record, check_index
+from infcl_jax.data.sources.base import Example, bad_record, check_index, locate, starts_of, warn_dropped
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
 IMAGE_COLUMNS = (
@@ -27,8 +26,6 @@ CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description
 _OPTIONS = ("image", "caption", "folder")
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
 _ROW_GROUPS = 2  # decoded parquet row groups in memory
-
-_logger = logging.getLogger(__name__)
 
 
 class TableSource:
@@ -59,15 +56,13 @@ class TableSource:
         if unknown:
             raise ValueError(f"expected the options {', '.join(_OPTIONS)} of {name}, got {', '.join(sorted(unknown))}")
         tables = [_Table(path, options) for path in paths]
-        self._tables, self._starts = tables, np.cumsum([0, *(len(table) for table in tables)])
+        self._tables, self._starts = tables, starts_of(map(len, tables))
         self.dropped: dict[str, int] = {}
         for reason in ("damaged row", "no image", "no caption"):
             count = sum(table.dropped.get(reason, 0) for table in tables)
             if count:
                 self.dropped[reason] = count
-        if self.dropped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+        warn_dropped(self)
         if len(self) == 0:
             raise ValueError(f"{name} has no row with an image and a caption; check the columns {tables[0].columns}")
 
@@ -78,8 +73,8 @@ class TableSource:
         return int(self._starts[-1])
 
     def _locate(self, index: int) -> tuple[_Table, int]:
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._tables[number], index - int(self._starts[number])
+        number, row = locate(self._starts, index)
+        return self._tables[number], row
 
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
@@ -234,20 +229,19 @@ class _RowGroups:
 
     def __init__(self, file: parquet.ParquetFile, column: str):
         self._file, self._column, self._lock = file, column, threading.Lock()
-        counts = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        self._starts = np.cumsum([0, *counts])
+        self._starts = starts_of(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
         self._decoded: dict[int, pa.Array] = {}
 
     def read(self, row: int) -> bytes:
         """Read the encoded image of a row of the file."""
-        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        group, row = locate(self._starts, row)
         with self._lock:
             if group not in self._decoded:
                 while len(self._decoded) >= _ROW_GROUPS:
                     del self._decoded[next(iter(self._decoded))]
                 table = self._file.read_row_group(group, columns=[self._column])
                 self._decoded[group] = table.column(0).combine_chunks()
-            value = self._decoded[group][row - int(self._starts[group])].as_py()
+            value = self._decoded[group][row].as_py()
         if isinstance(value, dict):
             value = value.get("bytes")
         if not value:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from infcl_jax.data.sources import captions, files, tar_scan
-from infcl_jax.data.sources.base import Example, bad_record, check_index
+from infcl_jax.data.sources.base import Example, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.tar_index import load_index
 
 _CAPTIONS = ("txt", "json")
@@ -45,9 +45,7 @@ class TarSource:
         self._files = files.Files(self._index.shards)
         for problem in self._index.problems:
             _logger.warning("%s; the samples before it are used", problem)
-        if self.dropped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+        warn_dropped(self)
         if len(self) == 0:
             members = " or ".join(self._members)
             raise ValueError(

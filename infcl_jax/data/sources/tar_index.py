@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from infcl_jax.data.sources import files, tar_scan
+from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.tar_scan import ShardScan
 
 ENTRY_DTYPE = np.dtype(
@@ -72,7 +73,7 @@ class TarIndex:
 
     def locate(self, index: int) -> tuple[int, np.void]:
         """Return the shard number and the entry of a sample."""
-        return int(np.searchsorted(self.starts, index, side="right")) - 1, self.entries[index]
+        return locate(self.starts, index)[0], self.entries[index]
 
 
 def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> TarIndex:
@@ -168,7 +169,7 @@ def _index(shards: Sequence[str], header: dict[str, Any], entries: np.ndarray, p
     for reason, count in itertools.chain.from_iterable(shard[3].items() for shard in header["shards"]):
         dropped[reason] = dropped.get(reason, 0) + count
     problems = [f"{path}: {shard[4]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[4]]
-    return TarIndex(tuple(shards), np.cumsum([0, *counts]), entries, dropped, tuple(problems), path)
+    return TarIndex(tuple(shards), starts_of(counts), entries, dropped, tuple(problems), path)
 
 
 def _build(
@@ -180,7 +181,7 @@ def _build(
     old_entries: np.ndarray,
 ) -> TarIndex:
     """Scan the changed shards and cache the new index."""
-    old_starts = np.cumsum([0, *(shard[2] for shard in old["shards"])])
+    old_starts = starts_of(shard[2] for shard in old["shards"])
     unchanged = {
         number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:5])
         for number, (shard, stamp) in enumerate(zip(old["shards"], stamps, strict=False))

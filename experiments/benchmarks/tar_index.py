@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import command_line
 from infcl_jax.data import load_source
 from infcl_jax.data.sources.tar_scan import BLOCK
 
@@ -48,11 +49,14 @@ def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def main(argv: list[str]) -> None:
-    """Write the shards, then build, load, unpickle and read."""
-    del argv
+def main() -> None:
+    """Write the shards, then build, load, unpickle and read.
+
+    Raises:
+      ValueError: no folder is given.
+    """
     if not _FOLDER.value:
-        raise app.UsageError("expected --folder, the folder of the tar files, got none")
+        raise ValueError("expected --folder, the folder of the tar files, got none")
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     write_shard(folder / "00000.tar", _SAMPLES.value, _IMAGE_BYTES.value)
@@ -77,4 +81,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

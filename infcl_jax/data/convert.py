@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
+import itertools
 import json
 import logging
 import os
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from infcl_jax.data.decode import decode_example
+from infcl_jax.data.encode import encode_jpeg, encode_png
 from infcl_jax.data.prepare import check_writable
 from infcl_jax.data.sources import load_source
-from infcl_jax.data.sources.base import BadRecordError, Example, Source
+from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
 from infcl_jax.data.sources.splits import parse_split
 
 _SETTINGS = ".conversion.json"
 _PROGRESS_SECONDS = 10.0
+_READ_AHEAD = 256  # samples in memory
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
@@ -34,12 +39,18 @@ _logger = logging.getLogger(__name__)
 
 
 def convert(
-    dataset: str, output: str | Path, *, split: str = "train", data_dir: str | Path = "data", shard_samples: int = 10000
+    dataset: str,
+    output: str | Path,
+    *,
+    split: str = "train",
+    data_dir: str | Path = "data",
+    shard_samples: int = 10000,
+    max_side: int | None = None,
 ) -> str:
     """Write a dataset as tar files with an index.
 
     Encoded images are copied, pixels become PNG files. Labels are left out. Tar files that exist are kept, so an
-    interrupted conversion continues.
+    interrupted conversion continues. Each bad record is left out, with a warning that gives the reason.
 
     Args:
       dataset: dataset of `load_source`.
@@ -47,9 +58,11 @@ def convert(
       split: split of the dataset, which names the tar files.
       data_dir: directory of the prepared datasets.
       shard_samples: samples of each tar file.
+      max_side: longest side of the images, in pixels. Larger images are resized (bicubic, antialiased) and become JPEG
+        files. None: all images are copied, without decoding.
 
     Returns:
-      A one-line summary: samples, bad records, seconds and folder.
+      A one-line summary: samples, seconds, folder and the number of samples left out by reason.
 
     Raises:
       FileNotFoundError, ValueError: see `load_source`; or the folder has another conversion.
@@ -57,63 +70,83 @@ def convert(
     """
     if shard_samples < 1:
         raise ValueError(f"expected at least 1 sample in a tar file, got {shard_samples}")
+    if max_side is not None and max_side < 1:
+        raise ValueError(f"expected max_side >= 1, got {max_side}")
     start = last = time.monotonic()
     source, output = load_source(dataset, split, data_dir), Path(output)
     check_writable(output, "--output")
     name = parse_split(split).name
-    _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples])
+    _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side])
     shards = [range(first, min(first + shard_samples, len(source))) for first in range(0, len(source), shard_samples)]
-    bad = 0
     for number, samples in enumerate(shards):
         path = output / f"{name}-{number:05d}.tar"
         if not path.exists():
-            bad += _write_shard(path, source, samples)
+            _write_shard(path, source, samples, max_side)
         if time.monotonic() - last > _PROGRESS_SECONDS:
             last = time.monotonic()
             _logger.info("%s: wrote %d of %d tar files, %.0f s", dataset, number + 1, len(shards), last - start)
     written = load_source(str(output), name)
-    seconds = time.monotonic() - start
-    return f"{dataset}: {len(written)} samples, {bad} bad records left out, in {seconds:.1f} s, {output}"
+    left_out = dict(source.dropped) if isinstance(source, DroppingSource) else {}
+    if len(written) < len(source):  # also those of the tar files that an interrupted conversion wrote
+        left_out["bad record"] = len(source) - len(written)
+    line = f"{dataset}: {len(written)} samples in {time.monotonic() - start:.1f} s, {output}"
+    return f"{line}; left out: {format_counts(left_out)}" if left_out else line
 
 
-def _check_settings(path: Path, settings: Sequence[str | int]) -> None:
+def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
     if path.exists() and json.loads(path.read_text()) != settings:
         raise ValueError(f"expected an output folder for {settings}, got one of {path.read_text()}; choose another")
     path.write_text(json.dumps(settings))
 
 
-def _write_shard(path: Path, source: Source, samples: range) -> int:
-    """Write one tar file and return its number of bad records."""
-    bad = 0
+def _write_shard(path: Path, source: Source, samples: range, max_side: int | None) -> None:
+    """Write one tar file."""
     temporary = path.with_name(f".{path.name}.tmp")
     with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for index in samples:
-            try:
-                example = source[index]
-            except BadRecordError as error:
-                _logger.warning("%s; left out", error)
-                bad += 1
-                continue
+        for index, example in _good_examples(source, samples, max_side):
             for extension, data in _members(example):
                 member = tarfile.TarInfo(f"{index:09d}.{extension}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     os.replace(temporary, path)
-    return bad
+
+
+def _good_examples(source: Source, samples: range, max_side: int | None) -> Iterator[tuple[int, Example]]:
+    """Read good records with their indices in threads; log the bad ones."""
+
+    def read(index: int) -> Example | BadRecordError:
+        try:
+            return source[index] if max_side is None else _resized(source, index, max_side)
+        except BadRecordError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        for indices in itertools.batched(samples, _READ_AHEAD):
+            for index, example in zip(indices, threads.map(read, indices), strict=True):
+                if isinstance(example, BadRecordError):
+                    _logger.warning("%s; left out", example)
+                else:
+                    yield index, example
+
+
+def _resized(source: Source, index: int, max_side: int) -> Example:
+    """Read an example whose image is resized to at most `max_side` pixels."""
+    example = source[index]
+    pixels = decode_example(source, index, example)["image"]
+    height, width, _ = pixels.shape
+    if max(height, width) <= max_side:
+        return example
+    size = tuple(max(1, round(side * max_side / max(height, width))) for side in (width, height))
+    resized = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+    return {**example, "image": encode_jpeg(np.asarray(resized))}
 
 
 def _members(example: Example) -> list[tuple[str, bytes]]:
     image = example["image"]
-    data = image if isinstance(image, bytes) else _png(image)
+    data = image if isinstance(image, bytes) else encode_png(image)
     extension = next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "webp")
     if len(example["captions"]) == 1:
         return [(extension, data), ("txt", example["caption"].encode())]
     # The caption for evaluation is the first one that is read.
     captions = [example["caption"], *(text for text in example["captions"] if text != example["caption"])]
     return [(extension, data), ("json", json.dumps({"captions": captions}).encode())]
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, format="png", compress_level=1)
-    return buffer.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
 class FolderSource:
     """Images in a folder and its subfolders, with captions in `.txt` files.
 
-    Samples are numbered in the order of the relative paths. Images without caption are dropped.
+    Samples are numbered in the order of the relative paths. Images without
+    caption and caption files without image are dropped.
 
     Args:
       folder: path of the folder.
@@ -54,11 +56,10 @@ class FolderSource:
 
     def __init__(self, folder: str, name: str, split: str):
         self.name, self.split, self._folder = name, split, folder
-        paths, images = _captioned_images(folder)
-        self._paths = paths
-        self.dropped: dict[str, int] = {"no caption": images - len(paths)} if images > len(paths) else {}
+        self._paths, self.dropped = _captioned_images(folder)
         warn_dropped(self)
-        if not paths:
+        if not self._paths:
+            images = self.dropped.get("no caption", 0)
             raise ValueError(
                 f"{name} has {images} images and none with a caption; put KEY.txt beside KEY.jpg, or a metadata.csv "
                 "with the columns file_name and text into the folder"
@@ -85,16 +86,20 @@ class FolderSource:
         return self.name
 
 
-def _captioned_images(folder: str) -> tuple[Sequence[str], int]:
-    """List the images with a caption file by relative path, and count all images."""
-    result, images = [], 0
+def _captioned_images(folder: str) -> tuple[Sequence[str], dict[str, int]]:
+    """List the images with a caption file by relative path, and count the other images and caption files."""
+    result: list[str] = []
+    dropped = collections.Counter({"no image": 0, "no caption": 0})
     for parent, _, names in os.walk(folder):
-        stems = {os.path.splitext(name)[0] for name in names if name.endswith(_CAPTION)}
+        captioned = {os.path.splitext(name)[0] for name in names if name.endswith(_CAPTION)}
+        images = [name for name in names if _is_image(name)]
         relative = os.path.relpath(parent, folder)
-        for name in names:
-            stem, extension = os.path.splitext(name)
-            if extension[1:].lower() in IMAGES and not name.startswith("."):
-                images += 1
-                if stem in stems:
-                    result.append(os.path.normpath(os.path.join(relative, name)))
-    return sorted(result), images
+        paired = [name for name in images if os.path.splitext(name)[0] in captioned]
+        result += [os.path.normpath(os.path.join(relative, name)) for name in paired]
+        dropped["no image"] += len(captioned - {os.path.splitext(name)[0] for name in paired})
+        dropped["no caption"] += len(images) - len(paired)
+    return sorted(result), dict(+dropped)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1][1:].lower() in IMAGES and not name.startswith(".")

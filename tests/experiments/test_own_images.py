@@ -1,0 +1,75 @@
+"""The README's commands for a user's own images: a folder with a table, and tar files, give the same losses.
+
+At the size that the README names, with the losses:
+
+    python -m pytest -q -s -m slow tests/experiments/test_own_images.py
+"""
+
+import re
+import shlex
+
+import captioned
+import numpy as np
+import pytest
+import runs
+from PIL import Image
+
+from infcl_jax.data.encode import encode_jpeg
+from infcl_jax.training import METRICS_FILE, read_metrics
+
+SMALL = {"model": "tiny", "model_overrides": runs.OVERRIDES, "log_every": 1, "eval_every": 0, "checkpoint_every": 0}
+RUN = {**SMALL, "optimizer.warmup_steps": 0, "evaluation.retrieval_dataset": None}
+
+
+def photos(count):
+    """(key, {extension: contents}) of smooth images of several sizes, whose captions tell their color."""
+    for number, color in enumerate(np.random.default_rng(0).integers(0, 256, (count, 2, 2, 3), dtype=np.uint8)):
+        size = (64 + number % 40, 48 + number % 30)
+        image = encode_jpeg(np.asarray(Image.fromarray(color).resize(size, Image.Resampling.BICUBIC)))
+        caption = f"photo {number} in rgb {' '.join(map(str, color.mean(axis=(0, 1)).astype(int)))}"
+        yield f"{number:06d}", {"jpg": image, "txt": caption.encode()}
+
+
+def write(folder, count):
+    """Write `photos/captions.csv` with its images, and the same samples as two tar files; one image is damaged."""
+    samples = list(photos(count))
+    samples[count // 3][1]["jpg"] = samples[count // 3][1]["jpg"][:500]
+    captioned.write_folder(folder / "photos", [(key, {"jpg": contents["jpg"]}) for key, contents in samples])
+    rows = [(f"{key}.jpg", contents["txt"].decode()) for key, contents in samples]
+    captioned.write_csv(folder / "photos" / "captions.csv", rows, ("path", "caption"))
+    for number, span in enumerate((samples[: count // 2], samples[count // 2 :])):
+        captioned.write_tar(folder / f"photos-{number:05d}.tar", captioned.members(span))
+
+
+def commands():
+    """Flags of the README's commands."""
+    lines = re.findall(r"^    python -m experiments\.train (.*photos.*)$", (runs.ROOT / "README.md").read_text(), re.M)
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (64, {"batch_size": 16, "total_steps": 6}),
+        pytest.param(2000, {"batch_size": 200, "total_steps": 30}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_and_tar_files_train_to_the_same_losses(tmp_path, count, changes):
+    write(tmp_path, count)
+    settings = [f"--config.{name}={value}" for name, value in (RUN | changes).items()]
+    curves = []
+    for flags in commands():
+        moved = [re.sub(r"=(photos|runs)", rf"={tmp_path}/\1", flag) for flag in flags]
+        (workdir,) = [flag.removeprefix("--workdir=") for flag in moved if flag.startswith("--workdir=")]
+        (dataset,) = [flag.removeprefix("--config.dataset=") for flag in moved if flag.startswith("--config.dataset=")]
+        status, output, errors = runs.command("experiments.train", *moved, *settings)
+        assert status == 0, errors
+        assert output.splitlines()[-1] == f"replaced bad records: 1 of {dataset}"
+        assert len([line for line in errors.splitlines() if "replaced by the next record" in line]) == 1
+        lines = read_metrics(f"{workdir}/{METRICS_FILE}")
+        assert lines[-1][f"data/bad_records/{dataset}"] == 1
+        curves.append([[line[name] for name in ("step", "loss", "logit_scale", "grad_norm")] for line in lines])
+        print([line[1] for line in curves[-1]])
+    assert len(curves) == 2 and len(curves[0]) == changes["total_steps"]
+    assert curves[0] == curves[1]
+    assert curves[0][-1][1] < curves[0][0][1]

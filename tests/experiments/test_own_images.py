@@ -73,3 +73,27 @@ def test_a_folder_and_tar_files_train_to_the_same_losses(tmp_path, count, change
     assert len(curves) == 2 and len(curves[0]) == changes["total_steps"]
     assert curves[0] == curves[1]
     assert curves[0][-1][1] < curves[0][0][1]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "split", "match"),
+    [
+        ("missing.tar", "train", "1 of the 1 shards of .* do not exist, the first is .*missing.tar; check the path"),
+        ("missing", "train", "missing does not exist; check the path"),
+        ("nothing-*.tar", "train", "no file matches .*; check the path and the pattern"),
+        ("photos?caption=title", "train", "captions.csv has no caption column 'title'; its columns are path, caption"),
+        ("photos", "train[64:]", r"expected a split of .* with samples, got 'train\[64:\]' of 64 samples"),
+        ("photos", "test", "photos is one split, train, got split 'test'; use train, or bounds"),
+        ("empty", "train", "has 0 images and none with a caption; put KEY.txt beside KEY.jpg"),
+        ("photos?folder=/x", "train", "none of the first 16 images exists, the first is /x/000000.jpg"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, dataset, split, match):
+    write(tmp_path, 64)
+    (tmp_path / "empty").mkdir()
+    flags = [f"--config.dataset={tmp_path}/{dataset}", f"--config.split={split}", "--config.model=tiny"]
+    status, _, errors = runs.command(
+        "experiments.train", "--config=configs/base.py", f"--workdir={tmp_path}/run", *flags
+    )
+    (line,) = errors.splitlines()
+    assert status == 1 and re.match(f"error: .*{match}", line), line

@@ -25,6 +25,7 @@ IMAGE_COLUMNS = (
 CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
 _OPTIONS = ("image", "caption", "folder")
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
+_CHECKED = 16  # images whose existence is checked
 _ROW_GROUPS = 2  # decoded parquet row groups in memory
 
 
@@ -46,7 +47,8 @@ class TableSource:
 
     Raises:
       FileNotFoundError: a table does not exist.
-      ValueError: a table is damaged, a column is missing, or no row has an image and a caption.
+      ValueError: a table is damaged, a column is missing, no row has an image and a caption, or the first images do not
+        exist.
     """
 
     def __init__(self, paths: Sequence[str], name: str, split: str, options: Mapping[str, str] | None = None):
@@ -199,6 +201,12 @@ class _Table:
             raise ValueError(
                 f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
                 "for example with img2dataset, or name another column with ?image=COLUMN"
+            )
+        first = [_join(self._folder, self.key(row)) for row in range(min(_CHECKED, len(self)) if self._images else 0)]
+        if first and not any(files.is_remote(path) or os.path.exists(path) for path in first):
+            raise ValueError(
+                f"{self.path}: none of the first {len(first)} images exists, the first is {first[0]}; name their "
+                "folder with ?folder=FOLDER, or their column with ?image=COLUMN"
             )
 
     def __len__(self) -> int:

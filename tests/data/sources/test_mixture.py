@@ -104,7 +104,7 @@ def test_fingerprint_changes_with_the_order(folder):
 
 def test_dropped_samples_are_counted_by_component(folder):
     captioned.write_tar(folder / "b.tar", captioned.members([*captioned.samples(2), ("x", {"jpg": b"image"})]))
-    captioned.write_csv(folder / "d.csv", [("a.jpg", "a"), ("b.jpg", ""), ("", "c")])
+    captioned.write_csv(folder / "d.csv", [("a.tar", "a"), ("b.jpg", ""), ("", "c")])
     source = load(folder, [{"path": "a.tar"}, {"path": "b.tar", "max_samples": 1}, {"path": "d.csv"}])
     assert source.dropped == {"no caption (b.tar)": 1, "no image (d.csv)": 1, "no caption (d.csv)": 1}
 

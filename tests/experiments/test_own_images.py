@@ -31,9 +31,10 @@ def photos(count):
 
 
 def write(folder, count):
-    """Write `photos/captions.csv` with its images, and the same samples as two tar files; one image is damaged."""
+    """Write `photos/captions.csv` with its images, and the same samples as two tar files; three images are damaged."""
     samples = list(photos(count))
-    samples[count // 3][1]["jpg"] = samples[count // 3][1]["jpg"][:500]
+    for number in (0, count // 3, count // 2):
+        samples[number][1]["jpg"] = samples[number][1]["jpg"][:500]
     captioned.write_folder(folder / "photos", [(key, {"jpg": contents["jpg"]}) for key, contents in samples])
     rows = [(f"{key}.jpg", contents["txt"].decode()) for key, contents in samples]
     captioned.write_csv(folder / "photos" / "captions.csv", rows, ("path", "caption"))
@@ -64,15 +65,33 @@ def test_a_folder_and_tar_files_train_to_the_same_losses(tmp_path, count, change
         (dataset,) = [flag.removeprefix("--config.dataset=") for flag in moved if flag.startswith("--config.dataset=")]
         status, output, errors = runs.command("experiments.train", *moved, *settings)
         assert status == 0, errors
-        assert output.splitlines()[-1] == f"replaced bad records: 1 of {dataset}"
-        assert len([line for line in errors.splitlines() if "replaced by the next record" in line]) == 1
+        assert output.splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
+        assert len([line for line in errors.splitlines() if "replaced by the next record" in line]) == 3
         lines = read_metrics(f"{workdir}/{METRICS_FILE}")
-        assert lines[-1][f"data/bad_records/{dataset}"] == 1
+        assert lines[-1][f"data/bad_records/{dataset}"] == 3
         curves.append([[line[name] for name in ("step", "loss", "logit_scale", "grad_norm")] for line in lines])
         print([line[1] for line in curves[-1]])
     assert len(curves) == 2 and len(curves[0]) == changes["total_steps"]
     assert curves[0] == curves[1]
     assert curves[0][-1][1] < curves[0][0][1]
+
+
+@pytest.mark.slow
+def test_two_processes_count_bad_records_together(tmp_path):
+    """Each process reads half of every batch, and so some of the damaged images."""
+    write(tmp_path, 64)
+    dataset = f"{tmp_path}/photos"
+    changes = RUN | {"dataset": dataset, "batch_size": 16, "total_steps": 4, "seed": 1}
+    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    command = ("experiments.train", "--config=configs/base.py", f"--workdir={tmp_path}/run", *flags)
+    processes = [runs.start(*command, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    warnings = [errors.count("replaced by the next record") for _, errors in outputs]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert sum(warnings) == 3 and min(warnings) > 0
+    assert outputs[0][0].splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
+    assert read_metrics(f"{tmp_path}/run/{METRICS_FILE}")[-1][f"data/bad_records/{dataset}"] == 3
 
 
 @pytest.mark.parametrize(

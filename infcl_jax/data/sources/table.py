@@ -197,15 +197,18 @@ class _Table:
         return images & captioned
 
     def _check_paths(self) -> None:
-        if self._images is not None and len(self) and _string(self._images[0]).startswith(("http://", "https://")):
+        keys = [self.key(row) for row in range(min(_CHECKED, len(self)))]
+        if self._images is None or not keys:
+            return
+        if keys[0].startswith(("http://", "https://")):
             raise ValueError(
                 f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
                 "for example with img2dataset, or name another column with ?image=COLUMN"
             )
-        first = [_join(self._folder, self.key(row)) for row in range(min(_CHECKED, len(self)) if self._images else 0)]
-        if first and not any(files.is_remote(path) or os.path.exists(path) for path in first):
+        paths = [_join(self._folder, key) for key in keys]
+        if not any(files.is_remote(path) or os.path.exists(path) for path in paths):
             raise ValueError(
-                f"{self.path}: none of the first {len(first)} images exists, the first is {first[0]}; name their "
+                f"{self.path}: none of the first {len(paths)} images exists, the first is {paths[0]}; name their "
                 "folder with ?folder=FOLDER, or their column with ?image=COLUMN"
             )
 

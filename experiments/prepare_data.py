@@ -10,7 +10,7 @@ reading.
 
 writes any dataset as tar files with an index, which training reads at random fastest: tables with images, many small
 files, or TFDS datasets. An interrupted conversion continues. `--max_side=512` reduces larger images, which then decode
-faster.
+faster. With `--file_format=array_record`, `--output=data/photos` is the TFDS dataset photos in the folder data.
 """
 
 import tensorflow_datasets as tfds
@@ -18,12 +18,14 @@ from absl import flags
 
 from experiments import command_line
 from infcl_jax.data import convert, prepare
+from infcl_jax.data.convert import FILE_FORMATS
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
 
-_SOURCE = flags.DEFINE_string("source", None, "Dataset to write as tar files, see `infcl_jax.data.load_source`.")
-_OUTPUT = flags.DEFINE_string("output", None, "Folder of the tar files of --source.")
+_SOURCE = flags.DEFINE_string("source", None, "Dataset to convert, see `infcl_jax.data.load_source`.")
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of the converted dataset.")
+_FORMAT = flags.DEFINE_enum("file_format", FILE_FORMATS[0], FILE_FORMATS, "Format of --output.")
 _MAX_SIDE = flags.DEFINE_integer(
     "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
 )
@@ -42,8 +44,15 @@ def main() -> None:
     if _SOURCE.value is None:
         print(prepare(_DATASET.value, _DATA_DIR.value))
     else:
-        source, output, data_dir = _SOURCE.value, _OUTPUT.value, _DATA_DIR.value
-        print(convert(source, output, split=_SPLIT.value, data_dir=data_dir, max_side=_MAX_SIDE.value))
+        line = convert(
+            _SOURCE.value,
+            _OUTPUT.value,
+            split=_SPLIT.value,
+            data_dir=_DATA_DIR.value,
+            max_side=_MAX_SIDE.value,
+            file_format=_FORMAT.value,
+        )
+        print(line)
 
 
 if __name__ == "__main__":

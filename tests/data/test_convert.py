@@ -46,6 +46,29 @@ def test_pixels_and_evaluation_captions_survive(tmp_path):
         assert set(written[index]["captions"]) == set(source[index]["captions"])
 
 
+@pytest.mark.parametrize("dataset", ["table", "digits"])
+def test_array_records_have_the_samples_of_the_source(table, tmp_path, dataset):
+    path, split = {"table": (table, "train"), "digits": ("digits", "validation")}[dataset]
+    line = convert(path, tmp_path / "photos", split=split, shard_samples=4, file_format="array_record")
+    source, written = load_source(path, split), load_source("photos", split, tmp_path)
+    assert f" {len(written)} samples in " in line
+    assert ("; left out: 1 no caption, 1 bad record" in line) == (dataset == "table")
+    assert len(list((tmp_path / "photos" / "1.0.0").glob("*.array_record-*"))) == -(-len(source) // 4)
+    for index in range(len(written)):
+        expected = decode_example(source, index)
+        np.testing.assert_array_equal(decode_example(written, index)["image"], expected["image"])
+        assert written[index]["caption"] == expected["caption"]
+        assert set(written[index]["captions"]) == set(expected["captions"])
+    with pytest.raises(
+        ValueError, match=r"expected a new dataset, got .*photos, which exists; choose another --output"
+    ):
+        convert(path, tmp_path / "photos", split=split, file_format="array_record")
+    with pytest.raises(
+        ValueError, match="expected letters, digits and _ in the name of a TFDS dataset, got 'my-photos'"
+    ):
+        convert(path, tmp_path / "my-photos", split=split, file_format="array_record")
+
+
 def gradient(width, height):
     """Red grows with the column, green with the row."""
     x, y = (np.arange(side) * 2 + 1 for side in (width, height))
@@ -84,7 +107,8 @@ def test_an_interrupted_conversion_continues(table, tmp_path):
 @pytest.mark.parametrize(
     "change,match",
     [
-        ({"shard_samples": 0}, "expected at least 1 sample in a tar file, got 0"),
+        ({"shard_samples": 0}, "expected at least 1 sample in a file, got 0"),
+        ({"file_format": "zip"}, "expected file_format to be one of tar, array_record, got 'zip'"),
         ({"max_side": 0}, "expected max_side >= 1, got 0"),
         ({"max_side": 8}, r"expected an output folder for .*, 8\]"),
         ({"shard_samples": 3}, r"expected an output folder for .*, 3.*, got one of .*, 2.*; choose another"),

@@ -44,7 +44,7 @@ class TarSource:
         self._index = load_index(shards, self._members, name)
         self._files = files.Files(self._index.shards)
         for problem in self._index.problems:
-            _logger.warning("%s; the samples before it are used", problem)
+            _logger.warning("%s", problem)
         warn_dropped(self)
         if len(self) == 0:
             members = " or ".join(self._members)

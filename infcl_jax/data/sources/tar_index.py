@@ -36,7 +36,7 @@ ENTRY_DTYPE = np.dtype(
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar1"
+_MAGIC = b"infcltar2"
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _PROGRESS_SECONDS = 10.0
@@ -55,7 +55,7 @@ class TarIndex:
       starts: int64 [shards + 1], index of the first sample of each shard, then the number of samples.
       entries: `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk.
       dropped: number of members or samples that are left out, by reason.
-      problems: one line for each truncated or damaged shard, with the byte.
+      problems: one line for each truncated or damaged shard, with the bytes.
       path: cache file, or None.
     """
 

@@ -1,4 +1,4 @@
-r"""Measure the index of tar files on a synthetic data set, and the first batch of a resumed run.
+r"""Measure the index of synthetic tar files and the start of a run.
 
     python -m experiments.benchmarks.tar_index --folder=/tmp/tar_index --shards=100
     python -m experiments.benchmarks.tar_index --folder=/tmp/tar_index --shards=10000 --repeat_scan
@@ -31,7 +31,7 @@ from infcl_jax.data.sources.tar_scan import BLOCK, ShardScan, scan_file
 _SHARDS = flags.DEFINE_integer("shards", 100, "Number of tar files.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples_per_shard", 10000, "Samples of each tar file.", lower_bound=1)
 _IMAGE_BYTES = flags.DEFINE_integer("image_bytes", 65536, "Size of an image file.", lower_bound=4096)
-_FOLDER = flags.DEFINE_string("folder", None, "Folder of the tar files and the index.")
+_FOLDER = flags.DEFINE_string("folder", None, "Folder in which synthetic_tars, with the index, is written.")
 _BUILD = flags.DEFINE_bool("build", True, "Write the tar files and build their index.")
 _REPEAT_SCAN = flags.DEFINE_bool("repeat_scan", False, "Scan one tar file and repeat its samples for all others.")
 
@@ -56,7 +56,7 @@ def write_shard(path: Path, samples: int, image_bytes: int) -> None:
 
 def _write_shards(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.tar"):
+    for path in [*folder.glob("*.tar"), *folder.glob(".tar_index_*")]:
         path.unlink()
     write_shard(folder / "00000.tar", _SAMPLES.value, _IMAGE_BYTES.value)
     for number in range(1, _SHARDS.value):
@@ -64,7 +64,7 @@ def _write_shards(folder: Path) -> None:
 
 
 def _scan_once(shards: Sequence[str], captions: Sequence[str], name: str) -> list[ShardScan]:
-    """Scan the first shard, in place of `tar_index._scan_all`; every shard has a copy of its samples."""
+    """Give every shard the samples of the first, in place of `tar_index._scan_all`."""
     scan = scan_file(shards[0], captions)
     return [scan._replace(entries=bytes(bytearray(scan.entries))) for _ in shards]
 
@@ -83,8 +83,6 @@ def _anonymous_mib() -> float:
 
 def _build(folder: Path, dataset: str) -> None:
     _write_shards(folder)
-    for cache in folder.glob(".tar_index_*"):
-        cache.unlink()
     scan = _scan_once if _REPEAT_SCAN.value else tar_index._scan_all
     with unittest.mock.patch.object(tar_index, "_scan_all", scan):
         source, seconds = _timed(lambda: load_source(dataset, "train"))
@@ -97,7 +95,7 @@ def _build(folder: Path, dataset: str) -> None:
 
 
 def _resume(dataset: str) -> None:
-    """Load the index and read the first batch after a resume in the middle of an epoch."""
+    """Load the index and resume in the middle of an epoch."""
     before = _anonymous_mib()
     source, load = _timed(lambda: load_source(dataset, "train"))
     memory = _anonymous_mib() - before
@@ -126,9 +124,10 @@ def main() -> None:
     """
     if not _FOLDER.value:
         raise ValueError("expected --folder, the folder of the tar files, got none")
-    dataset = f"{_FOLDER.value}/{{00000..{_SHARDS.value - 1:05d}}}.tar"
+    folder = Path(_FOLDER.value) / "synthetic_tars"  # its tar files are replaced, others are left alone
+    dataset = f"{folder}/{{00000..{_SHARDS.value - 1:05d}}}.tar"
     if _BUILD.value:
-        _build(Path(_FOLDER.value), dataset)
+        _build(folder, dataset)
     _resume(dataset)
 
 

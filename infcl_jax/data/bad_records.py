@@ -38,12 +38,12 @@ class BadRecords:
     def __init__(self, source: Source, limit: int):
         self._source, self._limit = source, limit
         self._indices: set[int] = set()
-        self._lock = threading.Lock()  # gradient caching reads chunks in several threads
+        self._lock = threading.RLock()  # gradient caching reads chunks in several threads
 
     def counts(self) -> dict[str, int]:
         """Count the bad records of each source; the components of a mixture are sources."""
         names = self._source.names if isinstance(self._source, MixtureSource) else (self._source.name,)
-        counts = collections.Counter(source_name(self._source, index) for index in self._indices)
+        counts = collections.Counter(source_name(self._source, index) for index in self.indices())
         return {name: counts[name] for name in names}
 
     def summary(self) -> str:
@@ -53,11 +53,13 @@ class BadRecords:
 
     def indices(self) -> list[int]:
         """Return the sample indices in ascending order."""
-        return sorted(self._indices)
+        with self._lock:
+            return sorted(self._indices)
 
     def restore(self, indices: Iterable[int]) -> None:
         """Replace all records by those of a checkpoint."""
-        self._indices = set(indices)
+        with self._lock:
+            self._indices = set(indices)
 
     def add(self, indices: Iterable[int]) -> None:
         """Add records that another process read.

@@ -171,6 +171,6 @@ def _members(example: Example) -> list[tuple[str, bytes]]:
 
 
 def _caption_first(example: Example) -> Example:
-    """Put the caption for evaluation first, because the first one that is read becomes it."""
+    """Put the caption for evaluation first, where readers expect it."""
     others = (text for text in example["captions"] if text != example["caption"])
     return {**example, "captions": (example["caption"], *others)}

@@ -45,9 +45,10 @@ class _Captioned(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
 
 
 def write_records(output: Path, split: str, examples: Iterable[tuple[int, Example]], shards: int) -> None:
-    """Write `output` as a TFDS dataset of one split, the dataset `output.name` in the data directory `output.parent`.
+    """Write one split as a TFDS dataset in array_record format.
 
-    An interrupted call leaves no dataset that looks complete.
+    The dataset is `output.name` in the data directory `output.parent`. An interrupted call leaves no dataset that looks
+    complete.
 
     Args:
       output: folder of the dataset.

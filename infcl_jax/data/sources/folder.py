@@ -87,7 +87,7 @@ class FolderSource:
 
 
 def _captioned_images(folder: str) -> tuple[Sequence[str], dict[str, int]]:
-    """List the images with a caption file by relative path, and count the other images and caption files."""
+    """List the captioned images by relative path, and count the unpaired files."""
     result: list[str] = []
     dropped = collections.Counter({"no image": 0, "no caption": 0})
     for parent, _, names in os.walk(folder):

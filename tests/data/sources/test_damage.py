@@ -1,4 +1,4 @@
-"""Fuzz test of the sources: every sample of a damaged input is read, dropped or bad, and counted.
+"""Fuzz test of the sources: each sample is read, dropped or bad.
 
 More inputs than by default, with the number of samples by outcome:
 
@@ -173,7 +173,7 @@ def write_parquet(folder, samples):
 
 
 def outcomes(dataset):
-    """The source with its captions by index and its bad indices; None if it refuses its files."""
+    """The source, its captions by index and its bad indices; None if all is refused."""
     totals["inputs"] += 1
     try:
         source = load_source(str(dataset), "train")

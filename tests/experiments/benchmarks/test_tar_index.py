@@ -15,13 +15,15 @@ def test_synthetic_shards_are_tar_files(tmp_path):
 
 
 def test_a_repeated_scan_gives_the_index_of_all_shards(tmp_path):
+    (tmp_path / "00000.tar").write_bytes(b"of the user")
     sizes = (f"--folder={tmp_path}", "--shards=3", "--samples_per_shard=20", "--image_bytes=4096")
     entries = []
     for option in ("--build", "--repeat_scan", "--nobuild"):
         status, output, errors = runs.command("experiments.benchmarks.tar_index", *sizes, option)
         assert (status, errors) == (0, "") and "first batch of 60 after a resume" in output
-        entries.append(load_source(f"{tmp_path}/{{00000..00002}}.tar", "train")._index.entries)
+        entries.append(load_source(f"{tmp_path}/synthetic_tars/{{00000..00002}}.tar", "train")._index.entries)
     assert len(entries[0]) == 60
+    assert (tmp_path / "00000.tar").read_bytes() == b"of the user"
     for other in entries[1:]:
         np.testing.assert_array_equal(other, entries[0])
 

@@ -9,7 +9,8 @@ reading.
     python -m experiments.prepare_data --source=data/train.parquet --output=data/tars
 
 writes any dataset as tar files with an index, which training reads at random fastest: tables with images, many small
-files, or TFDS datasets. An interrupted conversion continues.
+files, or TFDS datasets. An interrupted conversion continues. `--max_side=512` reduces larger images, which then decode
+faster. With `--file_format=array_record`, `--output=data/photos` is the TFDS dataset photos in the folder data.
 
     python -m experiments.prepare_data --source=data/captions.csv --train_tokenizer=data/tokenizer --vocab_size=16384
 
@@ -21,12 +22,17 @@ from absl import flags
 
 from experiments import command_line
 from infcl_jax.data import convert, prepare, prepare_tokenizer
+from infcl_jax.data.convert import FILE_FORMATS
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
 
 _SOURCE = flags.DEFINE_string("source", None, "Dataset to read, see `infcl_jax.data.load_source`.")
-_OUTPUT = flags.DEFINE_string("output", None, "Folder of the tar files of --source.")
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of the converted dataset.")
+_FORMAT = flags.DEFINE_enum("file_format", FILE_FORMATS[0], FILE_FORMATS, "Format of --output.")
+_MAX_SIDE = flags.DEFINE_integer(
+    "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
+)
 _TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 49408, "Token ids of --train_tokenizer.")
 _SPLIT = flags.DEFINE_string("split", "train", "Split of --source.")
@@ -49,7 +55,8 @@ def main() -> None:
     if _SOURCE.value is None:
         print(prepare(_DATASET.value, data_dir))
     elif _OUTPUT.value is not None:
-        print(convert(_SOURCE.value, _OUTPUT.value, split=split, data_dir=data_dir))
+        side, file_format, output = _MAX_SIDE.value, _FORMAT.value, _OUTPUT.value
+        print(convert(_SOURCE.value, output, split=split, data_dir=data_dir, max_side=side, file_format=file_format))
     else:
         size = _VOCAB_SIZE.value
         print(prepare_tokenizer(_SOURCE.value, _TOKENIZER.value, vocab_size=size, split=split, data_dir=data_dir))

@@ -18,7 +18,7 @@ from configs import saved
 from experiments import command, evaluate
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
-from infcl_jax.distributed import is_lead
+from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
@@ -104,6 +104,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         command.say(f"truncated {tokenizer.truncated} captions to {tokenizer.context_length} tokens{workers}")
     evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
+    if bad_records := data.bad_records.summary():
+        command.say(bad_records)
     return results
 
 
@@ -178,6 +180,7 @@ class TrainLoop:
             save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
             if not (save or evaluate_now or stop):
                 continue
+            self.data.bad_records.add(union(self.data.bad_records.indices()))
             self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
             pending = None
             with progress.paused():
@@ -223,6 +226,8 @@ class TrainLoop:
             scalars["learning_rate"] = float(schedule(step - 1))
             if progress.examples_per_second is not None:
                 scalars["examples_per_second"] = progress.examples_per_second
+            # Of the lead process; of all processes up to the last checkpoint or evaluation.
+            scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
             self.writer.write(step, scalars)
 
     def save_config(self) -> None:

@@ -1,7 +1,7 @@
 """Process startup, the device mesh, and transfers between hosts and devices."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,6 +143,28 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 def to_host(tree: Any) -> Any:
     """Gather global arrays of any sharding into NumPy arrays on every process."""
     return jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)), tree)
+
+
+def union(values: Iterable[int]) -> list[int]:
+    """Gather the different integers of all processes.
+
+    Every process must call this. It synchronizes the processes.
+
+    Args:
+      values: int64 values of this process.
+
+    Returns:
+      The values of all processes in ascending order, the same on each.
+    """
+    local = np.array(sorted(set(values)), np.int64)
+    if jax.process_count() == 1:
+        return local.tolist()
+    sizes = multihost_utils.process_allgather(np.int32(len(local)))
+    # Pairs of int32, because JAX truncates int64 by default.
+    padded = np.zeros((int(sizes.max()), 2), np.int32)
+    padded[: len(local)] = local.view(np.int32).reshape(-1, 2)
+    gathered = np.ascontiguousarray(multihost_utils.process_allgather(padded)).view(np.int64)[..., 0]
+    return sorted({int(value) for row, size in zip(gathered, sizes, strict=True) for value in row[:size]})
 
 
 def is_lead() -> bool:

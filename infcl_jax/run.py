@@ -151,6 +151,7 @@ def training_data(config: ConfigDict, source: Source, tokenizer: Tokenizer | Non
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         num_workers=config.num_workers,
+        max_bad_records=config.max_bad_records,
         augmentation=Augmentation(**config.augmentation),
     )
 

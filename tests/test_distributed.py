@@ -1,6 +1,8 @@
 """Cluster detection, and transfer of arrays to devices and back."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import runs
 from oracle import mesh_of
 
 from infcl_jax import distributed
-from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host
+from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host, union
 
 EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -150,3 +152,21 @@ def test_rows_that_cannot_be_shared_evenly_are_refused():
 
 def test_a_single_process_leads():
     assert distributed.is_lead()
+
+
+@pytest.mark.parametrize("values", [[[3, 1, 3]], [[5, 2**40, 1], [], [7, 5]], [[], []]])
+def test_union_of_the_integers_of_all_processes(monkeypatch, values):
+    processes, barrier, shared = len(values), threading.Barrier(len(values)), {}
+
+    def process_allgather(array):
+        shared[threading.get_ident()] = np.asarray(array)
+        barrier.wait()
+        stacked = np.stack(list(shared.values()))
+        barrier.wait()
+        return stacked
+
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", process_allgather)
+    with ThreadPoolExecutor(processes) as threads:
+        unions = list(threads.map(union, values))
+    assert unions == [sorted({value for row in values for value in row})] * processes

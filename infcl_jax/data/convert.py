@@ -1,26 +1,34 @@
-"""Conversion of any source to tar files."""
+"""Conversion of any source to tar files or array_record."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
+import itertools
 import json
 import logging
 import os
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from infcl_jax.data.decode import decode_example
+from infcl_jax.data.encode import encode_jpeg, encode_png
 from infcl_jax.data.prepare import check_writable
+from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
-from infcl_jax.data.sources.base import BadRecordError, Example, Source
+from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
 from infcl_jax.data.sources.splits import parse_split
+
+FILE_FORMATS = ("tar", "array_record")
 
 _SETTINGS = ".conversion.json"
 _PROGRESS_SECONDS = 10.0
+_READ_AHEAD = 256  # samples in memory
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
@@ -34,86 +42,135 @@ _logger = logging.getLogger(__name__)
 
 
 def convert(
-    dataset: str, output: str | Path, *, split: str = "train", data_dir: str | Path = "data", shard_samples: int = 10000
+    dataset: str,
+    output: str | Path,
+    *,
+    split: str = "train",
+    data_dir: str | Path = "data",
+    shard_samples: int = 10000,
+    max_side: int | None = None,
+    file_format: str = "tar",
 ) -> str:
-    """Write a dataset as tar files with an index.
+    """Write a dataset as tar files with an index, or as array_record.
 
     Encoded images are copied, pixels become PNG files. Labels are left out. Tar files that exist are kept, so an
-    interrupted conversion continues.
+    interrupted conversion to tar continues. Each bad record is left out, with a warning that gives the reason.
 
     Args:
       dataset: dataset of `load_source`.
-      output: folder of the tar files, created if missing; the dataset to train from.
-      split: split of the dataset, which names the tar files.
+      output: folder of the files, created if missing. A folder of tar files is the dataset to train from. In
+        array_record format, its last component is the TFDS dataset in the data directory before it.
+      split: split of the dataset, which names the files.
       data_dir: directory of the prepared datasets.
-      shard_samples: samples of each tar file.
+      shard_samples: samples of each file.
+      max_side: longest side of the images, in pixels. Larger images are resized (bicubic, antialiased) and become JPEG
+        files. None: all images are copied, without decoding.
+      file_format: one of `FILE_FORMATS`.
 
     Returns:
-      A one-line summary: samples, bad records, seconds and folder.
+      A one-line summary: samples, seconds, folder and the number of samples left out by reason.
 
     Raises:
-      FileNotFoundError, ValueError: see `load_source`; or the folder has another conversion.
+      FileNotFoundError, ValueError: see `load_source`; an argument is out of range, or the folder has another
+        conversion.
       OSError: the folder is not writable.
     """
     if shard_samples < 1:
-        raise ValueError(f"expected at least 1 sample in a tar file, got {shard_samples}")
-    start = last = time.monotonic()
-    source, output = load_source(dataset, split, data_dir), Path(output)
+        raise ValueError(f"expected at least 1 sample in a file, got {shard_samples}")
+    if max_side is not None and max_side < 1:
+        raise ValueError(f"expected max_side >= 1, got {max_side}")
+    if file_format not in FILE_FORMATS:
+        raise ValueError(f"expected file_format to be one of {', '.join(FILE_FORMATS)}, got {file_format!r}")
+    start = time.monotonic()
+    source, output, name = load_source(dataset, split, data_dir), Path(output), parse_split(split).name
     check_writable(output, "--output")
-    name = parse_split(split).name
-    _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples])
     shards = [range(first, min(first + shard_samples, len(source))) for first in range(0, len(source), shard_samples)]
-    bad = 0
-    for number, samples in enumerate(shards):
-        path = output / f"{name}-{number:05d}.tar"
-        if not path.exists():
-            bad += _write_shard(path, source, samples)
-        if time.monotonic() - last > _PROGRESS_SECONDS:
-            last = time.monotonic()
-            _logger.info("%s: wrote %d of %d tar files, %.0f s", dataset, number + 1, len(shards), last - start)
-    written = load_source(str(output), name)
-    seconds = time.monotonic() - start
-    return f"{dataset}: {len(written)} samples, {bad} bad records left out, in {seconds:.1f} s, {output}"
+    if file_format == "tar":
+        _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side])
+        _write_tars(output, name, source, shards, max_side)
+        written = load_source(str(output), name)
+    else:
+        examples = _good_examples(source, range(len(source)), max_side)
+        write_records(output, name, ((index, _caption_first(example)) for index, example in examples), len(shards))
+        written = load_source(output.name, name, output.parent)
+    left_out = dict(source.dropped) if isinstance(source, DroppingSource) else {}
+    if len(written) < len(source):  # also those of the tar files that an interrupted conversion wrote
+        left_out["bad record"] = len(source) - len(written)
+    line = f"{dataset}: {len(written)} samples in {time.monotonic() - start:.1f} s, {output}"
+    return f"{line}; left out: {format_counts(left_out)}" if left_out else line
 
 
-def _check_settings(path: Path, settings: Sequence[str | int]) -> None:
+def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
     if path.exists() and json.loads(path.read_text()) != settings:
         raise ValueError(f"expected an output folder for {settings}, got one of {path.read_text()}; choose another")
     path.write_text(json.dumps(settings))
 
 
-def _write_shard(path: Path, source: Source, samples: range) -> int:
-    """Write one tar file and return its number of bad records."""
-    bad = 0
+def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], max_side: int | None) -> None:
+    """Write the missing tar files and log the progress."""
+    start = last = time.monotonic()
+    for number, samples in enumerate(shards):
+        path = output / f"{split}-{number:05d}.tar"
+        if not path.exists():
+            _write_shard(path, source, samples, max_side)
+        if time.monotonic() - last > _PROGRESS_SECONDS:
+            last = time.monotonic()
+            _logger.info("%s: wrote %d of %d tar files, %.0f s", source.name, number + 1, len(shards), last - start)
+
+
+def _write_shard(path: Path, source: Source, samples: range, max_side: int | None) -> None:
+    """Write one tar file."""
     temporary = path.with_name(f".{path.name}.tmp")
     with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for index in samples:
-            try:
-                example = source[index]
-            except BadRecordError as error:
-                _logger.warning("%s; left out", error)
-                bad += 1
-                continue
+        for index, example in _good_examples(source, samples, max_side):
             for extension, data in _members(example):
                 member = tarfile.TarInfo(f"{index:09d}.{extension}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     os.replace(temporary, path)
-    return bad
+
+
+def _good_examples(source: Source, samples: range, max_side: int | None) -> Iterator[tuple[int, Example]]:
+    """Read good records with their indices in threads; log the bad ones."""
+
+    def read(index: int) -> Example | BadRecordError:
+        try:
+            return source[index] if max_side is None else _resized(source, index, max_side)
+        except BadRecordError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        for indices in itertools.batched(samples, _READ_AHEAD):
+            for index, example in zip(indices, threads.map(read, indices), strict=True):
+                if isinstance(example, BadRecordError):
+                    _logger.warning("%s; left out", example)
+                else:
+                    yield index, example
+
+
+def _resized(source: Source, index: int, max_side: int) -> Example:
+    """Read an example whose image is resized to at most `max_side` pixels."""
+    example = source[index]
+    pixels = decode_example(source, index, example)["image"]
+    height, width, _ = pixels.shape
+    if max(height, width) <= max_side:
+        return example
+    size = tuple(max(1, round(side * max_side / max(height, width))) for side in (width, height))
+    resized = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+    return {**example, "image": encode_jpeg(np.asarray(resized))}
 
 
 def _members(example: Example) -> list[tuple[str, bytes]]:
     image = example["image"]
-    data = image if isinstance(image, bytes) else _png(image)
+    data = image if isinstance(image, bytes) else encode_png(image)
     extension = next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "webp")
     if len(example["captions"]) == 1:
         return [(extension, data), ("txt", example["caption"].encode())]
-    # The caption for evaluation is the first one that is read.
-    captions = [example["caption"], *(text for text in example["captions"] if text != example["caption"])]
+    captions = _caption_first(example)["captions"]
     return [(extension, data), ("json", json.dumps({"captions": captions}).encode())]
 
 
-def _png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, format="png", compress_level=1)
-    return buffer.getvalue()
+def _caption_first(example: Example) -> Example:
+    """Put the caption for evaluation first, where readers expect it."""
+    others = (text for text in example["captions"] if text != example["caption"])
+    return {**example, "captions": (example["caption"], *others)}

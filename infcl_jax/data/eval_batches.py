@@ -6,7 +6,6 @@ a subset of a benchmark would be misleading.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +13,10 @@ import grain
 import numpy as np
 
 from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.decode.api import DecodedExample
 from infcl_jax.data.iterator import Batch
-from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source
+from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.sources.base import Source
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import resize_center_crop
 
@@ -37,6 +37,7 @@ class EvalBatches:
         local_size: int,
     ):
         self._source, self._tokenizer, self._image_size = source, tokenizer, image_size
+        self._reader = RecordReader(source, replace=False)
         self._batch_size, self._offset, self._local_size = batch_size, offset, local_size
 
     def __len__(self) -> int:
@@ -59,27 +60,20 @@ class EvalBatches:
             "label": np.full(self._local_size, -1, np.int32),
             "mask": np.arange(self._local_size) < len(indices),
         }
-        examples = self._read(indices)
-        for row, (example, index) in enumerate(zip(examples, indices, strict=True)):
+        read, _ = self._reader.read(indices)
+        for row, (example, index) in enumerate(read):
             batch["image"][row] = resize_center_crop(example["image"], self._image_size)
             batch["index"][row], batch["label"][row] = index, example["label"]
-        return batch if self._tokenizer is None else batch | _captions(examples, indices, self._tokenizer)
-
-    def _read(self, indices: Sequence[int]) -> list[DecodedExample]:
-        encoded: Sequence[Example | None] = [None] * len(indices)
-        if isinstance(self._source, BatchedSource):
-            with contextlib.suppress(BadRecordError):  # records are then read one by one, to name the bad one
-                encoded = self._source.__getitems__(indices)
-        return [decode_example(self._source, index, example) for index, example in zip(indices, encoded, strict=True)]
+        return batch if self._tokenizer is None else batch | _captions(read, self._tokenizer)
 
 
-def _captions(examples: Sequence[DecodedExample], indices: Sequence[int], tokenizer: Tokenizer) -> Batch:
+def _captions(read: Sequence[tuple[DecodedExample, int]], tokenizer: Tokenizer) -> Batch:
     """Tokenize all captions of the examples, and give each the index of its sample."""
-    texts = [caption for example in examples for caption in example["captions"]]
-    counts = [len(example["captions"]) for example in examples]
+    texts = [caption for example, _ in read for caption in example["captions"]]
+    counts = [len(example["captions"]) for example, _ in read]
     return {
         "text": tokenizer(texts) if texts else np.zeros((0, tokenizer.context_length), np.int32),
-        "text_index": np.repeat(np.array(indices, np.int64), counts),
+        "text_index": np.repeat(np.array([index for _, index in read], np.int64), counts),
     }
 
 

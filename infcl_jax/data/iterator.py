@@ -8,10 +8,13 @@ import functools
 import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
 from absl import flags
+
+from infcl_jax.data.bad_records import BadRecords
 
 Batch = dict[str, np.ndarray]
 
@@ -52,17 +55,22 @@ class BatchReader:
 class TrainIterator(grain.DatasetIterator):
     """Endless resumable iterator of process-local batches.
 
-    Its state is the number of batches it has returned. The state does not depend on the number of processes or workers,
-    so a run can resume on another machine. It is JSON-serializable, as grain's checkpoint handler for orbax expects.
+    Its state is the number of batches it has returned and the bad records in them. The state does not depend on the
+    number of processes or workers, so a run can resume on another machine. It is JSON-serializable, as grain's
+    checkpoint handler for orbax expects.
 
     Args:
       chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows.
       chunks_per_batch: chunks of one batch of this process.
       rows_per_chunk: rows of a chunk.
       identity: values that a restored state must share, such as the dataset size.
+      bad_records: counter of the bad records of returned batches.
       num_workers: worker processes; 0: threads of this process.
       num_threads: reading threads without workers, and of `next_reader`.
       prefetch_batches: batches to prefetch.
+
+    Attributes:
+      bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
     """
 
     def __init__(
@@ -72,12 +80,13 @@ class TrainIterator(grain.DatasetIterator):
         chunks_per_batch: int,
         rows_per_chunk: int,
         identity: Mapping[str, int],
+        bad_records: BadRecords,
         num_workers: int,
         num_threads: int,
         prefetch_batches: int,
-        bad_records: Callable[[], dict[str, int]] = dict,
     ):
         super().__init__()
+        self.bad_records = bad_records
         self._chunks = chunks
         self._chunks_per_batch = chunks_per_batch
         self._rows_per_chunk = rows_per_chunk
@@ -85,7 +94,6 @@ class TrainIterator(grain.DatasetIterator):
         self._num_workers = num_workers
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
-        self._bad_records = bad_records
         self._next_batch = 0
         self._stale = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
@@ -117,7 +125,7 @@ class TrainIterator(grain.DatasetIterator):
         if self._stale:
             self._finalizer()
             self._open()
-        batch = next(self._batches[0])
+        batch = self.bad_records.take(next(self._batches[0]))
         self._next_batch += 1
         return batch
 
@@ -133,21 +141,14 @@ class TrainIterator(grain.DatasetIterator):
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
-        read = functools.partial(lambda first, number: self._chunks[first + number], first)
+        read = functools.partial(lambda first, number: self.bad_records.take(self._chunks[first + number]), first)
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
 
-    def bad_records(self) -> dict[str, int]:
-        """Count the replaced records by the name of their source.
-
-        Threads of this process count here. Worker processes count and log their own.
-        """
-        return self._bad_records()
-
-    def get_state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
-        return {"next_batch": self._next_batch, **self._identity}
+        return {"next_batch": self._next_batch, **self._identity, "bad_records": self.bad_records.indices()}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an iterator over the same data.
 
         Args:
@@ -165,6 +166,7 @@ class TrainIterator(grain.DatasetIterator):
         self._assert_not_closed()
         self._finalizer()
         self._next_batch = int(state["next_batch"])
+        self.bad_records.restore(state.get("bad_records", ()))  # absent in older checkpoints
         self._open()
 
     def start_prefetch(self) -> None:

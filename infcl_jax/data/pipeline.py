@@ -3,98 +3,43 @@
 The order of the data depends on the seed alone. Each global batch is split into one contiguous block of rows per
 process. Concatenating the blocks in process order gives the same rows for any number of processes or workers.
 
-Training replaces an undecodable record by the next good record and logs one warning for it. It stops after
+Training replaces an undecodable record by the next good record, counts it and logs one warning for it. It stops after
 `max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.iterator import Batch, TrainIterator
-from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
+from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.sources.base import OrderedSource, Source
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
 _CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
 _DEFAULT_AUGMENTATION = Augmentation()
-_MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
-
-_logger = logging.getLogger(__name__)
-
-
-class _Reader:
-    """Reader of (example, index) pairs that replaces bad records by good ones.
-
-    The next good record replaces a bad one, whatever was read before, so a resumed run reads the same examples. Each
-    training process and each worker process counts its own bad records.
-    """
-
-    def __init__(self, source: Source, max_bad_records: int):
-        self._source = source
-        self._max_bad_records = max_bad_records
-        self._bad: set[int] = set()
-
-    def bad_records(self) -> dict[str, int]:
-        """Count the different bad records so far by the name of their source."""
-        return dict(collections.Counter(source_name(self._source, index) for index in sorted(self._bad)))
-
-    def read(self, indices: Sequence[int]) -> list[tuple[DecodedExample, int]]:
-        """Read records, replacing bad ones."""
-        examples: Sequence[Example | None] = [None] * len(indices)
-        # One call for all records is much cheaper. After a bad record, they are read one by one.
-        if isinstance(self._source, BatchedSource):
-            with contextlib.suppress(BadRecordError):
-                examples = self._source.__getitems__(indices)
-        return [self._decode_or_replace(*row) for row in zip(indices, examples, strict=True)]
-
-    def _decode_or_replace(self, index: int, example: Example | None) -> tuple[DecodedExample, int]:
-        size = len(self._source)
-        for offset in range(min(_MAX_REPLACEMENTS, size)):
-            candidate = (index + offset) % size
-            try:
-                encoded = example if offset == 0 and example is not None else self._source[candidate]
-                return decode_example(self._source, candidate, encoded), candidate
-            except BadRecordError as error:
-                self._record_bad(candidate, error)
-                last = error
-        raise BadRecordError(f"{last}; the {offset + 1} records from {index} on are all bad")
-
-    def _record_bad(self, index: int, error: BadRecordError) -> None:
-        if index in self._bad:
-            return
-        if len(self._bad) >= self._max_bad_records:
-            counts = ", ".join(f"{count} of {name}" for name, count in self.bad_records().items())
-            raise BadRecordError(
-                f"{error}; more bad records than the {self._max_bad_records} allowed, check the data"
-                + (f" (before it: {counts})" if counts else "")
-            )
-        self._bad.add(index)
-        _logger.warning("%s; replaced by the next record", error)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TrainChunk:
     """Function that makes one chunk of a batch from (global row, sample index) pairs."""
 
-    reader: _Reader
+    reader: RecordReader
     tokenizer: Tokenizer
     image_size: int
     augmentation: Augmentation | None
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        read = self.reader.read([index for _, index in rows])
+        read, bad = self.reader.read([index for _, index in rows])
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
             # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
@@ -104,7 +49,7 @@ class _TrainChunk:
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
             images.append(self._transform(example["image"], rng))
         index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index}
+        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index, BAD_RECORDS: as_array(bad)}
 
     def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.augmentation is None:
@@ -169,7 +114,7 @@ def train_iterator(
         does not.
       prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
-      max_bad_records: maximum number of different bad records to replace, per reading process.
+      max_bad_records: maximum number of different bad records to replace, over all workers of this process.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
@@ -199,14 +144,13 @@ def train_iterator(
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
-    reader = _Reader(source, max_bad_records)
-    make_chunk = _TrainChunk(reader, tokenizer, image_size, augmentation, seed)
+    make_chunk = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
         identity=identity,
-        bad_records=reader.bad_records,
+        bad_records=BadRecords(source, max_bad_records),
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import io
 import multiprocessing
 import os
 import threading
@@ -13,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
-from PIL import Image
 
 from infcl_jax.data import shapes
+from infcl_jax.data.encode import encode_png
 
 
 def _encode_group(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
@@ -23,9 +22,7 @@ def _encode_group(split: str, indices: range, image_size: int) -> list[dict[str,
     examples = []
     for index in indices:
         image, caption, label = shapes.render(split, index, image_size)
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="png", compress_level=1)
-        examples.append({"image": buffer.getvalue(), "caption": caption, "label": label})
+        examples.append({"image": encode_png(image), "caption": caption, "label": label})
     return examples
 
 

@@ -62,6 +62,13 @@ _DATA = (
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
     Setting("num_workers", int, 0, "reading and decoding processes; 0: threads of the training process", _FROM_ZERO),
     Setting(
+        "max_bad_records",
+        int,
+        100,
+        "largest number of different unreadable samples, which the next ones replace, before the run stops",
+        _FROM_ZERO,
+    ),
+    Setting(
         "augmentation.scale",
         tuple[float, float],
         (0.9, 1.0),

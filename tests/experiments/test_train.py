@@ -1,10 +1,10 @@
 """Whole runs as processes: killed, stopped, resumed or distributed, with equal losses."""
 
-import itertools
 import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 import runs
 
 from experiments import train
+from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.distributed import data_mesh
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.training import METRICS_FILE, Checkpointer, read_metrics
@@ -207,7 +208,7 @@ class Recorder:
     """Stands in for everything around the loop, and notes what happens."""
 
     def __init__(self, nan_at=None):
-        self.events, self.nan_at, self.last = [], nan_at, None
+        self.events, self.metrics, self.nan_at, self.last = [], [], nan_at, None
 
     def step(self, state, batch):
         finite = np.asarray(state + 1 != self.nan_at)
@@ -222,6 +223,7 @@ class Recorder:
         self.events.append("wait")
 
     def write(self, step, metrics):
+        self.metrics.append(metrics)
         self.events.append(f"{'record' if 'loss' in metrics else 'record evaluation'} {step}")
 
     def suite(self, variables):
@@ -238,10 +240,21 @@ class Recorder:
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
-        rows = itertools.repeat(runs.batch(8))
-        run = train.TrainLoop(runs.config(**every), None, data_mesh(), rows, self.suite, self.step, self, self, self)
+        run = train.TrainLoop(
+            runs.config(**every), None, data_mesh(), Batches(), self.suite, self.step, self, self, self
+        )
         assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
+
+
+class Batches:
+    """Endless batches of a process that reads no bad records."""
+
+    def __init__(self):
+        self.bad_records = BadRecords(SimpleNamespace(name="photos", split="train"), limit=9)
+
+    def __next__(self):
+        return runs.batch(8)
 
 
 class State(int):
@@ -258,6 +271,13 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(train, "save_config", recorder.save_config)
     return recorder
+
+
+def test_bad_records_of_all_processes_are_recorded(recorder, monkeypatch):
+    """Another process reads record 7, which is known from the first checkpoint on."""
+    monkeypatch.setattr(train, "union", lambda indices: [*indices, 7])
+    recorder.run(0)
+    assert [line["data/bad_records/photos"] for line in recorder.metrics if "loss" in line] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("start", "nan_at", "saved"), [(0, 1, False), (0, 2, True), (4, 5, False), (4, 6, True)])

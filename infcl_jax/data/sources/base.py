@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import grain
 import numpy as np
+
+_logger = logging.getLogger(__name__)
 
 
 class Example(TypedDict):
@@ -76,6 +79,16 @@ class OrderedSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class DroppingSource(Source, Protocol):
+    """Source that leaves out incomplete samples."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Number of samples, rows or members that are left out, by reason."""
+        ...
+
+
 class Classes(NamedTuple):
     """Class names in label order and prompt templates for zero-shot classification.
 
@@ -141,6 +154,39 @@ def bad_record(record: str, error: Exception | str) -> BadRecordError:
     if isinstance(error, Exception):
         error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return BadRecordError(f"bad {record}: {error}")
+
+
+def starts_of(sizes: Iterable[int]) -> np.ndarray:
+    """Return the first index of each of several concatenated sequences, then the total size.
+
+    Args:
+      sizes: number of elements of each sequence, n in all.
+
+    Returns:
+      int64 [n + 1].
+    """
+    return np.cumsum([0, *sizes])
+
+
+def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
+    """Find the sequence of an index of `starts_of`.
+
+    Returns:
+      (number of the sequence, index within it).
+    """
+    number = int(np.searchsorted(starts, index, side="right")) - 1
+    return number, index - int(starts[number])
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Format counts, such as "3 no image, 1 no caption"."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+def warn_dropped(source: DroppingSource) -> None:
+    """Log how many samples a source has and leaves out, if any."""
+    if source.dropped:
+        _logger.warning("%s: %d samples, dropped: %s", source.name, len(source), format_counts(source.dropped))
 
 
 def check_index(index: int, size: int) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infcl_jax.data.sources import captions
-from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
 from infcl_jax.data.sources.tar_scan import IMAGES
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _CAPTION = ".txt"
-
-_logger = logging.getLogger(__name__)
 
 
 def folder_source(folder: str, name: str, split: str, options: Mapping[str, str] | None = None) -> Source:
@@ -47,8 +44,8 @@ class FolderSource:
     """Images in a folder and its subfolders, with captions in `.txt` files.
 
     Samples are numbered in the order of the relative paths. The class of an image is its subfolder. Images without
-    caption are dropped. Without any caption file, the captions are prompts of the class, and images without class are
-    dropped.
+    caption and caption files without image are dropped. Without any captioned image, the captions are prompts of the
+    class, and images without class are dropped.
 
     Args:
       folder: path of the folder.
@@ -61,20 +58,20 @@ class FolderSource:
 
     def __init__(self, folder: str, name: str, split: str):
         self.name, self.split, self._folder = name, split, folder
-        paths, images = _list_images(folder)
+        paths, images, unpaired = _list_images(folder)
         self.captioned = bool(paths)
         if not self.captioned:
             paths = [path for path in images if _class_of(path)]
         self._paths = paths
+        reason = "no caption" if self.captioned else "no class"
+        counts = {"no image": unpaired, reason: len(images) - len(paths)}
+        self.dropped = {reason: count for reason, count in counts.items() if count}
+        warn_dropped(self)
         if not paths:
             raise ValueError(
                 f"{name} has {len(images)} images and none with a caption; put KEY.txt beside KEY.jpg, a metadata.csv "
                 "with the columns file_name and text into the folder, or the images of each class into a subfolder"
             )
-        dropped = len(images) - len(paths)
-        self.dropped = {"no caption" if self.captioned else "no class": dropped} if dropped else {}
-        for reason in self.dropped:
-            _logger.warning("%s: %d samples, dropped: %d %s", name, len(paths), dropped, reason)
         self._labels: dict[str, int] = {}
         self._classes: Classes | str
         try:
@@ -126,16 +123,24 @@ def _class_of(path: str) -> str:
     return path.partition(os.sep)[0] if os.sep in path else ""
 
 
-def _list_images(folder: str) -> tuple[Sequence[str], Sequence[str]]:
-    """List the images with a caption file, and all images, by relative path."""
-    captioned, images = [], []
+def _list_images(folder: str) -> tuple[Sequence[str], Sequence[str], int]:
+    """List captioned images and all images by relative path; count caption files without image."""
+    captioned: list[str] = []
+    images: list[str] = []
+    unpaired = 0
     for parent, _, names in os.walk(folder):
-        stems = {os.path.splitext(name)[0] for name in names if name.endswith(_CAPTION)}
         relative = os.path.relpath(parent, folder)
-        for name in names:
-            stem, extension = os.path.splitext(name)
-            if extension[1:].lower() in IMAGES and not name.startswith("."):
-                images.append(os.path.normpath(os.path.join(relative, name)))
-                if stem in stems:
-                    captioned.append(images[-1])
-    return sorted(captioned), sorted(images)
+        stems = {_stem(name) for name in names if name.endswith(_CAPTION)}
+        paths = {os.path.normpath(os.path.join(relative, name)): _stem(name) for name in names if _is_image(name)}
+        images += paths
+        captioned += [path for path, stem in paths.items() if stem in stems]
+        unpaired += len(stems.difference(paths.values()))
+    return sorted(captioned), sorted(images), unpaired
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1][1:].lower() in IMAGES and not name.startswith(".")

@@ -13,7 +13,18 @@ import grain
 import numpy as np
 
 from infcl_jax.data.sources import files
-from infcl_jax.data.sources.base import Classes, Example, Source, check_index, classes, describe, is_captioned
+from infcl_jax.data.sources.base import (
+    Classes,
+    DroppingSource,
+    Example,
+    Source,
+    check_index,
+    classes,
+    describe,
+    is_captioned,
+    locate,
+    starts_of,
+)
 from infcl_jax.data.sources.sample_range import SampleRange
 
 _KEYS = ("path", "weight", "max_samples", "split", "name")
@@ -40,8 +51,18 @@ class MixtureSource:
     def __init__(self, components: Mapping[str, Source], weights: Sequence[float], name: str, split: str):
         self.name, self.split, self.names = name, split, tuple(components)
         self._components, self._weights = tuple(components.values()), _integers(weights)
-        self._starts = np.cumsum([0, *(len(component) for component in self._components)])
+        self._starts = starts_of(map(len, self._components))
         self.captioned = all(map(is_captioned, self._components))
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of samples that the components leave out, by component and reason."""
+        return {
+            f"{reason} ({name})": count
+            for name, source in zip(self.names, self._components, strict=True)
+            if isinstance(source, DroppingSource)
+            for reason, count in source.dropped.items()
+        }
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -49,8 +70,7 @@ class MixtureSource:
     def locate(self, index: int) -> tuple[int, int]:
         """Return the number of the component and the index within it."""
         check_index(index, len(self))
-        component = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return component, index - int(self._starts[component])
+        return locate(self._starts, index)
 
     def __getitem__(self, index: int) -> Example:
         component, local = self.locate(index)

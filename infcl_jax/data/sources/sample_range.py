@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infcl_jax.data.sources.base import (
     Classes,
+    DroppingSource,
     Example,
     Source,
     check_index,
@@ -28,6 +29,11 @@ class SampleRange:
         self.name, self.split = source.name, split
         self.captioned = is_captioned(source)
         self._source, self._start, self._size = source, start, stop - start
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of samples that the whole source leaves out, by reason."""
+        return dict(self._source.dropped) if isinstance(self._source, DroppingSource) else {}
 
     def __len__(self) -> int:
         return self._size

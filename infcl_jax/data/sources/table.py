@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from infcl_jax.data.sources import captions, files
-from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, locate, starts_of, warn_dropped
 from infcl_jax.data.sources.labels import UNLABELED, column_labels, label_strings, prompts
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -28,9 +27,8 @@ CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description
 LABEL_COLUMNS = ("label", "class")
 _OPTIONS = ("image", "caption", "label", "folder")
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
+_CHECKED = 16  # images whose existence is checked
 _ROW_GROUPS = 2  # decoded parquet row groups in memory
-
-_logger = logging.getLogger(__name__)
 
 
 class TableSource:
@@ -56,8 +54,8 @@ class TableSource:
 
     Raises:
       FileNotFoundError: a table does not exist.
-      ValueError: a table is damaged, a column is missing, no row has an image and a caption, or rows without captions
-        have wrong labels.
+      ValueError: a table is damaged, a column is missing, no row has an image and a caption, the first images do not
+        exist, or rows without captions have wrong labels.
     """
 
     def __init__(self, paths: Sequence[str], name: str, split: str, options: Mapping[str, str] | None = None):
@@ -67,15 +65,13 @@ class TableSource:
         if unknown:
             raise ValueError(f"expected the options {', '.join(_OPTIONS)} of {name}, got {', '.join(sorted(unknown))}")
         tables = [_Table(path, options) for path in paths]
-        self._tables, self._starts = tables, np.cumsum([0, *(len(table) for table in tables)])
+        self._tables, self._starts = tables, starts_of(map(len, tables))
         self.dropped: dict[str, int] = {}
         for reason in ("damaged row", "no image", "no caption", "no label"):
             count = sum(table.dropped.get(reason, 0) for table in tables)
             if count:
                 self.dropped[reason] = count
-        if self.dropped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+        warn_dropped(self)
         if len(self) == 0:
             text = "caption" if tables[0].captioned else "label"
             raise ValueError(f"{name} has no row with an image and a {text}; check the columns {tables[0].columns}")
@@ -98,8 +94,8 @@ class TableSource:
         return int(self._starts[-1])
 
     def _locate(self, index: int) -> tuple[_Table, int]:
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._tables[number], index - int(self._starts[number])
+        number, row = locate(self._starts, index)
+        return self._tables[number], row
 
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
@@ -247,10 +243,19 @@ class _Table:
         return images & texts
 
     def _check_paths(self) -> None:
-        if self._images is not None and len(self) and _string(self._images[0]).startswith(("http://", "https://")):
+        keys = [self.key(row) for row in range(min(_CHECKED, len(self)))]
+        if self._images is None or not keys:
+            return
+        if keys[0].startswith(("http://", "https://")):
             raise ValueError(
                 f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
                 "for example with img2dataset, or name another column with ?image=COLUMN"
+            )
+        paths = [_join(self._images_folder, key) for key in keys]
+        if not any(files.is_remote(path) or os.path.exists(path) for path in paths):
+            raise ValueError(
+                f"{self.path}: none of the first {len(paths)} images exists, the first is {paths[0]}; name their "
+                "folder with ?folder=FOLDER, or their column with ?image=COLUMN"
             )
 
     def __len__(self) -> int:
@@ -293,20 +298,19 @@ class _RowGroups:
 
     def __init__(self, file: parquet.ParquetFile, column: str):
         self._file, self._column, self._lock = file, column, threading.Lock()
-        counts = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        self._starts = np.cumsum([0, *counts])
+        self._starts = starts_of(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
         self._decoded: dict[int, pa.Array] = {}
 
     def read(self, row: int) -> bytes:
         """Read the encoded image of a row of the file."""
-        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        group, row = locate(self._starts, row)
         with self._lock:
             if group not in self._decoded:
                 while len(self._decoded) >= _ROW_GROUPS:
                     del self._decoded[next(iter(self._decoded))]
                 table = self._file.read_row_group(group, columns=[self._column])
                 self._decoded[group] = table.column(0).combine_chunks()
-            value = self._decoded[group][row - int(self._starts[group])].as_py()
+            value = self._decoded[group][row].as_py()
         if isinstance(value, dict):
             value = value.get("bytes")
         if not value:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from infcl_jax.data.sources import captions, files, tar_scan
-from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index
+from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, prompts, read_class_names, read_templates
 from infcl_jax.data.sources.tar_index import load_index
 
@@ -59,10 +59,8 @@ class TarSource:
             if not self.captioned:
                 self._index = self._label_index
         for problem in self._index.problems:
-            _logger.warning("%s; the samples before it are used", problem)
-        if self.dropped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            _logger.warning("%s: %d samples, dropped: %s", name, len(self), counts)
+            _logger.warning("%s", problem)
+        warn_dropped(self)
         if len(self) == 0:
             members = " or ".join(self._members)
             raise ValueError(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from infcl_jax.data.sources import files, tar_scan
+from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.tar_scan import ShardScan
 from infcl_jax.user_cache import user_cache
 
@@ -36,7 +37,7 @@ ENTRY_DTYPE = np.dtype(
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar1"
+_MAGIC = b"infcltar2"
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _PROGRESS_SECONDS = 10.0
@@ -55,7 +56,7 @@ class TarIndex:
       starts: int64 [shards + 1], index of the first sample of each shard, then the number of samples.
       entries: `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk.
       dropped: number of members or samples that are left out, by reason.
-      problems: one line for each truncated or damaged shard, with the byte.
+      problems: one line for each truncated or damaged shard, with the bytes.
       path: cache file, or None.
     """
 
@@ -73,7 +74,7 @@ class TarIndex:
 
     def locate(self, index: int) -> tuple[int, np.void]:
         """Return the shard number and the entry of a sample."""
-        return int(np.searchsorted(self.starts, index, side="right")) - 1, self.entries[index]
+        return locate(self.starts, index)[0], self.entries[index]
 
 
 def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> TarIndex:
@@ -169,7 +170,7 @@ def _index(shards: Sequence[str], header: dict[str, Any], entries: np.ndarray, p
     for reason, count in itertools.chain.from_iterable(shard[3].items() for shard in header["shards"]):
         dropped[reason] = dropped.get(reason, 0) + count
     problems = [f"{path}: {shard[4]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[4]]
-    return TarIndex(tuple(shards), np.cumsum([0, *counts]), entries, dropped, tuple(problems), path)
+    return TarIndex(tuple(shards), starts_of(counts), entries, dropped, tuple(problems), path)
 
 
 def _build(
@@ -181,7 +182,7 @@ def _build(
     old_entries: np.ndarray,
 ) -> TarIndex:
     """Scan the changed shards and cache the new index."""
-    old_starts = np.cumsum([0, *(shard[2] for shard in old["shards"])])
+    old_starts = starts_of(shard[2] for shard in old["shards"])
     unchanged = {
         number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:5])
         for number, (shard, stamp) in enumerate(zip(old["shards"], stamps, strict=False))

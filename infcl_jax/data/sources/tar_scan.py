@@ -5,6 +5,7 @@ Only the standard library is imported: the file is also a script that scans shar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -23,6 +24,8 @@ _EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # type flags of links, devices, f
 _LONG_NAME, _PAX = b"L", b"x"
 _LONG_LINK, _PAX_GLOBAL = b"K", b"g"
 _RECORD = 20 * BLOCK  # bytes; tar pads files to multiples of it
+_FORMAT, _FORMAT_OFFSET = b"ustar", 257  # of ustar, GNU and PAX headers
+_SEARCH_WINDOW = 2**20  # bytes per read in the search for a header
 _LARGEST = 2**32 - 1
 _LONGEST_NAME = 2**16  # bytes of an extended header; a larger one is damaged
 
@@ -31,13 +34,17 @@ class DamagedTarError(Exception):
     """Error for a tar file that ends early or has a damaged header."""
 
 
+class DamagedHeaderError(DamagedTarError):
+    """Error for a header with a wrong checksum."""
+
+
 class ShardScan(NamedTuple):
     """Samples of one tar file.
 
     Attributes:
       entries: one `ENTRY` per sample, in the order of their first members.
       dropped: number of members or samples that are left out, by reason.
-      problem: reason why the scan stopped before the end of the file, or None.
+      problem: damage of the file, with the bytes, or None.
     """
 
     entries: bytes
@@ -48,19 +55,22 @@ class ShardScan(NamedTuple):
 Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes
 
 
-def members(read: Read, end: int, window: int) -> Iterator[tuple[str, int, int]]:
+def members(read: Read, end: int, window: int, problems: list[str]) -> Iterator[tuple[str, int, int]]:
     """List the regular files of a tar file in ustar, GNU or PAX format.
+
+    A member with a damaged header is left out. The listing continues at the next intact header.
 
     Args:
       read: reader of byte ranges.
       end: size of the tar file, in bytes.
       window: bytes per read.
+      problems: list that receives one line for each damaged header.
 
     Yields:
       (name, offset of the contents, size of the contents), in bytes.
 
     Raises:
-      DamagedTarError: the file is truncated or a header is damaged; the message has the byte.
+      DamagedTarError: the file is truncated, or no intact header follows a damaged one; the message has the byte.
     """
     offset, start, buffer = 0, 0, b""
     name: str | None = None  # from the extended header before the member
@@ -71,7 +81,15 @@ def members(read: Read, end: int, window: int) -> Iterator[tuple[str, int, int]]
         header = buffer[offset - start : offset - start + BLOCK]
         if header == _END:
             return _check_end(read, offset)
-        kind, own_name, own_size = _parse(header, offset)
+        try:
+            kind, own_name, own_size = _parse(header, offset)
+        except DamagedHeaderError as error:
+            following = _next_header(read, offset + BLOCK, end)
+            if following is None:
+                raise
+            problems.append(f"{error}, continued at byte {following}")
+            offset, name, size = following, None, None
+            continue
         contents = offset + BLOCK
         if kind not in _FILES or size is None:
             size = 0 if kind in _EMPTY else own_size
@@ -99,6 +117,21 @@ def _check_end(read: Read, offset: int) -> None:
         raise DamagedTarError(f"damaged: data follows the end-of-archive marker at byte {offset}")
 
 
+def _next_header(read: Read, offset: int, end: int) -> int | None:
+    """Return the byte of the first intact header from `offset` on, or None."""
+    for start in range(offset, end, _SEARCH_WINDOW):
+        data = read(start, _SEARCH_WINDOW)
+        position = data.find(_FORMAT)
+        while position >= 0:
+            header = position - _FORMAT_OFFSET
+            if header >= 0 and header % BLOCK == 0:
+                with contextlib.suppress(DamagedTarError):
+                    _parse(data[header : header + BLOCK], start + header)
+                    return start + header
+            position = data.find(_FORMAT, position + 1)
+    return None
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split a member's name at the first dot of its last component.
 
@@ -119,7 +152,7 @@ def _parse(header: bytes, offset: int) -> tuple[bytes, str, int]:
     except ValueError:
         checksum = size = -1
     if size < 0 or checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise DamagedTarError(f"damaged: the checksum of the header at byte {offset} differs")
+        raise DamagedHeaderError(f"damaged: the checksum of the header at byte {offset} differs")
     name = _text(header[:100])
     if header[257:263] == b"ustar\0" and header[345]:
         name = f"{_text(header[345:500])}/{name}"
@@ -161,14 +194,15 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
       captions: extensions of caption members, in order of preference.
 
     Returns:
-      The samples with an image and a caption. A damaged file gives those before the damage.
+      The samples with an image and a caption. A truncated file gives those before its end, a file with damaged headers
+      those of all other members.
     """
     fields = dict.fromkeys(IMAGES, 0) | {extension: 2 + 2 * i for i, extension in enumerate(captions)}
     samples: dict[str, list[int]] = {}
     dropped: dict[str, int] = {}
-    problem = None
+    problems: list[str] = []
     try:
-        for name, offset, size in members(read, end, window):
+        for name, offset, size in members(read, end, window, problems):
             key, extension = split_name(name)
             field = fields.get(extension)
             if field is None or not key or not 0 < size <= _LARGEST:
@@ -179,9 +213,9 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
             else:
                 sample[field : field + 2] = offset // BLOCK, size
     except DamagedTarError as error:
-        problem = str(error)
+        problems.append(f"{error}, the rest of the file is left out")
     except OSError as error:
-        problem = f"cannot be read: {error}"
+        problems.append(f"cannot be read: {error}")
     entries = bytearray()
     for sample in samples.values():
         member = next((i for i in range(len(captions)) if sample[3 + 2 * i]), None)
@@ -190,7 +224,8 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
             dropped[reason] = dropped.get(reason, 0) + 1
         else:
             entries += ENTRY.pack(*sample[:2], *sample[2 + 2 * member : 4 + 2 * member], member)
-    return ShardScan(bytes(entries), dropped, problem)
+    more = [f"{len(problems) - 2} more"] if len(problems) > 2 else []
+    return ShardScan(bytes(entries), dropped, "; ".join([*problems[:2], *more]) or None)
 
 
 def scan_file(path: str, captions: Sequence[str]) -> ShardScan:

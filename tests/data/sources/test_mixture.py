@@ -102,6 +102,13 @@ def test_fingerprint_changes_with_the_order(folder):
     assert first != load(folder, [*THREE[:2], {**THREE[2], "weight": 3}]).fingerprint()
 
 
+def test_dropped_samples_are_counted_by_component(folder):
+    captioned.write_tar(folder / "b.tar", captioned.members([*captioned.samples(2), ("x", {"jpg": b"image"})]))
+    captioned.write_csv(folder / "d.csv", [("a.tar", "a"), ("b.jpg", ""), ("", "c")])
+    source = load(folder, [{"path": "a.tar"}, {"path": "b.tar", "max_samples": 1}, {"path": "d.csv"}])
+    assert source.dropped == {"no caption (b.tar)": 1, "no image (d.csv)": 1, "no caption (d.csv)": 1}
+
+
 def test_bad_records_name_their_component(folder):
     captioned.write_tar(folder / "b.tar", captioned.members([("x", {"jpg": b"x", "txt": b"\xff"})]))
     source = load(folder, THREE)

@@ -131,6 +131,12 @@ def test_damaged_rows_name_the_table_and_the_image(folder):
         ("path,caption,path\na,b,c\n", "", "a.csv has several columns named 'path'"),
         ("path,caption\n", "", "a.csv has no row with an image and a caption"),
         ("path,caption\n,b\n", "", "a.csv has no row with an image and a caption"),
+        ("path,caption\na,b\nc,d\n", "", r"a\.csv: none of the first 2 images exists, the first is /.*/a; name their"),
+        (
+            "path,caption\na,b\n",
+            "?folder=/x",
+            r"none of the first 1 images exists, the first is /x/a; name their folder",
+        ),
         ("", "", "a.csv has no image column"),
         (
             "url,caption\nhttps://x.org/a.jpg,b\n",

@@ -10,7 +10,8 @@ import pytest
 from infcl_jax.data import BadRecordError, ByteTokenizer, eval_batches, load_source, train_iterator
 
 TOKENIZER = ByteTokenizer(context_length=24)
-DAMAGED = (17, 61, 62, 140, 199)
+DAMAGED = (17, 61, 62, 340, 499)  # 1 % of the samples
+REPLACED = {18: 1, 63: 2, 341: 1, 0: 1}  # by how many damaged ones each sample is read once more
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,13 @@ def global_batches(iterators, count):
     ]
 
 
+def assert_equal(first, second):
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key])
+
+
 def close(iterators):
     for iterator in iterators:
         iterator.close()
@@ -62,9 +70,7 @@ def test_resume_with_more_processes_continues_the_global_order(data, name):
         result += global_batches(readers, 5)
         state = json.loads(json.dumps(readers[0].get_state()))
         close(readers)
-    for first, second in zip(result, expected, strict=True):
-        for key in first:
-            np.testing.assert_array_equal(first[key], second[key])
+    assert_equal(result, expected)
 
 
 def test_training_follows_the_order_of_a_mixture(data):
@@ -79,9 +85,7 @@ def test_training_follows_the_order_of_a_mixture(data):
 def test_workers_read_tars_and_mixtures(data):
     source = load_source(str(data / "mixture.json"), "train")
     threads, workers = iterators(source, 1), iterators(source, 1, num_workers=1)
-    for first, second in zip(global_batches(threads, 3), global_batches(workers, 3), strict=True):
-        np.testing.assert_array_equal(first["image"], second["image"])
-        np.testing.assert_array_equal(first["text"], second["text"])
+    assert_equal(global_batches(threads, 3), global_batches(workers, 3))
     close(threads + workers)
 
 
@@ -108,41 +112,79 @@ def test_training_draws_from_all_captions_and_evaluation_has_all_of_them(data):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """Two tars of 200 samples, a few of them damaged."""
+    """Two tars of 500 samples in all, 1 % of them damaged."""
     folder = tmp_path_factory.mktemp("damaged")
-    samples = captioned.samples(200)
+    samples = captioned.samples(500)
     for index in DAMAGED:
-        samples[index][1]["jpg"] = samples[index][1]["jpg"][: index + 20]
-    for name, span in (("a", slice(0, 100)), ("b", slice(100, 200))):
+        samples[index][1]["jpg"] = samples[index][1]["jpg"][: 20 + index % 200]
+    for name, span in (("a", slice(0, 250)), ("b", slice(250, 500))):
         captioned.write_tar(folder / f"{name}.tar", captioned.members(samples[span]))
     (folder / "mixture.json").write_text('[{"path": "a.tar", "name": "first"}, {"path": "b.tar", "name": "second"}]')
     return folder
 
 
-@pytest.mark.parametrize("name", ["{a,b}.tar", "mixture.json"])
-def test_damaged_members_are_counted_and_all_others_seen_once_an_epoch(damaged, name, caplog):
+COUNTS = {"mixture.json": {"first": 3, "second": 2}, "{a,b}.tar": {None: 5}}  # None: the name of the source
+
+
+@pytest.mark.parametrize("name,num_workers", [("{a,b}.tar", 0), ("mixture.json", 0), ("mixture.json", 2)])
+def test_damaged_members_are_counted_and_all_others_seen_once_an_epoch(damaged, name, num_workers, caplog):
     source = load_source(str(damaged / name), "train")
-    (iterator,) = iterators(source, 1, batch_size=20)
+    (iterator,) = iterators(source, 1, batch_size=50, num_workers=num_workers)
+    counts = []
     with caplog.at_level(logging.WARNING):
-        epoch = np.concatenate([batch["index"] for batch in itertools.islice(iterator, 10)])
+        for _ in range(2):
+            epoch = np.concatenate([batch["index"] for batch in itertools.islice(iterator, 10)])
+            expected = {i: 1 + REPLACED.get(i, 0) for i in range(500) if i not in DAMAGED}
+            assert collections.Counter(epoch.tolist()) == expected
+            counts.append(iterator.bad_records.counts())
     iterator.close()
-    counts = collections.Counter(epoch.tolist())
-    replacements = {18: 1, 63: 2, 141: 1, 0: 1}
-    assert counts == {i: 1 + replacements.get(i, 0) for i in range(200) if i not in DAMAGED}
-    expected = {"first": 3, "second": 2} if name == "mixture.json" else {source.name: 5}
-    assert iterator.bad_records() == expected
+    assert counts == [{label or source.name: count for label, count in COUNTS[name].items()}] * 2
+    assert iterator.bad_records.indices() == list(DAMAGED)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 5 and all("replaced by the next record" in text for text in warnings)
     assert sum("(a.tar, key 0000" in text for text in warnings) == 3
 
 
-def test_too_many_damaged_members_stop_the_run_and_are_counted_by_source(damaged):
+@pytest.mark.parametrize("name", COUNTS)
+def test_resume_with_more_processes_keeps_the_order_and_the_counts(damaged, name):
+    source = load_source(str(damaged / name), "train")
+    (whole,) = iterators(source, 1, batch_size=20)
+    expected = global_batches([whole], 30)  # more than an epoch
+    result, state = [], None
+    for processes in (1, 2, 4):
+        readers = iterators(source, processes, batch_size=20)
+        for iterator in readers:
+            if state is not None:
+                iterator.set_state(state)
+        result += global_batches(readers, 10)
+        for index in [iterator.bad_records.indices() for iterator in readers[1:]]:
+            readers[0].bad_records.add(index)  # as `infcl_jax.distributed.union` exchanges them
+        state = json.loads(json.dumps(readers[0].get_state()))
+        close(readers)
+    assert_equal(result, expected)
+    assert state == whole.get_state() and state["bad_records"] == list(DAMAGED)
+    close([whole])
+
+
+def test_workers_share_the_limit_of_damaged_members(damaged):
+    """No worker alone reads more than 4 of them."""
     source = load_source(str(damaged / "mixture.json"), "train")
-    (iterator,) = iterators(source, 1, batch_size=20, max_bad_records=4, num_threads=1)
+    (iterator,) = iterators(source, 1, batch_size=250, max_bad_records=4, num_workers=2)
     with pytest.raises(
-        BadRecordError, match=r"more bad records than the 4 allowed, check the data \(before it: \d of "
+        BadRecordError,
+        match=r"bad record .* more than the 4 bad records that max_bad_records allows, check the data \(replaced bad "
+        r"records: \d of first, \d of second\)",
     ):
-        list(itertools.islice(iterator, 10))
+        list(itertools.islice(iterator, 2))
+    iterator.close()
+
+
+def test_replay_counts_each_damaged_member_once(damaged):
+    (iterator,) = iterators(load_source(str(damaged / "mixture.json"), "train"), 1, batch_size=500)
+    reader = iterator.next_reader()
+    batches = [reader.read([slice(0, 500)]) for _ in range(2)]
+    assert_equal(batches[:1], batches[1:])
+    assert iterator.bad_records.counts() == {"first": 3, "second": 2}
     iterator.close()
 
 

@@ -1,0 +1,55 @@
+"""Reading of decoded examples, with replacements for bad records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source
+
+_MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
+
+
+class RecordReader:
+    """Reader of decoded examples.
+
+    The next good record replaces a bad one. The examples depend on their indices alone, not on what was read before, so
+    every worker and every resumed run reads the same.
+
+    Args:
+      source: source of the records.
+      replace: whether to replace bad records; otherwise they are errors.
+    """
+
+    def __init__(self, source: Source, *, replace: bool = True):
+        self._source = source
+        self._attempts = _MAX_REPLACEMENTS if replace else 1
+
+    def read(self, indices: Sequence[int]) -> tuple[list[tuple[DecodedExample, int]], dict[int, str]]:
+        """Read records.
+
+        Returns:
+          (example, its sample index) for each requested index; and the messages of bad records by sample index.
+
+        Raises:
+          BadRecordError: a record and its replacements are bad.
+        """
+        examples: Sequence[Example | None] = [None] * len(indices)
+        # One call for all records is much cheaper. After a bad record, they are read one by one.
+        if isinstance(self._source, BatchedSource):
+            with contextlib.suppress(BadRecordError):
+                examples = self._source.__getitems__(indices)
+        bad: dict[int, str] = {}
+        return [self._read(*row, bad) for row in zip(indices, examples, strict=True)], bad
+
+    def _read(self, index: int, example: Example | None, bad: dict[int, str]) -> tuple[DecodedExample, int]:
+        size = len(self._source)
+        for candidate in (offset % size for offset in range(index, index + min(self._attempts, size))):
+            try:
+                encoded = example if candidate == index and example is not None else self._source[candidate]
+                return decode_example(self._source, candidate, encoded), candidate
+            except BadRecordError as error:
+                bad[candidate] = str(error)
+        last, count = bad[candidate], min(self._attempts, size)
+        raise BadRecordError(last if count == 1 else f"{last}; the {count} records from {index} on are all bad")

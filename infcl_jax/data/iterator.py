@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
 from absl import flags
 
 Batch = dict[str, np.ndarray]
+
+# Key of a chunk for a `Stats`, which is not part of the batch.
+STATS = "stats"
+# Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
+Stats = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,7 @@ class TrainIterator(grain.DatasetIterator):
     so a run can resume on another machine. It is JSON-serializable, as grain's checkpoint handler for orbax expects.
 
     Args:
-      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows.
+      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows. A chunk may have the key `STATS`.
       chunks_per_batch: chunks of one batch of this process.
       rows_per_chunk: rows of a chunk.
       identity: values that a restored state must share, such as the dataset size.
@@ -88,6 +94,8 @@ class TrainIterator(grain.DatasetIterator):
         self._bad_records = bad_records
         self._next_batch = 0
         self._stale = False
+        self._stats: Stats = {}
+        self._stats_lock = threading.Lock()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._open()
 
@@ -119,7 +127,7 @@ class TrainIterator(grain.DatasetIterator):
             self._open()
         batch = next(self._batches[0])
         self._next_batch += 1
-        return batch
+        return self._without_stats(batch)
 
     def next_reader(self) -> BatchReader:
         """Return a reader of the next batch, in place of `next`.
@@ -133,8 +141,30 @@ class TrainIterator(grain.DatasetIterator):
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
-        read = functools.partial(lambda first, number: self._chunks[first + number], first)
+        counted: set[int] = set()
+
+        def read(number: int) -> Batch:
+            batch = self._without_stats(self._chunks[first + number], count=number not in counted)
+            counted.add(number)
+            return batch
+
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
+
+    def stats(self) -> Stats:
+        """Return the sums over all chunks of the batches so far, by name.
+
+        A chunk that `next_reader` reads again counts once.
+        """
+        with self._stats_lock:
+            return dict(self._stats)
+
+    def _without_stats(self, batch: dict[str, Any], count: bool = True) -> Batch:
+        """Remove the statistics from a chunk or batch and add them to the sums."""
+        stats = batch.get(STATS, {})
+        if count:
+            with self._stats_lock:
+                self._stats = _sums([self._stats, stats])
+        return {key: value for key, value in batch.items() if key != STATS}
 
     def bad_records(self) -> dict[str, int]:
         """Count the replaced records by the name of their source.
@@ -190,10 +220,18 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _concatenate(chunks: Sequence[Batch]) -> Batch:
+def _concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate the arrays and add the statistics of chunks."""
     if len(chunks) == 1:
         return chunks[0]
-    return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+    columns = {key: [chunk[key] for chunk in chunks] for key in chunks[0]}
+    return {key: _sums(values) if key == STATS else np.concatenate(values) for key, values in columns.items()}
+
+
+def _sums(stats: Sequence[Stats]) -> Stats:
+    """Add numbers of the same name."""
+    names = dict.fromkeys(name for numbers in stats for name in numbers)
+    return {name: sum(numbers.get(name, 0) for numbers in stats) for name in names}
 
 
 def _close_all(iterators: list[grain.DatasetIterator]) -> None:

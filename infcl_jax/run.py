@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
-from infcl_jax.distributed import shard_batch
+from infcl_jax.distributed import processes_on_cores, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
@@ -112,6 +112,9 @@ def training_data(config: ConfigDict, source: Source) -> TrainIterator:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         num_workers=config.num_workers,
+        num_threads=config.num_threads,
+        prefetch_batches=config.prefetch_batches,
+        processes_per_host=processes_on_cores(),
         augmentation=Augmentation(**config.augmentation),
     )
 

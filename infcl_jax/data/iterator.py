@@ -14,6 +14,9 @@ import grain
 import numpy as np
 from absl import flags
 
+from infcl_jax.data.parallelism import Parallelism
+from infcl_jax.data.stages import CONCATENATE, StageClock
+
 Batch = dict[str, np.ndarray]
 
 # Key of a chunk for a `Stats`, which is not part of the batch.
@@ -44,7 +47,8 @@ class BatchReader:
         """Read and concatenate the rows of slices `[start, stop)`."""
         sections = [section for span in spans for section in self._sections(span)]
         chunks = self.threads.map(self.read_chunk, [number for number, _ in sections])
-        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)])
+        sliced = [{key: array[rows] for key, array in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)]
+        return {key: np.concatenate([chunk[key] for chunk in sliced]) for key in sliced[0]}
 
     def _sections(self, span: slice) -> list[tuple[int, slice]]:
         """Split a slice into (chunk number, rows within the chunk) pairs."""
@@ -66,9 +70,7 @@ class TrainIterator(grain.DatasetIterator):
       chunks_per_batch: chunks of one batch of this process.
       rows_per_chunk: rows of a chunk.
       identity: values that a restored state must share, such as the dataset size.
-      num_workers: worker processes; 0: threads of this process.
-      num_threads: reading threads without workers, and of `next_reader`.
-      prefetch_batches: batches to prefetch.
+      parallelism: number of reading threads or workers and of prefetched batches.
     """
 
     def __init__(
@@ -78,9 +80,7 @@ class TrainIterator(grain.DatasetIterator):
         chunks_per_batch: int,
         rows_per_chunk: int,
         identity: Mapping[str, int],
-        num_workers: int,
-        num_threads: int,
-        prefetch_batches: int,
+        parallelism: Parallelism,
         bad_records: Callable[[], dict[str, int]] = dict,
     ):
         super().__init__()
@@ -88,9 +88,7 @@ class TrainIterator(grain.DatasetIterator):
         self._chunks_per_batch = chunks_per_batch
         self._rows_per_chunk = rows_per_chunk
         self._identity = dict(identity)
-        self._num_workers = num_workers
-        self._num_threads = num_threads
-        self._prefetch_batches = prefetch_batches
+        self.parallelism = parallelism
         self._bad_records = bad_records
         self._next_batch = 0
         self._stale = False
@@ -103,18 +101,22 @@ class TrainIterator(grain.DatasetIterator):
         """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
-        if self._num_workers:
+        parallelism = self.parallelism
+        if parallelism.num_workers:
             # grain reads its flags to start workers. Notebooks and tests do not parse them.
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
+            options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
             dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _ignore_interrupts)
         else:
-            read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
+            threads = parallelism.num_threads
+            read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
-        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
+        dataset = grain.experimental.ThreadPrefetchIterDataset(
+            dataset, prefetch_buffer_size=parallelism.prefetch_batches
+        )
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
@@ -132,11 +134,11 @@ class TrainIterator(grain.DatasetIterator):
     def next_reader(self) -> BatchReader:
         """Return a reader of the next batch, in place of `next`.
 
-        `num_threads` threads of this process read its chunks.
+        `parallelism.num_threads` threads of this process read its chunks.
         """
         self._assert_not_closed()
         if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(self._num_threads, "replay")
+            self._threads = concurrent.futures.ThreadPoolExecutor(self.parallelism.num_threads, "replay")
         first = self._next_batch * self._chunks_per_batch
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
@@ -224,8 +226,10 @@ def _concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate the arrays and add the statistics of chunks."""
     if len(chunks) == 1:
         return chunks[0]
-    columns = {key: [chunk[key] for chunk in chunks] for key in chunks[0]}
-    return {key: _sums(values) if key == STATS else np.concatenate(values) for key, values in columns.items()}
+    clock = StageClock()
+    with clock(CONCATENATE):
+        batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in chunks[0] if key != STATS}
+    return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), clock.stats()])}
 
 
 def _sums(stats: Sequence[Stats]) -> Stats:

@@ -22,12 +22,14 @@ import grain
 import numpy as np
 
 from infcl_jax.data.decode.api import DecodedExample, decode_example
-from infcl_jax.data.iterator import Batch, TrainIterator
+from infcl_jax.data.iterator import STATS, Batch, TrainIterator
+from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
+from infcl_jax.data.stages import DECODE, READ, TOKENIZE, StageClock
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
-_CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
+_CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
 _DEFAULT_AUGMENTATION = Augmentation()
 _MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
 
@@ -50,22 +52,25 @@ class _Reader:
         """Count the different bad records so far by the name of their source."""
         return dict(collections.Counter(source_name(self._source, index) for index in sorted(self._bad)))
 
-    def read(self, indices: Sequence[int]) -> list[tuple[DecodedExample, int]]:
-        """Read records, replacing bad ones."""
+    def read(self, indices: Sequence[int], clock: StageClock) -> list[tuple[DecodedExample, int]]:
+        """Read and decode records, replacing bad ones."""
         examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
-            with contextlib.suppress(BadRecordError):
+            with contextlib.suppress(BadRecordError), clock(READ):
                 examples = self._source.__getitems__(indices)
-        return [self._decode_or_replace(*row) for row in zip(indices, examples, strict=True)]
+        return [self._decode_or_replace(*row, clock) for row in zip(indices, examples, strict=True)]
 
-    def _decode_or_replace(self, index: int, example: Example | None) -> tuple[DecodedExample, int]:
+    def _decode_or_replace(self, index: int, example: Example | None, clock: StageClock) -> tuple[DecodedExample, int]:
         size = len(self._source)
         for offset in range(min(_MAX_REPLACEMENTS, size)):
             candidate = (index + offset) % size
             try:
-                encoded = example if offset == 0 and example is not None else self._source[candidate]
-                return decode_example(self._source, candidate, encoded), candidate
+                if offset or example is None:
+                    with clock(READ):
+                        example = self._source[candidate]
+                with clock(DECODE):
+                    return decode_example(self._source, candidate, example), candidate
             except BadRecordError as error:
                 self._record_bad(candidate, error)
                 last = error
@@ -94,8 +99,9 @@ class _TrainChunk:
     augmentation: Augmentation | None
     seed: int
 
-    def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        read = self.reader.read([index for _, index in rows])
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        clock = StageClock()
+        read = self.reader.read([index for _, index in rows], clock)
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
             # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
@@ -103,9 +109,12 @@ class _TrainChunk:
             rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
             captions = example["captions"]
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
-            images.append(self._transform(example["image"], rng))
+            with clock(DECODE):
+                images.append(self._transform(example["image"], rng))
+        with clock(TOKENIZE):
+            tokens = self.tokenizer(texts)
         index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index}
+        return {"image": np.stack(images), "text": tokens, "index": index, STATS: clock.stats()}
 
     def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.augmentation is None:
@@ -146,9 +155,10 @@ def train_iterator(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    num_workers: int = 0,
-    num_threads: int = 2,
-    prefetch_batches: int = 2,
+    num_workers: int | None = None,
+    num_threads: int | None = None,
+    prefetch_batches: int | None = None,
+    processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
 ) -> TrainIterator:
@@ -165,10 +175,13 @@ def train_iterator(
       seed: seed of order, augmentation and choice of captions, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
       process_count: number of processes that share each batch; each gets b = B / process_count rows.
-      num_workers: number of worker processes that read and transform; 0 uses threads of this process.
-      num_threads: number of reading threads without workers. Decoding and resizing run in parallel; other Python code
-        does not.
-      prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
+      num_workers: number of worker processes that read and transform; 0: threads of this process; None: chosen from the
+        cores, see `infcl_jax.data.parallelism`.
+      num_threads: number of reading threads without workers; None: one per core. Decoding and resizing run in parallel;
+        other Python code does not.
+      prefetch_batches: number of batches to prefetch; None: 2, or 1 if host memory is small. Host memory holds about
+        three more.
+      processes_per_host: number of processes that share the cores and the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, per reading process.
 
@@ -189,6 +202,7 @@ def train_iterator(
         )
     _check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
     _check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
+    _check_at_least(1, processes_per_host=processes_per_host)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     chunk = _chunk_size(local_size)
@@ -208,9 +222,13 @@ def train_iterator(
         rows_per_chunk=chunk,
         identity=identity,
         bad_records=reader.bad_records,
-        num_workers=num_workers,
-        num_threads=num_threads,
-        prefetch_batches=prefetch_batches,
+        parallelism=choose_parallelism(
+            batch_bytes=local_size * (3 * image_size**2 + 4 * tokenizer.context_length),
+            num_workers=num_workers,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+            processes=processes_per_host,
+        ),
     )
 
 
@@ -228,9 +246,9 @@ def _local_size(batch_size: int, process_index: int, process_count: int) -> int:
     return batch_size // process_count
 
 
-def _check_at_least(low: int, **values: int) -> None:
+def _check_at_least(low: int, **values: int | None) -> None:
     for name, value in values.items():
-        if value < low:
+        if value is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
@@ -268,7 +286,7 @@ class EvalBatches:
             "label": np.full(self._local_size, -1, np.int32),
             "mask": np.arange(self._local_size) < len(indices),
         }
-        read = self._reader.read(indices)
+        read = self._reader.read(indices, StageClock())
         for row, (example, index) in enumerate(read):
             batch["image"][row] = resize_center_crop(example["image"], self._image_size)
             batch["index"][row], batch["label"][row] = index, example["label"]

@@ -1,10 +1,10 @@
 """Whole runs as processes: killed, stopped, resumed or distributed, with equal losses."""
 
-import itertools
 import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,9 +12,10 @@ import pytest
 import runs
 
 from experiments import train
+from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.distributed import data_mesh
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.training import METRICS_FILE, Checkpointer, read_metrics
+from infcl_jax.training import METRICS_FILE, Checkpointer, DataWait, read_metrics
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -63,7 +64,8 @@ def stop(workdir, *processes, by):
 def history(workdir):
     """Training and evaluation metrics without the times."""
     lines = read_metrics(workdir / METRICS_FILE)
-    timeless = [{k: v for k, v in line.items() if k not in ("time", "examples_per_second")} for line in lines]
+    times = ("time", "examples_per_second", "data_wait")
+    timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
     return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
 
@@ -238,10 +240,23 @@ class Recorder:
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
-        rows = itertools.repeat(runs.batch(8))
-        run = train.TrainLoop(runs.config(**every), None, data_mesh(), rows, self.suite, self.step, self, self, self)
-        assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
+        with DataWait() as data_wait:
+            arguments = Data(), data_wait, self.suite, self.step, self, self, self
+            loop = train.TrainLoop(runs.config(**every), None, data_mesh(), *arguments)
+            assert loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
+
+
+class Data:
+    """The same batch in every step, slowly decoded."""
+
+    parallelism = Parallelism(num_workers=2, num_threads=8, prefetch_batches=2, cores=8)
+
+    def __next__(self):
+        return runs.batch(8)
+
+    def stats(self):
+        return {"seconds/read": 1.0, "seconds/decode": 20.0}
 
 
 class State(int):
@@ -276,6 +291,25 @@ def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder)
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
         recorder.run(0)
     assert recorder.events == events
+
+
+@pytest.mark.parametrize(
+    ("waited", "total", "residency", "fraction", "advised"),
+    [
+        (1.2, 10.0, "device", 0.12, True),
+        (0.4, 10.0, "host", 0.04, False),
+        (0.5, 0.9, "device", 0.5 / 0.9, False),  # a short run
+        (0.0, 0.0, "device", None, False),
+        (1.2, 10.0, "replay", None, False),
+    ],
+)
+def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
+    config = runs.config(**{"grad_cache.residency": residency})
+    data_wait = SimpleNamespace(take=lambda: (waited, total))
+    loop = train.TrainLoop(config, None, None, Data(), data_wait, *[None] * 5)
+    assert [loop.take_data_wait() for _ in range(2)] == [{} if fraction is None else {"data_wait": fraction}] * 2
+    line = "waiting for data: 12 % of the time, decode-bound; try num_workers=8\n"
+    assert capsys.readouterr().out == line * advised
 
 
 def test_a_stop_saves_before_anything_else(recorder):

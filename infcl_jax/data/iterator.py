@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from infcl_jax.data.parallelism import Parallelism
-from infcl_jax.data.stages import CONCATENATE, StageClock
+from infcl_jax.data.stages import CONCATENATE, take_seconds, timed
 
 Batch = dict[str, np.ndarray]
 
@@ -226,10 +226,9 @@ def _concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate the arrays and add the statistics of chunks."""
     if len(chunks) == 1:
         return chunks[0]
-    clock = StageClock()
-    with clock(CONCATENATE):
+    with timed(CONCATENATE):
         batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in chunks[0] if key != STATS}
-    return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), clock.stats()])}
+    return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
 
 
 def _sums(stats: Sequence[Stats]) -> Stats:

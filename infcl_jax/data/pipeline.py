@@ -25,7 +25,7 @@ from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.iterator import STATS, Batch, TrainIterator
 from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
-from infcl_jax.data.stages import DECODE, READ, TOKENIZE, StageClock
+from infcl_jax.data.stages import DECODE, READ, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
@@ -52,24 +52,24 @@ class _Reader:
         """Count the different bad records so far by the name of their source."""
         return dict(collections.Counter(source_name(self._source, index) for index in sorted(self._bad)))
 
-    def read(self, indices: Sequence[int], clock: StageClock) -> list[tuple[DecodedExample, int]]:
+    def read(self, indices: Sequence[int]) -> list[tuple[DecodedExample, int]]:
         """Read and decode records, replacing bad ones."""
         examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
-            with contextlib.suppress(BadRecordError), clock(READ):
+            with contextlib.suppress(BadRecordError), timed(READ):
                 examples = self._source.__getitems__(indices)
-        return [self._decode_or_replace(*row, clock) for row in zip(indices, examples, strict=True)]
+        return [self._decode_or_replace(*row) for row in zip(indices, examples, strict=True)]
 
-    def _decode_or_replace(self, index: int, example: Example | None, clock: StageClock) -> tuple[DecodedExample, int]:
+    def _decode_or_replace(self, index: int, example: Example | None) -> tuple[DecodedExample, int]:
         size = len(self._source)
         for offset in range(min(_MAX_REPLACEMENTS, size)):
             candidate = (index + offset) % size
             try:
                 if offset or example is None:
-                    with clock(READ):
+                    with timed(READ):
                         example = self._source[candidate]
-                with clock(DECODE):
+                with timed(DECODE):
                     return decode_example(self._source, candidate, example), candidate
             except BadRecordError as error:
                 self._record_bad(candidate, error)
@@ -100,8 +100,8 @@ class _TrainChunk:
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        clock = StageClock()
-        read = self.reader.read([index for _, index in rows], clock)
+        take_seconds()  # those of a chunk that raised
+        read = self.reader.read([index for _, index in rows])
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
             # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
@@ -109,12 +109,12 @@ class _TrainChunk:
             rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
             captions = example["captions"]
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
-            with clock(DECODE):
+            with timed(DECODE):
                 images.append(self._transform(example["image"], rng))
-        with clock(TOKENIZE):
+        with timed(TOKENIZE):
             tokens = self.tokenizer(texts)
         index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": tokens, "index": index, STATS: clock.stats()}
+        return {"image": np.stack(images), "text": tokens, "index": index, STATS: take_seconds()}
 
     def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.augmentation is None:
@@ -286,7 +286,7 @@ class EvalBatches:
             "label": np.full(self._local_size, -1, np.int32),
             "mask": np.arange(self._local_size) < len(indices),
         }
-        read = self._reader.read(indices, StageClock())
+        read = self._reader.read(indices)
         for row, (example, index) in enumerate(read):
             batch["image"][row] = resize_center_crop(example["image"], self._image_size)
             batch["index"][row], batch["label"][row] = index, example["label"]

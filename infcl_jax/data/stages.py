@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Mapping
 
 READ, DECODE, TOKENIZE = "read", "decode", "tokenize"  # stages of the reading threads or workers
 CONCATENATE = "concatenate"  # stage of the thread that joins the chunks of a batch
@@ -17,35 +17,30 @@ def seconds_name(stage: str) -> str:
     return f"seconds/{stage}"
 
 
-class StageClock:
-    """Seconds of each stage of one chunk, in one thread.
-
-    Example:
-        clock = StageClock()
-        with clock(READ):
-            data = read()
-        clock.seconds  # {"read": 0.01}
-    """
+class _Seconds(threading.local):
+    """Seconds of the stages in one thread."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._stage, self._start = "", 0.0
+        self.by_stage: dict[str, float] = {}
 
-    def __call__(self, stage: str) -> Self:
-        """Select the stage of the next `with` block."""
-        self._stage = stage
-        return self
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
+_seconds = _Seconds()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        elapsed = time.perf_counter() - self._start
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + elapsed
 
-    def stats(self) -> dict[str, float]:
-        """Return the seconds by the names of `seconds_name`."""
-        return {seconds_name(stage): seconds for stage, seconds in self.seconds.items()}
+@contextlib.contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Add the time of a block to a stage of this thread."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds.by_stage[stage] = _seconds.by_stage.get(stage, 0.0) + time.perf_counter() - start
+
+
+def take_seconds() -> dict[str, float]:
+    """Return this thread's seconds since the last call, by the names of `seconds_name`."""
+    by_stage, _seconds.by_stage = _seconds.by_stage, {}
+    return {seconds_name(stage): seconds for stage, seconds in by_stage.items()}
 
 
 def limiting_stage(stats: Mapping[str, float], readers: int) -> str:

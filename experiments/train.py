@@ -223,9 +223,9 @@ class TrainLoop:
         check_finite(step, metrics)
         if step == first:  # settings that fail at once must not replace those of a good run
             self.save_config()
-            self.data_wait.take()  # the first step's time includes compilation
+            self.data_wait.take(1)  # its time includes compilation
         logged = _due(step, self.config.log_every) or step == self.config.total_steps
-        waits = self.take_data_wait() if logged else {}
+        waits = self.take_data_wait(step - first + 1) if logged else {}
         progress.update(step, metrics | waits)
         if logged:
             scalars = {name: float(metrics[name]) for name in ("loss", "logit_scale", "grad_norm")}
@@ -235,15 +235,19 @@ class TrainLoop:
                 scalars["examples_per_second"] = progress.examples_per_second
             self.writer.write(step, scalars | waits)
 
-    def take_data_wait(self) -> dict[str, float]:
+    def take_data_wait(self, steps: int) -> dict[str, float]:
         """Return the fraction of time that the devices waited for data since the last call.
 
         Prints advice if it is large, once for each limiting stage of the data pipeline.
 
+        Args:
+          steps: number of finished steps of this process.
+
         Returns:
-          {"data_wait": fraction}; empty without a measurement, as in the first step or if the step reads its data.
+          {"data/wait_fraction": fraction}; empty without a measurement: in the first step, and with residency "replay",
+          where the step itself reads its batch.
         """
-        waited, total = self.data_wait.take()
+        waited, total = self.data_wait.take(steps)
         if total == 0.0 or self.config.grad_cache.residency == "replay":
             return {}
         stage = limiting_stage(self.data.stats(), self.data.parallelism.readers)
@@ -254,7 +258,7 @@ class TrainLoop:
             # Every process prints: others only see that the slowest one's steps take longer.
             percent = f"{100 * waited / total:.0f} %"
             print(f"{process}waiting for data: {percent} of the time, {stage}-bound; {advice}", flush=True)
-        return {"data_wait": waited / total}
+        return {"data/wait_fraction": waited / total}
 
     def save_config(self) -> None:
         """Write `config.json`, on the leading process only."""

@@ -48,7 +48,8 @@ class DataWait:
         """
         self._clock = clock
         self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._recorded = threading.Condition()
+        self._steps = 0
         self._waited = self._total = 0.0  # seconds of the finished steps since the last `take`
         self._start = self._arrived = self._ready = -float("inf")
         self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
@@ -65,9 +66,14 @@ class DataWait:
         """Record the metrics of the last batch's step, which must not be donated."""
         self._events.put(metrics)
 
-    def take(self) -> tuple[float, float]:
-        """Return the seconds of waiting and of all finished steps since the last call."""
-        with self._lock:
+    def take(self, steps: int = 0) -> tuple[float, float]:
+        """Return the seconds of waiting and of all finished steps since the last call.
+
+        Args:
+          steps: number of steps that have finished, which are included.
+        """
+        with self._recorded:
+            self._recorded.wait_for(lambda: self._steps >= steps, timeout=1.0)  # the thread may end by an error
             seconds = self._waited, self._total
             self._waited = self._total = 0.0
         return seconds
@@ -99,6 +105,8 @@ class DataWait:
         else:
             jax.block_until_ready(event)
             self._ready = self._clock()
-            with self._lock:
+            with self._recorded:
+                self._steps += 1
+                self._recorded.notify_all()
                 self._waited += self._arrived - self._start
                 self._total += self._ready - self._start

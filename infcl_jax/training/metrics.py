@@ -193,7 +193,7 @@ class ProgressPrinter:
 
         Args:
             step: training step, later than the step of the previous call.
-            metrics: scalars by name; "loss", "logit_scale" and "data_wait" are printed if present.
+            metrics: scalars by name; "loss", "logit_scale" and "data/wait_fraction" are printed if present.
         """
         first = self._first is None
         if not (first or step % self._every == 0 or step == self._total_steps):
@@ -238,8 +238,8 @@ class ProgressPrinter:
             seconds_per_step = _ratio(now - self._first[1], step - self._first[0])
             fields.append(f"{self.examples_per_second:,.0f} examples/s")
             fields.append(f"left {_duration((seconds_per_step or 0.0) * (self._total_steps - step))}")
-        if metrics.get("data_wait", 0.0) >= DATA_WAIT_SHOWN:
-            fields.append(f"waiting for data {100 * metrics['data_wait']:.0f} %")
+        if (waiting := metrics.get("data/wait_fraction", 0.0)) >= DATA_WAIT_SHOWN:
+            fields.append(f"waiting for data {100 * waiting:.0f} %")
         return "  ".join(fields)
 
 

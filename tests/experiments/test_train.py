@@ -6,6 +6,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import captioned
 import jax
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def stop(workdir, *processes, by):
 def history(workdir):
     """Training and evaluation metrics without the times."""
     lines = read_metrics(workdir / METRICS_FILE)
-    times = ("time", "examples_per_second", "data_wait")
+    times = ("time", "examples_per_second", "data/wait_fraction")
     timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
     return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
@@ -113,6 +114,17 @@ def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
 def uninterrupted(finished):
     """Its history."""
     return history(finished)
+
+
+def test_the_wait_for_tar_files_is_recorded(tmp_path):
+    tar = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(40)))
+    config = settings(devices=1, dataset=str(tar), total_steps=3, num_threads=3)
+    config.evaluation.update(retrieval_dataset=None, zero_shot_dataset=None)
+    finished = runs.command(TRAIN, f"--workdir={tmp_path / 'run'}", *runs.flags(config))
+    assert finished.returncode == 0 and "data: 3 reading threads, 2 batches ahead\n" in finished.stdout
+    first, *others = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert "data/wait_fraction" not in first  # its time includes compilation
+    assert len(others) == 2 and all(0 <= line["data/wait_fraction"] <= 1 for line in others)
 
 
 def test_every_step_and_evaluation_is_recorded_once(uninterrupted):
@@ -305,9 +317,10 @@ def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder)
 )
 def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
     config = runs.config(**{"grad_cache.residency": residency})
-    data_wait = SimpleNamespace(take=lambda: (waited, total))
+    data_wait = SimpleNamespace(take=lambda steps: (waited, total))
     loop = train.TrainLoop(config, None, None, Data(), data_wait, *[None] * 5)
-    assert [loop.take_data_wait() for _ in range(2)] == [{} if fraction is None else {"data_wait": fraction}] * 2
+    expected = {} if fraction is None else {"data/wait_fraction": fraction}
+    assert [loop.take_data_wait(steps) for steps in (1, 2)] == [expected] * 2
     line = "waiting for data: 12 % of the time, decode-bound; try num_workers=8\n"
     assert capsys.readouterr().out == line * advised
 

@@ -42,9 +42,7 @@ def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=Fal
             clock.now = max(clock.now, previous)  # reads the metrics of the previous step
             if pause and number == steps // 2:
                 clock.now = ready + pause
-        wait._events.put(None)
-        wait._thread.join()
-        return wait.take()
+        return wait.take(steps)
 
 
 @pytest.mark.parametrize("host", [False, True])

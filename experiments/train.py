@@ -18,12 +18,14 @@ from configs import saved
 from experiments import command, evaluate
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
+from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
 from infcl_jax.training import (
     Checkpointer,
+    DataWait,
     MetricWriter,
     OptimizerConfig,
     Preemption,
@@ -37,7 +39,11 @@ from infcl_jax.training import (
     save_config,
 )
 from infcl_jax.training.checkpoint import CONFIG_FILE
+from infcl_jax.training.metrics import DATA_WAIT_SHOWN
 from infcl_jax.training.step import Metrics, TrainStep
+
+# Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
+_ADVICE_SECONDS = 1.0
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -87,12 +93,12 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         if not resumed and is_lead():  # a copy, because the files that `config.tokenizer` names may move or change
             tokenizer.save(workdir / run.TOKENIZER_FOLDER)
         plan = plan_memory(workload, memory_limit)
-        announce(config, mesh, state, workdir, plan)
+        announce(config, mesh, state, workdir, plan, data)
         for line in format_changes(changed):
             command.say(line)
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
-        with writer, contextlib.closing(data), Preemption() as preemption:
-            loop = TrainLoop(config, workdir, mesh, data, suite, step_fn, checkpoints, writer, preemption)
+        with writer, contextlib.closing(data), DataWait() as data_wait, Preemption() as preemption:
+            loop = TrainLoop(config, workdir, mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption)
             try:
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
             except jax.errors.JaxRuntimeError as error:
@@ -100,7 +106,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                     raise
                 raise explained from error
     if tokenizer.truncated:
-        workers = ", without those in data workers" if config.num_workers else ""
+        workers = ", without those in data workers" if data.parallelism.num_workers else ""
         command.say(f"truncated {tokenizer.truncated} captions to {tokenizer.context_length} tokens{workers}")
     evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
@@ -114,14 +120,17 @@ def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any
     return changed_settings(saved.get_config(str(workdir)), config) if (workdir / CONFIG_FILE).is_file() else {}
 
 
-def announce(config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan) -> None:
-    """Print a summary of the run and its memory plan."""
+def announce(
+    config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan, data: TrainIterator
+) -> None:
+    """Print a summary of the run, its memory plan and how it reads data."""
     platform = mesh.devices.flat[0].platform
     command.say(
         f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
     command.say(describe_plan(plan))
+    command.say(f"data: {data.parallelism}")
     if int(state.step):
         command.say(f"resumed from step {int(state.step)} in {workdir}")
 
@@ -135,22 +144,26 @@ class TrainLoop:
       workdir: folder of checkpoints, metrics and plots.
       mesh: devices.
       data: training batches.
+      data_wait: time that the devices wait for data.
       suite: evaluations.
       step_fn: train step.
       checkpoints: reader and writer of checkpoints.
       writer: writer of metrics.
       preemption: stop requests (SIGTERM, Ctrl-C).
+      stages_printed: stages of the data pipeline whose advice is printed.
     """
 
     config: ConfigDict
     workdir: Path
     mesh: Mesh
     data: TrainIterator
+    data_wait: DataWait
     suite: Suite
     step_fn: TrainStep
     checkpoints: Checkpointer
     writer: MetricWriter
     preemption: Preemption
+    stages_printed: set[str] = dataclasses.field(default_factory=set)
 
     def fit(self, state: TrainState, start: int) -> dict[str, float]:
         """Run all steps after `start`, with checkpoints and evaluations.
@@ -172,7 +185,9 @@ class TrainLoop:
         )
         pending: tuple[int, Metrics] | None = None
         for step in range(first, config.total_steps + 1):
-            state, metrics = self.step_fn(state, run.next_batch(config, self.data, self.mesh))
+            batch = self.data_wait.batch(lambda: run.next_batch(config, self.data, self.mesh))
+            state, metrics = self.step_fn(state, batch)
+            self.data_wait.step(metrics)
             if pending:  # read one step late, so that the device never waits for the host
                 self.report(*pending, progress, first)
             pending = (step, metrics)
@@ -219,8 +234,11 @@ class TrainLoop:
         check_finite(step, metrics)
         if step == first:  # settings that fail at once must not replace those of a good run
             self.save_config()
-        progress.update(step, metrics)
-        if _due(step, self.config.log_every) or step == self.config.total_steps:
+            self.data_wait.take(1)  # its time includes compilation
+        logged = _due(step, self.config.log_every) or step == self.config.total_steps
+        waits = self.take_data_wait(step - first + 1) if logged else {}
+        progress.update(step, metrics | waits)
+        if logged:
             scalars = {name: float(metrics[name]) for name in ("loss", "logit_scale", "grad_norm")}
             schedule = learning_rate_schedule(OptimizerConfig(**self.config.optimizer), self.config.total_steps)
             scalars["learning_rate"] = float(schedule(step - 1))
@@ -228,7 +246,32 @@ class TrainLoop:
                 scalars["examples_per_second"] = progress.examples_per_second
             # Of the lead process; of all processes up to the last checkpoint or evaluation.
             scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
-            self.writer.write(step, scalars)
+            self.writer.write(step, scalars | waits)
+
+    def take_data_wait(self, steps: int) -> dict[str, float]:
+        """Return the fraction of time that the devices waited for data since the last call.
+
+        Prints advice if it is large, once for each limiting stage of the data pipeline.
+
+        Args:
+          steps: number of finished steps of this process.
+
+        Returns:
+          {"data/wait_fraction": fraction}; empty without a measurement: in the first step, and with residency "replay",
+          where the step itself reads its batch.
+        """
+        waited, total = self.data_wait.take(steps)
+        if total == 0.0 or self.config.grad_cache.residency == "replay":
+            return {}
+        stage = limiting_stage(self.data.stats(), self.data.parallelism.readers)
+        if waited >= DATA_WAIT_SHOWN * total and total >= _ADVICE_SECONDS and stage not in self.stages_printed:
+            self.stages_printed.add(stage)
+            process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+            advice = self.data.parallelism.advice(stage)
+            # Every process prints: others only see that the slowest one's steps take longer.
+            percent = f"{100 * waited / total:.0f} %"
+            print(f"{process}waiting for data: {percent} of the time, {stage}-bound; {advice}", flush=True)
+        return {"data/wait_fraction": waited / total}
 
     def save_config(self) -> None:
         """Write `config.json`, on the leading process only."""

@@ -1,6 +1,8 @@
 """Process startup, the device mesh, and transfers between hosts and devices."""
 
+import hashlib
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -92,6 +94,18 @@ def _cluster_tasks(environ: Mapping[str, str]) -> int:
         if environ.get(name, "").isdecimal() and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ):
             return int(environ[name])
     return 1
+
+
+def processes_on_cores() -> int:
+    """Count the processes on this host's CPU cores, this one included.
+
+    Processes that are bound to other cores do not count. All processes must call this function.
+    """
+    if jax.process_count() == 1:
+        return 1
+    place = repr((socket.gethostname(), sorted(os.sched_getaffinity(0))))
+    own = np.frombuffer(hashlib.sha256(place.encode()).digest()[:8], np.uint32)
+    return int((multihost_utils.process_allgather(own) == own).all(axis=1).sum())
 
 
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -19,7 +19,7 @@ from infcl_jax.data import (
     train_iterator,
 )
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.distributed import shard_batch
+from infcl_jax.distributed import processes_on_cores, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
@@ -152,6 +152,9 @@ def training_data(config: ConfigDict, source: Source, tokenizer: Tokenizer | Non
         process_count=jax.process_count(),
         num_workers=config.num_workers,
         max_bad_records=config.max_bad_records,
+        num_threads=config.num_threads,
+        prefetch_batches=config.prefetch_batches,
+        processes_per_host=processes_on_cores(),
         augmentation=Augmentation(**config.augmentation),
     )
 

@@ -215,8 +215,13 @@ def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: 
         f"{context['device']}, {mesh.size} device(s), {context['processes']} process(es), JAX {context['jax']}; "
         f"{about}; {gemm}"
     )
-    say(_table_line(columns, (heading for heading, *_ in columns)))
+    say(header(columns))
     return gemm
+
+
+def header(columns: Columns) -> str:
+    """Format the header of the table."""
+    return _table_line(columns, (heading for heading, *_ in columns))
 
 
 def row(columns: Columns, record: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 r"""Benchmark of the training step: time of its phases, memory and throughput.
 
     python -m experiments.benchmarks.step --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch=1024,4096 \
-        --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3]
+        --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3] \
+        [--data='shards-{00000..00041}.tar']
 
 Prints a table, appends JSON lines to `benchmark_step.jsonl` and plots `benchmark_step.png` in the output folder.
 docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from experiments import command_line
-from experiments.benchmarks import harness
+from experiments.benchmarks import harness, photographs
 from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.distributed import is_lead
@@ -63,6 +64,15 @@ _COLUMNS = (
     ("status", "status", "s"),
 )
 
+# Columns with --data.
+_FILE_COLUMNS = (
+    ("files images/s", "files_images_per_second", ",.1f"),
+    ("of synthetic", "files_fraction", ".1%"),
+    ("wait for data", "files_wait", ".1%"),
+    ("limited by", "files_stage", "s"),
+    ("reading", "files_readers", "s"),
+)
+
 
 def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags.
@@ -79,6 +89,7 @@ def benchmark_from_flags() -> None:
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
         phases=_TIME_PHASES.value,
+        data=photographs.DATA.value,
         repeats=harness.REPEATS.value,
     )
     output = harness.output_folder()
@@ -107,7 +118,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     flops = step_flops(settings.model_config)
     cases = [Case.create(settings, mesh, b) for b in settings.batch]  # validates all settings before anything is timed
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
-    gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
+    columns = _COLUMNS if settings.data is None else _COLUMNS + _FILE_COLUMNS
+    gemm = harness.start_table(about, columns, mesh, settings.repeats, output)
     records = []
     for case in cases:
         case_settings = {"batch": case.b, "flops_per_pair": flops}
@@ -116,7 +128,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         }
         case_settings |= dataclasses.asdict(settings.cache)
         figures = harness.collect(FIGURES, case.figures(gemm))
-        records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
+        records.append(harness.report(output / RECORDS_FILE, columns, mesh, gemm, case_settings, figures))
     if is_lead():
         plot(records, f"{records[0]['device']}, {mesh.size} device(s), {_title(settings)}", output / PICTURE_FILE)
     return records

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from configs import base
-from experiments.benchmarks import harness, timing
+from experiments.benchmarks import harness, step_files, timing
 from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
@@ -48,6 +49,7 @@ _SAMPLES = 2_700_000
 FIGURES = (
     *("step_ms", "images_per_second", "images_per_second_per_device", "tflops", "gemm_fraction"),
     *("encode_ms", "loss_ms", "backward_ms", "update_ms", "data_ms", "memory_mib", "peak_memory_mib"),
+    *step_files.FIGURES,
 )
 
 
@@ -64,6 +66,7 @@ class Settings:
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       loss: one of `infcl_jax.training.LOSSES`.
       phases: whether to time the phases of the step too.
+      data: dataset of files for a step fed by them too; None: none.
       repeats: timed runs of each program; the median is reported. 0: time its first call.
     """
 
@@ -75,6 +78,7 @@ class Settings:
     parameter_sharding: str = "replicated"
     loss: str = "clip"
     phases: bool = True
+    data: str | None = None
     repeats: int = 5
 
     @functools.cached_property
@@ -149,12 +153,16 @@ class Case:
           b: global batch size, a multiple of the device count.
 
         Raises:
-          ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay".
+          ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay". Also
+            raised for a wrong dataset of files, or one smaller than a batch.
+          FileNotFoundError: a file of the dataset does not exist.
         """
         steps_per_epoch = max(1, _SAMPLES // b)
         loss_fn = make_loss(settings.loss, mesh, settings.implementation, steps_per_epoch=steps_per_epoch)
         case = cls(settings, mesh, b, loss_fn)
         case._train_step(settings.cache)  # raises if the loss does not support the residency
+        if settings.data is not None:
+            step_files.open_data(case._run_config()).close()  # raises if the dataset is wrong
         return case
 
     def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:
@@ -189,6 +197,9 @@ class Case:
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
         if (peak := peak_bytes(self.mesh)) > peak_before:
             yield {"peak_memory_mib": peak / 2**20}
+        if self.settings.data is not None:
+            yield from step_files.file_figures(self._run_config(), self.mesh, step, train.state, seconds, repeats)
+            train.state = self._initial_state()  # the old one is donated
         if not self.settings.phases:
             return
         yield from self._phase_times(train)
@@ -199,6 +210,14 @@ class Case:
         except jax.errors.JaxRuntimeError as error:  # the step fits, but the second batch or program may not
             if not harness.is_out_of_memory(error):
                 raise
+
+    def _run_config(self) -> ConfigDict:
+        """Return the settings of a run on the files."""
+        config, settings = base.get_config(), self.settings
+        for name in ("model", "model_overrides", "loss", "implementation", "parameter_sharding"):
+            config[name] = getattr(settings, name)
+        config.update(dataset=settings.data, batch_size=self.b, grad_cache=dataclasses.asdict(settings.cache))
+        return config
 
     def _initial_state(self) -> TrainState:
         """Initialize parameters, the optimizer of `configs/base.py` and sample state."""

@@ -22,12 +22,12 @@ def process_rows(batch_size: int, process_index: int, process_count: int) -> int
     return batch_size // process_count
 
 
-def check_at_least(low: int, **values: int) -> None:
-    """Check that values are at least a bound.
+def check_at_least(low: int, **values: int | None) -> None:
+    """Check that values are at least a bound or None.
 
     Raises:
       ValueError: a value is below `low`; the message has its name.
     """
     for name, value in values.items():
-        if value < low:
+        if value is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +15,15 @@ import numpy as np
 from absl import flags
 
 from infcl_jax.data.bad_records import BadRecords
+from infcl_jax.data.parallelism import Parallelism
+from infcl_jax.data.stages import CONCATENATE, take_seconds, timed
 
 Batch = dict[str, np.ndarray]
+
+# Key of a chunk for a `Stats`, which is not part of the batch.
+STATS = "stats"
+# Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
+Stats = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,8 @@ class BatchReader:
         """Read and concatenate the rows of slices `[start, stop)`."""
         sections = [section for span in spans for section in self._sections(span)]
         chunks = self.threads.map(self.read_chunk, [number for number, _ in sections])
-        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)])
+        sliced = [{key: array[rows] for key, array in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)]
+        return {key: np.concatenate([chunk[key] for chunk in sliced]) for key in sliced[0]}
 
     def _sections(self, span: slice) -> list[tuple[int, slice]]:
         """Split a slice into (chunk number, rows within the chunk) pairs."""
@@ -60,14 +68,12 @@ class TrainIterator(grain.DatasetIterator):
     checkpoint handler for orbax expects.
 
     Args:
-      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows.
+      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows. A chunk may have the key `STATS`.
       chunks_per_batch: chunks of one batch of this process.
       rows_per_chunk: rows of a chunk.
       identity: values that a restored state must share, such as the dataset size.
       bad_records: counter of the bad records of returned batches.
-      num_workers: worker processes; 0: threads of this process.
-      num_threads: reading threads without workers, and of `next_reader`.
-      prefetch_batches: batches to prefetch.
+      parallelism: number of reading threads or workers and of prefetched batches.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -81,9 +87,7 @@ class TrainIterator(grain.DatasetIterator):
         rows_per_chunk: int,
         identity: Mapping[str, int],
         bad_records: BadRecords,
-        num_workers: int,
-        num_threads: int,
-        prefetch_batches: int,
+        parallelism: Parallelism,
     ):
         super().__init__()
         self.bad_records = bad_records
@@ -91,11 +95,11 @@ class TrainIterator(grain.DatasetIterator):
         self._chunks_per_batch = chunks_per_batch
         self._rows_per_chunk = rows_per_chunk
         self._identity = dict(identity)
-        self._num_workers = num_workers
-        self._num_threads = num_threads
-        self._prefetch_batches = prefetch_batches
+        self.parallelism = parallelism
         self._next_batch = 0
         self._stale = False
+        self._stats: Stats = {}
+        self._stats_lock = threading.Lock()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._open()
 
@@ -103,18 +107,22 @@ class TrainIterator(grain.DatasetIterator):
         """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
-        if self._num_workers:
+        parallelism = self.parallelism
+        if parallelism.num_workers:
             # grain reads its flags to start workers. Notebooks and tests do not parse them.
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2)
+            options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
             dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _ignore_interrupts)
         else:
-            read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
+            threads = parallelism.num_threads
+            read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
-        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
+        dataset = grain.experimental.ThreadPrefetchIterDataset(
+            dataset, prefetch_buffer_size=parallelism.prefetch_batches
+        )
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
@@ -127,22 +135,45 @@ class TrainIterator(grain.DatasetIterator):
             self._open()
         batch = self.bad_records.take(next(self._batches[0]))
         self._next_batch += 1
-        return batch
+        return self._without_stats(batch)
 
     def next_reader(self) -> BatchReader:
         """Return a reader of the next batch, in place of `next`.
 
-        `num_threads` threads of this process read its chunks.
+        `parallelism.num_threads` threads of this process read its chunks.
         """
         self._assert_not_closed()
         if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(self._num_threads, "replay")
+            self._threads = concurrent.futures.ThreadPoolExecutor(self.parallelism.num_threads, "replay")
         first = self._next_batch * self._chunks_per_batch
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
-        read = functools.partial(lambda first, number: self.bad_records.take(self._chunks[first + number]), first)
+        counted: set[int] = set()
+
+        def read(number: int) -> Batch:
+            batch = self.bad_records.take(self._chunks[first + number])
+            batch = self._without_stats(batch, count=number not in counted)
+            counted.add(number)
+            return batch
+
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
+
+    def stats(self) -> Stats:
+        """Return the sums over all chunks of the batches so far, by name.
+
+        A chunk that `next_reader` reads again counts once.
+        """
+        with self._stats_lock:
+            return dict(self._stats)
+
+    def _without_stats(self, batch: dict[str, Any], count: bool = True) -> Batch:
+        """Remove the statistics from a chunk or batch and add them to the sums."""
+        stats = batch.get(STATS, {})
+        if count:
+            with self._stats_lock:
+                self._stats = _sums([self._stats, stats])
+        return {key: value for key, value in batch.items() if key != STATS}
 
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
@@ -192,10 +223,19 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _concatenate(chunks: Sequence[Batch]) -> Batch:
+def _concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate the arrays and add the statistics of chunks."""
     if len(chunks) == 1:
         return chunks[0]
-    return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+    with timed(CONCATENATE):
+        batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in chunks[0] if key != STATS}
+    return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
+
+
+def _sums(stats: Sequence[Stats]) -> Stats:
+    """Add numbers of the same name."""
+    names = dict.fromkeys(name for numbers in stats for name in numbers)
+    return {name: sum(numbers.get(name, 0) for numbers in stats) for name in names}
 
 
 def _close_all(iterators: list[grain.DatasetIterator]) -> None:

@@ -18,13 +18,15 @@ import numpy as np
 
 from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.iterator import Batch, TrainIterator
+from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import OrderedSource, Source
+from infcl_jax.data.stages import DECODE, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, resize_center_crop
 
-_CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
+_CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
 _DEFAULT_AUGMENTATION = Augmentation()
 
 
@@ -38,7 +40,8 @@ class _TrainChunk:
     augmentation: Augmentation | None
     seed: int
 
-    def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        take_seconds()  # those of a chunk that raised
         read, bad = self.reader.read([index for _, index in rows])
         images, texts = [], []
         for (row, _), (example, _) in zip(rows, read, strict=True):
@@ -47,9 +50,13 @@ class _TrainChunk:
             rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
             captions = example["captions"]
             texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
-            images.append(self._transform(example["image"], rng))
+            with timed(DECODE):
+                images.append(self._transform(example["image"], rng))
+        with timed(TOKENIZE):
+            tokens = self.tokenizer(texts)
         index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index, BAD_RECORDS: as_array(bad)}
+        batch = {"image": np.stack(images), "text": tokens, "index": index}
+        return batch | {BAD_RECORDS: as_array(bad), STATS: take_seconds()}
 
     def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.augmentation is None:
@@ -90,9 +97,10 @@ def train_iterator(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    num_workers: int = 0,
-    num_threads: int = 2,
-    prefetch_batches: int = 2,
+    num_workers: int | None = None,
+    num_threads: int | None = None,
+    prefetch_batches: int | None = None,
+    processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
 ) -> TrainIterator:
@@ -109,10 +117,13 @@ def train_iterator(
       seed: seed of order, augmentation and choice of captions, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
       process_count: number of processes that share each batch; each gets b = B / process_count rows.
-      num_workers: number of worker processes that read and transform; 0 uses threads of this process.
-      num_threads: number of reading threads without workers. Decoding and resizing run in parallel; other Python code
-        does not.
-      prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
+      num_workers: number of worker processes that read and transform; 0: threads of this process; None: chosen from the
+        cores, see `infcl_jax.data.parallelism`.
+      num_threads: number of reading threads without workers; None: one per core. Decoding and resizing run in parallel;
+        other Python code does not.
+      prefetch_batches: number of batches to prefetch; None: 2, or 1 if host memory is small. Host memory holds about
+        three more.
+      processes_per_host: number of processes that share the cores and the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, over all workers of this process.
 
@@ -133,6 +144,7 @@ def train_iterator(
         )
     check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
     check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
+    check_at_least(1, processes_per_host=processes_per_host)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     chunk = _chunk_size(local_size)
@@ -151,9 +163,13 @@ def train_iterator(
         rows_per_chunk=chunk,
         identity=identity,
         bad_records=BadRecords(source, max_bad_records),
-        num_workers=num_workers,
-        num_threads=num_threads,
-        prefetch_batches=prefetch_batches,
+        parallelism=choose_parallelism(
+            batch_bytes=local_size * (3 * image_size**2 + 4 * tokenizer.context_length),
+            num_workers=num_workers,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+            processes=processes_per_host,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source
+from infcl_jax.data.stages import DECODE, READ, timed
 
 _MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
 
@@ -38,7 +39,7 @@ class RecordReader:
         examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
-            with contextlib.suppress(BadRecordError):
+            with contextlib.suppress(BadRecordError), timed(READ):
                 examples = self._source.__getitems__(indices)
         bad: dict[int, str] = {}
         return [self._read(*row, bad) for row in zip(indices, examples, strict=True)], bad
@@ -47,8 +48,11 @@ class RecordReader:
         size = len(self._source)
         for candidate in (offset % size for offset in range(index, index + min(self._attempts, size))):
             try:
-                encoded = example if candidate == index and example is not None else self._source[candidate]
-                return decode_example(self._source, candidate, encoded), candidate
+                if candidate != index or example is None:
+                    with timed(READ):
+                        example = self._source[candidate]
+                with timed(DECODE):
+                    return decode_example(self._source, candidate, example), candidate
             except BadRecordError as error:
                 bad[candidate] = str(error)
         last, count = bad[candidate], min(self._attempts, size)

@@ -60,7 +60,21 @@ _DATA = (
     ),
     Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"', fixed=True),
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
-    Setting("num_workers", int, 0, "reading and decoding processes; 0: threads of the training process", _FROM_ZERO),
+    Setting(
+        "num_workers",
+        int | None,
+        None,
+        "reading and decoding processes of each training process; 0: threads; None: chosen from the CPU cores",
+        _FROM_ZERO,
+    ),
+    Setting("num_threads", int | None, None, "reading threads without workers; None: one per CPU core", _COUNT),
+    Setting(
+        "prefetch_batches",
+        int | None,
+        None,
+        "batches read ahead, in host memory; None: 2, or 1 if 5 batches exceed a quarter of host memory",
+        _COUNT,
+    ),
     Setting(
         "max_bad_records",
         int,

@@ -1,6 +1,7 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
+from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
@@ -17,6 +18,7 @@ __all__ = [
     "METRICS_FILE",
     "NO_CACHE",
     "Checkpointer",
+    "DataWait",
     "GlobalContrastive",
     "GlobalContrastiveConfig",
     "GradCacheConfig",

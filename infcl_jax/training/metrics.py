@@ -16,6 +16,8 @@ import numpy as np
 
 METRICS_FILE = "metrics.jsonl"
 
+DATA_WAIT_SHOWN = 0.05  # fraction of the time from which on waiting for data is printed
+
 _RESERVED = ("step", "time")
 
 
@@ -133,7 +135,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
 class ProgressPrinter:
     """Print training progress at regular intervals.
 
-    Each line has the step, loss, logit scale, examples per second and remaining time.
+    Each line has the step, loss, logit scale, examples per second and remaining time. It also has the fraction of time
+    that the devices wait for data, from `DATA_WAIT_SHOWN` on.
 
     Rates start at the first update, so they exclude the first step, which includes compilation. They also exclude time
     inside `paused()`. The remaining time assumes the mean rate so far and covers training alone.
@@ -190,7 +193,7 @@ class ProgressPrinter:
 
         Args:
             step: training step, later than the step of the previous call.
-            metrics: scalars by name; "loss" and "logit_scale" are printed if present.
+            metrics: scalars by name; "loss", "logit_scale" and "data/wait_fraction" are printed if present.
         """
         first = self._first is None
         if not (first or step % self._every == 0 or step == self._total_steps):
@@ -235,6 +238,8 @@ class ProgressPrinter:
             seconds_per_step = _ratio(now - self._first[1], step - self._first[0])
             fields.append(f"{self.examples_per_second:,.0f} examples/s")
             fields.append(f"left {_duration((seconds_per_step or 0.0) * (self._total_steps - step))}")
+        if (waiting := metrics.get("data/wait_fraction", 0.0)) >= DATA_WAIT_SHOWN:
+            fields.append(f"waiting for data {100 * waiting:.0f} %")
         return "  ".join(fields)
 
 

@@ -16,6 +16,8 @@ from infcl_jax.data import (
     eval_batches,
     load_source,
     pipeline,
+    reader,
+    stages,
     train_iterator,
 )
 
@@ -230,6 +232,8 @@ def test_closed_iterator_stops():
         ({"seed": -1}, "seed"),
         ({"num_workers": -1}, "num_workers must be at least 0"),
         ({"num_threads": 0}, "num_threads must be at least 1"),
+        ({"prefetch_batches": 0}, "prefetch_batches must be at least 1"),
+        ({"processes_per_host": 0}, "processes_per_host must be at least 1"),
         ({"image_size": 0}, "image_size must be at least 1"),
     ],
 )
@@ -315,3 +319,39 @@ def test_evaluation_raises_at_a_bad_record():
 def test_evaluation_batch_must_divide():
     with pytest.raises(ValueError, match="multiple of the 5 processes, got 12"):
         eval_batches(MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, process_count=5)
+
+
+class SlowStage:
+    """Time passes in one stage alone: as a source, a decoder, a tokenizer or the concatenation."""
+
+    def __init__(self, monkeypatch, slow):
+        self.now = 0.0
+        monkeypatch.setattr("infcl_jax.data.stages.time.perf_counter", lambda: self.now)
+        slowed = {
+            stages.READ: (MemorySource, "__getitem__"),
+            stages.DECODE: (reader, "decode_example"),
+            stages.TOKENIZE: (ByteTokenizer, "__call__"),
+            stages.CONCATENATE: (np, "concatenate"),
+        }
+        place, name = slowed[slow]
+        function = getattr(place, name)
+
+        def wait_and_call(*args, **kwargs):
+            self.now += 1.0
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, wait_and_call)
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_seconds_of_a_slow_stage_reach_the_statistics(monkeypatch, stage):
+    monkeypatch.setattr(pipeline, "_CHUNK", 4)
+    SlowStage(monkeypatch, stage)
+    iterator = train_iterator(
+        MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, seed=0, num_workers=0, num_threads=1
+    )
+    next(iterator)
+    stats = iterator.stats()
+    assert stages.limiting_stage(stats, readers=1) == stage
+    assert stats[stages.seconds_name(stage)] >= {stages.TOKENIZE: 3, stages.CONCATENATE: 3}.get(stage, 12)
+    iterator.close()

@@ -6,6 +6,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import captioned
 import jax
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ import runs
 
 from experiments import train
 from infcl_jax.data.bad_records import BadRecords
+from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.distributed import data_mesh
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.training import METRICS_FILE, Checkpointer, read_metrics
+from infcl_jax.training import METRICS_FILE, Checkpointer, DataWait, read_metrics
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -64,7 +66,8 @@ def stop(workdir, *processes, by):
 def history(workdir):
     """Training and evaluation metrics without the times."""
     lines = read_metrics(workdir / METRICS_FILE)
-    timeless = [{k: v for k, v in line.items() if k not in ("time", "examples_per_second")} for line in lines]
+    times = ("time", "examples_per_second", "data/wait_fraction")
+    timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
     return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
 
@@ -112,6 +115,17 @@ def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
 def uninterrupted(finished):
     """Its history."""
     return history(finished)
+
+
+def test_the_wait_for_tar_files_is_recorded(tmp_path):
+    tar = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(40)))
+    config = settings(devices=1, dataset=str(tar), total_steps=3, num_threads=3)
+    config.evaluation.update(retrieval_dataset=None, zero_shot_dataset=None)
+    finished = runs.command(TRAIN, f"--workdir={tmp_path / 'run'}", *runs.flags(config))
+    assert finished.returncode == 0 and "data: 3 reading threads, 2 batches ahead\n" in finished.stdout
+    first, *others = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert "data/wait_fraction" not in first  # its time includes compilation
+    assert len(others) == 2 and all(0 <= line["data/wait_fraction"] <= 1 for line in others)
 
 
 def test_every_step_and_evaluation_is_recorded_once(uninterrupted):
@@ -240,21 +254,26 @@ class Recorder:
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
-        run = train.TrainLoop(
-            runs.config(**every), None, data_mesh(), Batches(), self.suite, self.step, self, self, self
-        )
-        assert run.fit(State(start), start) == {"zero_shot/top1": 0.5}
+        with DataWait() as data_wait:
+            arguments = Data(), data_wait, self.suite, self.step, self, self, self
+            loop = train.TrainLoop(runs.config(**every), None, data_mesh(), *arguments)
+            assert loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
 
-class Batches:
-    """Endless batches of a process that reads no bad records."""
+class Data:
+    """The same batch in every step, slowly decoded, without bad records."""
+
+    parallelism = Parallelism(num_workers=2, num_threads=8, prefetch_batches=2, cores=8)
 
     def __init__(self):
         self.bad_records = BadRecords(SimpleNamespace(name="photos", split="train"), limit=9)
 
     def __next__(self):
         return runs.batch(8)
+
+    def stats(self):
+        return {"seconds/read": 1.0, "seconds/decode": 20.0}
 
 
 class State(int):
@@ -296,6 +315,26 @@ def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder)
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
         recorder.run(0)
     assert recorder.events == events
+
+
+@pytest.mark.parametrize(
+    ("waited", "total", "residency", "fraction", "advised"),
+    [
+        (1.2, 10.0, "device", 0.12, True),
+        (0.4, 10.0, "host", 0.04, False),
+        (0.5, 0.9, "device", 0.5 / 0.9, False),  # a short run
+        (0.0, 0.0, "device", None, False),
+        (1.2, 10.0, "replay", None, False),
+    ],
+)
+def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
+    config = runs.config(**{"grad_cache.residency": residency})
+    data_wait = SimpleNamespace(take=lambda steps: (waited, total))
+    loop = train.TrainLoop(config, None, None, Data(), data_wait, *[None] * 5)
+    expected = {} if fraction is None else {"data/wait_fraction": fraction}
+    assert [loop.take_data_wait(steps) for steps in (1, 2)] == [expected] * 2
+    line = "waiting for data: 12 % of the time, decode-bound; try num_workers=8\n"
+    assert capsys.readouterr().out == line * advised
 
 
 def test_a_stop_saves_before_anything_else(recorder):

@@ -222,6 +222,13 @@ def test_only_due_steps_print_and_rates_span_the_interval():
     assert lines[-1].endswith("left 0:00:00")
 
 
+@pytest.mark.parametrize(("fraction", "shown"), [(None, False), (0.049, False), (0.051, True), (1.0, True)])
+def test_waiting_for_data_is_shown_from_five_percent_on(fraction, shown):
+    progress, _, lines = make_progress()
+    progress.update(1, {} if fraction is None else {"data/wait_fraction": fraction})
+    assert ["waiting for data" in line for line in lines] == [shown]
+
+
 def test_other_processes_measure_but_stay_silent():
     progress, clock, lines = make_progress(lead=False)
     progress.update(1, {})

@@ -17,13 +17,14 @@ import runs
 from absl import flags
 from absl.testing import flagsaver
 
+from experiments.benchmarks import photographs, step_case, timing
 from experiments.benchmarks import step as benchmark_step
-from experiments.benchmarks import step_case, timing
 from experiments.benchmarks.flops import forward_flops, step_flops
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
 from experiments.benchmarks.step_case import RandomReader, Settings
 from infcl_jax import siglip_loss
+from infcl_jax.data.stages import STAGES
 from infcl_jax.models import build_model, model_config
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import NO_CACHE
@@ -187,6 +188,26 @@ def test_a_batch_can_be_read_twice(tmp_path):
     assert len(np.unique(features["text"], axis=0)) == B  # so no two pairs are the same
 
 
+@pytest.mark.parametrize(
+    ("loss", "cache"),
+    [
+        ("clip", NO_CACHE),
+        ("fastclip_v3", GradCacheConfig(chunk_size=8, residency="host")),
+        ("clip", GradCacheConfig(chunk_size=8, residency="replay")),
+    ],
+)
+def test_files_feed_the_step(tmp_path, capsys, loss, cache):
+    dataset = photographs.write("tar", tmp_path / "tar", photographs.samples(2 * B, (24, 16)), shards=2)
+    fed = settings(B, loss=loss, cache=cache, phases=False, data=dataset)
+    with no_timing():
+        (record,) = benchmark_step.measure_all(fed, oracle.mesh_of(2), tmp_path)
+    assert record["status"] == "ok" and record["data"] == dataset
+    assert record["files_images_per_second"] == pytest.approx(B / CALL_SECONDS) and record["files_fraction"] == 1
+    assert record["files_wait"] is None if cache.residency == "replay" else 0 <= record["files_wait"] <= 1
+    assert record["files_stage"] in STAGES and record["files_readers"].endswith(" ahead")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(record["files_readers"])
+
+
 @pytest.mark.parametrize("spans", [[slice(0, 3), slice(10, 13)], [slice(7, 10), slice(17, 20)], [slice(9, 10)]])
 def test_random_rows_are_the_same_whenever_read(spans):
     reader = RandomReader(model_config("tiny", **runs.MODEL), 20, oracle.mesh_of(2), 6)
@@ -301,6 +322,7 @@ MISTAKES = {
         ("--output={tmp}", "--residency=replay", "--chunk_size=8", "--loss=fastclip_v3"),
         "expected residency 'device' or 'host' with fastclip_v3, got 'replay'",
     ),
+    "no files": (("--output={tmp}", "--data=/nowhere/{{00000..00001}}.tar"), "/nowhere/00000.tar"),
     "no chunk at all": (("--output={tmp}", "--chunk_size=0"), "expected grad_cache.chunk_size >= 1 or None, got 0"),
 }
 
@@ -310,7 +332,7 @@ def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monke
     monkeypatch.setattr(timing, "seconds", lambda *_: pytest.fail("something was timed"))
     arguments, message = MISTAKES[mistake]
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
-    with flagsaver.flagsaver(), pytest.raises((ValueError, flags.Error), match=message) as raised:
+    with flagsaver.flagsaver(), pytest.raises((ValueError, OSError, flags.Error), match=message) as raised:
         flags.FLAGS([MODULE, "--batch=64", *arguments])
         benchmark_step.benchmark_from_flags()
     assert "\n" not in str(raised.value)

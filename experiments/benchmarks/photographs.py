@@ -1,0 +1,153 @@
+"""Datasets of synthetic photographs, for benchmarks that read files."""
+
+import csv
+import io
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from absl import flags
+from PIL import Image
+from pyarrow import parquet
+
+DATA = flags.DEFINE_string("data", None, "Dataset to read, such as shards-{00000..00041}.tar.")
+
+SIZE = (640, 480)  # width and height, in pixels
+_QUALITY = 90  # of JPEG; with the spectrum and contrast below, a file has 65 kB
+_SPECTRUM = 1.6  # amplitudes fall as frequency ** -1.6; about 1.2 for photographs without blur
+_CONTRAST = 50.0  # standard deviation of the levels
+_DISTINCT = 256  # distinct images; a larger dataset repeats them
+_ROW_GROUP = 64  # rows of a parquet row group, which is decoded at once
+_WORDS = ("a photo of", "two", "red", "old", "dog", "house", "in the rain", "on the beach", "near", "a small", "boat")
+
+Sample = tuple[bytes, str]
+
+
+def samples(count: int, size: tuple[int, int] = SIZE) -> list[Sample]:
+    """Draw JPEG files and captions.
+
+    Args:
+      count: number of samples.
+      size: width and height of the images, in pixels.
+
+    Returns:
+      (JPEG file, caption) pairs.
+    """
+    images = [_jpeg(np.random.default_rng(number), size) for number in range(min(count, _DISTINCT))]
+    rng = np.random.default_rng(0)
+    captions = [" ".join(rng.choice(_WORDS, 8)) for _ in range(count)]
+    return [(images[number % len(images)], caption) for number, caption in enumerate(captions)]
+
+
+def _jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
+    """Encode noise with the spectrum of photographs; the color channels are correlated."""
+    width, height = size
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    frequency[0, 0] = np.inf
+
+    def channel() -> np.ndarray:
+        spectrum = rng.normal(size=(*frequency.shape, 2)).view(np.complex128)[..., 0]
+        return np.fft.irfft2(spectrum / frequency**_SPECTRUM, s=(height, width))
+
+    gray = channel()
+    image = np.stack([gray + 0.3 * channel() for _ in range(3)], axis=-1)
+    levels = np.clip(128 + _CONTRAST * (image - image.mean()) / image.std(), 0, 255)
+    buffer = io.BytesIO()
+    Image.fromarray(levels.astype(np.uint8)).save(buffer, "JPEG", quality=_QUALITY)
+    return buffer.getvalue()
+
+
+def write(kind: str, folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    """Write a dataset, in place of the folder's.
+
+    Args:
+      kind: one of `KINDS`.
+      folder: folder of the files.
+      pairs: samples.
+      shards: number of tar or parquet files.
+
+    Returns:
+      The dataset, for `infcl_jax.data.load_source` with `folder` as the data directory.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return KINDS[kind](folder, pairs, shards)
+
+
+def _write_tar(folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for number, (image, caption) in list(enumerate(pairs))[shard::shards]:
+                for extension, data in (("jpg", image), ("txt", caption.encode())):
+                    member = tarfile.TarInfo(f"{number:09d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
+
+
+def _write_images(folder: Path, pairs: Sequence[Sample]) -> list[str]:
+    names = [f"{number:09d}.jpg" for number in range(len(pairs))]
+    for name, (image, _) in zip(names, pairs, strict=True):
+        (folder / name).write_bytes(image)
+    return names
+
+
+def _write_table(folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    names = _write_images(folder, pairs)
+    path = folder / "captions.csv"
+    with path.open("w", newline="") as file:
+        rows = zip(names, (caption for _, caption in pairs), strict=True)
+        csv.writer(file).writerows([("filepath", "caption"), *rows])
+    return str(path)
+
+
+def _write_folder(folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    for name, (_, caption) in zip(_write_images(folder, pairs), pairs, strict=True):
+        (folder / name).with_suffix(".txt").write_text(caption)
+    return str(folder)
+
+
+def _write_parquet(folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    for shard in range(shards):
+        images, captions = zip(*pairs[shard::shards], strict=True)
+        table = pa.table({"image": pa.array(images, pa.binary()), "caption": pa.array(captions)})
+        parquet.write_table(table, folder / f"{shard:05d}.parquet", row_group_size=_ROW_GROUP)
+    return f"{folder}/*.parquet"
+
+
+def _write_array_record(folder: Path, pairs: Sequence[Sample], shards: int) -> str:
+    import tensorflow_datasets as tfds  # takes seconds to import
+
+    class Photographs(tfds.core.GeneratorBasedBuilder):
+        """Samples as a TFDS dataset."""
+
+        VERSION = tfds.core.Version("1.0.0")
+        url_infos = None
+
+        def _info(self) -> Any:
+            image = tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg")
+            features = tfds.features.FeaturesDict({"image": image, "caption": tfds.features.Text()})
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[Any]]:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Iterator[Any]:
+            for number, (image, caption) in enumerate(pairs):
+                yield number, {"image": io.BytesIO(image), "caption": caption}
+
+    Photographs(data_dir=str(folder), file_format="array_record").download_and_prepare()
+    return "photographs"
+
+
+KINDS: dict[str, Callable[[Path, Sequence[Sample], int], str]] = {
+    "tar": _write_tar,
+    "table": _write_table,
+    "folder": _write_folder,
+    "parquet": _write_parquet,
+    "array_record": _write_array_record,
+}

@@ -1,0 +1,94 @@
+"""Measurement of a training step whose batches are read from files, for `experiments.benchmarks.step`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from experiments.benchmarks import timing
+from infcl_jax import run
+from infcl_jax.data import TrainIterator
+from infcl_jax.data.stages import limiting_stage
+from infcl_jax.training import DataWait, TrainState
+from infcl_jax.training.step import TrainStep
+
+# Keys of a record that `file_figures` yields.
+FIGURES = ("files_images_per_second", "files_fraction", "files_wait", "files_stage", "files_readers")
+
+# Least duration of a timed run, in seconds. Prefetched batches of the start are a small part of it.
+_SECONDS = 5.0
+
+
+@dataclasses.dataclass
+class _FileTraining:
+    """Training on batches of files, as in `experiments.train`; each call is one step.
+
+    Attributes:
+      config: settings of a run.
+      mesh: devices.
+      data: training batches.
+      wait: time that the devices wait for data.
+      step: train step.
+      state: train state, replaced by every call.
+      metrics: metrics of the last step.
+    """
+
+    config: ConfigDict
+    mesh: Mesh
+    data: TrainIterator
+    wait: DataWait
+    step: TrainStep
+    state: TrainState
+    metrics: Any = None
+
+    def __call__(self) -> Any:
+        batch, previous = self.wait.batch(lambda: run.next_batch(self.config, self.data, self.mesh)), self.metrics
+        self.state, self.metrics = self.step(self.state, batch)
+        self.wait.step(self.metrics)
+        jax.block_until_ready(previous)  # the training loop reads them one step late
+        return self.state, self.metrics
+
+
+def open_data(config: ConfigDict) -> TrainIterator:
+    """Open the batches of a run.
+
+    Raises:
+      ValueError, FileNotFoundError: the dataset is wrong or smaller than a batch.
+    """
+    return run.training_data(config, run.training_source(config))
+
+
+def file_figures(
+    config: ConfigDict, mesh: Mesh, step: TrainStep, state: TrainState, step_seconds: float, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Measure the step on batches of files.
+
+    Args:
+      config: settings of a run, which name the dataset.
+      mesh: devices.
+      step: train step.
+      state: train state, which is donated.
+      step_seconds: time of the step on a synthetic batch.
+      repeats: timed runs; the median is reported.
+
+    Yields:
+      Values by name, those of `FIGURES`.
+    """
+    with contextlib.closing(open_data(config)) as data, DataWait() as wait:
+        train = _FileTraining(config, mesh, data, wait, step, state)
+        for _ in range(data.parallelism.prefetch_batches + 2):  # prefetched while the step compiled
+            jax.block_until_ready(train())
+        wait.take()
+        seconds = timing.seconds(train, repeats, _SECONDS)
+        waited, total = wait.take()
+        yield {
+            "files_images_per_second": config.batch_size / seconds,
+            "files_fraction": step_seconds / seconds,
+            "files_wait": None if config.grad_cache.residency == "replay" else waited / total,
+            "files_stage": limiting_stage(data.stats(), data.parallelism.readers),
+            "files_readers": str(data.parallelism),
+        }

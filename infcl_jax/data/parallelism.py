@@ -1,0 +1,120 @@
+"""Number of reading threads and workers, and of prefetched batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from infcl_jax.data.stages import CONCATENATE, READ, TOKENIZE
+
+_CGROUP = Path("/sys/fs/cgroup")  # limits of a container, cgroup version 2
+_PREFETCH_BATCHES = 2  # hides the variation between batches; more would only delay the first lack of data
+# A batch is in host memory this many times besides the prefetched ones: returned, concatenated, and as chunks.
+_OTHER_BATCHES = 3
+_MEMORY_SHARE = 0.25  # fraction of host memory for all batches; checkpoints, caches and other programs need the rest
+# Cores from which on worker processes read instead of threads. A worker takes seconds and 0.3 GB to start. Threads
+# contend for Python's global lock: they decode at most 5 times as fast as one, see docs/benchmarks.md.
+_WORKER_CORES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallelism:
+    """Parallel reading of one training process.
+
+    Attributes:
+      num_workers: worker processes that read; 0: threads of the training process.
+      num_threads: reading threads of the training process, if it has no workers.
+      prefetch_batches: batches to prefetch.
+      cores: CPU cores that this process may use.
+    """
+
+    num_workers: int
+    num_threads: int
+    prefetch_batches: int
+    cores: int
+
+    def __str__(self) -> str:
+        """Format as "12 reading threads, 2 batches ahead"."""
+        counts = [(self.num_workers, "worker process", "es")] if self.num_workers else []
+        counts += [] if self.num_workers else [(self.num_threads, "reading thread", "s")]
+        counts += [(self.prefetch_batches, "batch", "es")]
+        return ", ".join(f"{count} {noun}{'' if count == 1 else end}" for count, noun, end in counts) + " ahead"
+
+    @property
+    def readers(self) -> int:
+        """Number of threads or processes that read."""
+        return self.num_workers or self.num_threads
+
+    def advice(self, stage: str) -> str:
+        """Suggest a change that speeds up a stage.
+
+        Args:
+          stage: one of `infcl_jax.data.stages.STAGES`.
+        """
+        if stage == CONCATENATE:
+            return "try more training processes, each of which concatenates its own rows"
+        setting = "num_workers" if self.num_workers else "num_threads"
+        if stage == READ:  # waits for the disk or network, not for a core
+            return f"try {setting}={2 * self.readers}, or files on a faster disk"
+        if self.readers < self.cores:
+            return f"try {setting}={self.cores}"
+        if stage == TOKENIZE and not self.num_workers and self.cores > 1:
+            return f"try num_workers={self.cores}"  # threads share Python's global lock
+        return f"all {self.cores} cores are in use; try smaller image files or more cores"
+
+
+def choose_parallelism(
+    *,
+    batch_bytes: int,
+    num_workers: int | None = None,
+    num_threads: int | None = None,
+    prefetch_batches: int | None = None,
+    processes: int = 1,
+    cores: int | None = None,
+    memory: int | None = None,
+) -> Parallelism:
+    """Choose what is None from the machine and the source.
+
+    Each core that this process may use gets a reading thread, or a worker process from `_WORKER_CORES` cores on. Two
+    batches are prefetched, or one if all batches in host memory would exceed a quarter of it.
+
+    Args:
+      batch_bytes: bytes of one batch of this process.
+      num_workers: worker processes; 0: threads; None: chosen.
+      num_threads: reading threads; None: chosen.
+      prefetch_batches: batches to prefetch; None: chosen.
+      processes: training processes that share the cores and the memory.
+      cores: CPU cores of the machine; None: those that this process may use.
+      memory: bytes of host memory; None: that of the machine or container.
+    """
+    cores = max(1, (usable_cores() if cores is None else cores) // processes)
+    memory = host_memory() if memory is None else memory
+    if num_workers is None:
+        num_workers = 0 if cores < _WORKER_CORES or num_threads is not None else cores
+    if prefetch_batches is None:
+        fitting = int(_MEMORY_SHARE * memory / processes) // batch_bytes - _OTHER_BATCHES
+        prefetch_batches = min(max(1, fitting), _PREFETCH_BATCHES)
+    return Parallelism(num_workers, num_threads or cores, prefetch_batches, cores)
+
+
+def usable_cores() -> int:
+    """Count the CPU cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota, period = (_read_cgroup("cpu.max") or "max 0").split()
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def host_memory() -> int:
+    """Return the memory of the machine or of its container, in bytes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read_cgroup("memory.max") or "max"
+    return memory if limit == "max" else min(memory, int(limit))
+
+
+def _read_cgroup(name: str) -> str | None:
+    """Read a limit of the container; None without one."""
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return None

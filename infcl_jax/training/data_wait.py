@@ -1,0 +1,112 @@
+"""Time that the devices wait for data."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+
+
+class _Batch(NamedTuple):
+    """Batch of a step, with the times of its request and its return in seconds."""
+
+    requested: float
+    returned: float
+    arrays: Any
+
+
+class DataWait:
+    """Time of the steps, and the part of it in which the devices wait for their batch.
+
+    A step's time starts when the results of the previous step are ready, or when its batch is requested if that is
+    later, as after an evaluation. It ends when its own results are ready. The devices wait from its start until the
+    batch is on the devices. A batch that arrives while the previous step runs costs nothing, since dispatch is
+    asynchronous.
+
+    A thread waits for the arrays, so the training loop does not.
+
+    Example:
+        with DataWait() as wait:
+            for step in range(steps):
+                batch = wait.batch(lambda: shard_batch(mesh, next(data)))
+                state, metrics = step_fn(state, batch)
+                wait.step(metrics)
+                ...
+            waited, total = wait.take()
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start the thread.
+
+        Args:
+            clock: monotonic clock, in seconds.
+        """
+        self._clock = clock
+        self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
+        self._recorded = threading.Condition()
+        self._steps = 0
+        self._waited = self._total = 0.0  # seconds of the finished steps since the last `take`
+        self._start = self._arrived = self._ready = -float("inf")
+        self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
+        self._thread.start()
+
+    def batch(self, next_batch: Callable[[], Any]) -> Any:
+        """Return `next_batch()`, the batch of the next step."""
+        requested = self._clock()
+        arrays = next_batch()
+        self._events.put(_Batch(requested, self._clock(), arrays))
+        return arrays
+
+    def step(self, metrics: Any) -> None:
+        """Record the metrics of the last batch's step, which must not be donated."""
+        self._events.put(metrics)
+
+    def take(self, steps: int = 0) -> tuple[float, float]:
+        """Return the seconds of waiting and of all finished steps since the last call.
+
+        Args:
+          steps: number of steps that have finished, which are included.
+        """
+        with self._recorded:
+            self._recorded.wait_for(lambda: self._steps >= steps or not self._thread.is_alive(), timeout=10.0)
+            seconds = self._waited, self._total
+            self._waited = self._total = 0.0
+        return seconds
+
+    def __enter__(self) -> Self:
+        """Return the measurement."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Stop the thread, unless the devices hang."""
+        self._events.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._record(event)
+            except Exception:  # the training loop raises the error of the same arrays
+                return
+            del event  # frees the batch
+
+    def _record(self, event: _Batch | Any) -> None:
+        if isinstance(event, _Batch):
+            self._start = max(self._ready, event.requested)
+            on_devices = any(hasattr(leaf, "block_until_ready") for leaf in jax.tree.leaves(event.arrays))
+            jax.block_until_ready(event.arrays)
+            arrived = self._clock() if on_devices else event.returned
+            self._arrived = max(self._start, arrived)
+        else:
+            jax.block_until_ready(event)
+            self._ready = self._clock()
+            with self._recorded:
+                self._steps += 1
+                self._recorded.notify_all()
+                self._waited += self._arrived - self._start
+                self._total += self._ready - self._start

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.decode.api import DecodedExample, ToImage, decode_example, pixels
+from infcl_jax.data.decode.pillow import decode_crop
 from infcl_jax.data.iterator import Batch, TrainIterator
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
 from infcl_jax.data.tokenizers import Tokenizer
@@ -50,22 +52,30 @@ class _Reader:
         """Count the different bad records so far by the name of their source."""
         return dict(collections.Counter(source_name(self._source, index) for index in sorted(self._bad)))
 
-    def read(self, indices: Sequence[int]) -> list[tuple[DecodedExample, int]]:
-        """Read records, replacing bad ones."""
+    def read(
+        self, indices: Sequence[int], to_image: Sequence[ToImage] | None = None
+    ) -> list[tuple[DecodedExample, int]]:
+        """Read records, replacing bad ones.
+
+        Args:
+          indices: sample indices.
+          to_image: decoder of each row's image; None: `pixels` for all.
+        """
         examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
         if isinstance(self._source, BatchedSource):
             with contextlib.suppress(BadRecordError):
                 examples = self._source.__getitems__(indices)
-        return [self._decode_or_replace(*row) for row in zip(indices, examples, strict=True)]
+        to_image = [pixels] * len(indices) if to_image is None else to_image
+        return [self._decode_or_replace(*row) for row in zip(indices, examples, to_image, strict=True)]
 
-    def _decode_or_replace(self, index: int, example: Example | None) -> tuple[DecodedExample, int]:
+    def _decode_or_replace(self, index: int, example: Example | None, to_image: ToImage) -> tuple[DecodedExample, int]:
         size = len(self._source)
         for offset in range(min(_MAX_REPLACEMENTS, size)):
             candidate = (index + offset) % size
             try:
                 encoded = example if offset == 0 and example is not None else self._source[candidate]
-                return decode_example(self._source, candidate, encoded), candidate
+                return decode_example(self._source, candidate, encoded, to_image), candidate
             except BadRecordError as error:
                 self._record_bad(candidate, error)
                 last = error
@@ -95,22 +105,31 @@ class _TrainChunk:
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        read = self.reader.read([index for _, index in rows])
-        images, texts = [], []
-        for (row, _), (example, _) in zip(rows, read, strict=True):
-            # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
-            # or worker. The offset 2**32 avoids the streams of `data.shapes`.
-            rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
-            captions = example["captions"]
-            texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
-            images.append(self._transform(example["image"], rng))
-        index = np.array([index for _, index in read], np.int64)
-        return {"image": np.stack(images), "text": self.tokenizer(texts), "index": index}
+        read = self.reader.read([index for _, index in rows], [functools.partial(self._image, row) for row, _ in rows])
+        captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
+        return {
+            "image": np.stack([example["image"] for example, _ in read]),
+            "text": self.tokenizer(captions),
+            "index": np.array([index for _, index in read], np.int64),
+        }
 
-    def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
+        """Draw the caption of a row; return it and the random generator for its image."""
+        # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process or
+        # worker. The offset 2**32 avoids the streams of `data.shapes`.
+        rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
+        captions = example["captions"]
+        return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
+
+    def _image(self, row: int, example: Example) -> np.ndarray:
+        """Decode and transform the image of a row."""
         if self.augmentation is None:
-            return resize_center_crop(image, self.image_size)
-        return self.augmentation(image, self.image_size, rng)
+            return resize_center_crop(pixels(example), self.image_size)
+        _, rng = self._caption(row, example)
+        if isinstance(example["image"], bytes):
+            draw = functools.partial(self.augmentation.draw, rng=rng)
+            return decode_crop(example["image"], draw, self.image_size)
+        return self.augmentation(pixels(example), self.image_size, rng)
 
 
 class _ProcessRows(grain.MapDataset):

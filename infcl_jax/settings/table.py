@@ -64,10 +64,11 @@ _DATA = (
         "augmentation.scale",
         tuple[float, float],
         (0.9, 1.0),
-        "area range of random crops, as a fraction of the image; (1, 1): no crop",
+        "area range of random crops, as a fraction of the image; (1, 1): the central square",
         Range(0, 1, above=True),
     ),
     Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
+    Setting("augmentation.flip", float, 0.0, "probability of a horizontal flip", _FRACTION),
 )
 
 _MODEL = _shaping(

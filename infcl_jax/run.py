@@ -1,14 +1,26 @@
 """Parts of a run, built from its configuration (see `docs/settings.md`)."""
 
+import contextlib
+import logging
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
-from infcl_jax.distributed import shard_batch
+from infcl_jax.data import (
+    Augmentation,
+    BadRecordError,
+    ByteTokenizer,
+    Source,
+    TrainIterator,
+    load_source,
+    train_iterator,
+)
+from infcl_jax.data.decode import choose_decoder
+from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.distributed import data_mesh, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
@@ -27,6 +39,9 @@ from infcl_jax.training import (
     replayed,
 )
 
+_logger = logging.getLogger(__name__)
+
+_PREFETCHED = 1  # batches that wait decoded on the devices, where each takes memory
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
@@ -92,17 +107,20 @@ def _num_samples(config: ConfigDict, source: Source | None) -> int:
     return len(source)
 
 
-def training_data(config: ConfigDict, source: Source) -> TrainIterator:
+def training_data(config: ConfigDict, source: Source, mesh: Mesh | None = None) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
     Args:
       config: settings of the run.
       source: training data.
+      mesh: devices over which the batch is sharded; None: all.
 
     Raises:
-      ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
+      ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
     model = read_model_config(config)
+    mesh = data_mesh() if mesh is None else mesh
+    decoders = _device_decoders(config, source, mesh)
     return train_iterator(
         source,
         tokenizer=ByteTokenizer(model.text.context_length),
@@ -113,7 +131,34 @@ def training_data(config: ConfigDict, source: Source) -> TrainIterator:
         process_count=jax.process_count(),
         num_workers=config.num_workers,
         augmentation=Augmentation(**config.augmentation),
+        decoders=decoders,
+        sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        prefetch_batches=2 if decoders is None else _PREFETCHED,
     )
+
+
+def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+    """Create the decoder of each device of this process; None if the host decodes."""
+    if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
+        return None
+    with contextlib.suppress(BadRecordError):
+        if not isinstance(source[0]["image"], bytes):
+            return None
+    size = read_model_config(config).vision.image_size
+    try:
+        return open_decoders(mesh.local_devices, config.batch_size // mesh.size, size)
+    except ValueError as error:
+        if config.decode == "nvimgcodec":
+            raise
+        _logger.warning("the host decodes images: %s", error)
+        return None
+
+
+def _decoded_batches(config: ConfigDict) -> int:
+    """Count the batches that the GPUs decode ahead of the next one."""
+    # "nvimgcodec" is planned for other devices too, where it could not run.
+    on_gpu = config.decode == "nvimgcodec" or choose_decoder(config.decode, config.grad_cache.residency) == "nvimgcodec"
+    return _PREFETCHED + 1 if on_gpu else 0  # one more waits to be prefetched
 
 
 def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
@@ -152,7 +197,10 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     pairs = {"image": batch["image"], "text": batch["text"]}
     if "index" in loss_class(config.loss).inputs:
         pairs["index"] = batch["index"].astype(np.int32)
-    return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
+    if cache.residency == "host":
+        return pairs
+    decoded = {name: pairs.pop(name) for name in ("image",) if isinstance(pairs[name], jax.Array)}
+    return shard_batch(mesh, pairs) | decoded
 
 
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
@@ -221,6 +269,7 @@ def workload(
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        decoded_batches=_decoded_batches(config),
     )
     if not stores_most:
         return unresolved

@@ -8,6 +8,7 @@ import functools
 import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -63,6 +64,8 @@ class TrainIterator(grain.DatasetIterator):
       num_workers: worker processes; 0: threads of this process.
       num_threads: reading threads without workers, and of `next_reader`.
       prefetch_batches: batches to prefetch.
+      bad_records: function that counts the replaced records by the name of their source.
+      finish: last stage of each batch, which runs in the prefetching thread; `next_reader` leaves it out.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class TrainIterator(grain.DatasetIterator):
         num_threads: int,
         prefetch_batches: int,
         bad_records: Callable[[], dict[str, int]] = dict,
+        finish: Callable[[Batch], dict[str, Any]] | None = None,
     ):
         super().__init__()
         self._chunks = chunks
@@ -86,6 +90,7 @@ class TrainIterator(grain.DatasetIterator):
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._bad_records = bad_records
+        self._finish = finish
         self._next_batch = 0
         self._stale = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
@@ -106,6 +111,8 @@ class TrainIterator(grain.DatasetIterator):
             read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
+        if self._finish is not None:
+            dataset = dataset.map(self._finish)
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.

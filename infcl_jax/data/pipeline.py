@@ -16,18 +16,21 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from infcl_jax.data.decode.api import DecodedExample, ToImage, decode_example, pixels
+from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import decode_crop
 from infcl_jax.data.iterator import Batch, TrainIterator
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, OrderedSource, Source, source_name
 from infcl_jax.data.tokenizers import Tokenizer
-from infcl_jax.data.transforms import Augmentation, resize_center_crop
+from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 
 _CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
 _DEFAULT_AUGMENTATION = Augmentation()
@@ -105,31 +108,62 @@ class _TrainChunk:
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        read = self.reader.read([index for _, index in rows], [functools.partial(self._image, row) for row, _ in rows])
+        chunk = self.read(rows, self.image)
+        return chunk | {"image": np.stack(chunk["image"])}
+
+    def read(self, rows: Sequence[tuple[int, int]], to_image: Callable[[int, Example], Any]) -> dict[str, Any]:
+        """Read the records of rows; "image" is the list of results of `to_image(row, example)`."""
+        decoders = [functools.partial(to_image, row) for row, _ in rows]
+        read = self.reader.read([index for _, index in rows], decoders)
         captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
         return {
-            "image": np.stack([example["image"] for example, _ in read]),
+            "image": [example["image"] for example, _ in read],
             "text": self.tokenizer(captions),
             "index": np.array([index for _, index in read], np.int64),
         }
 
     def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
-        """Draw the caption of a row; return it and the random generator for its image."""
+        """Draw the caption of a row.
+
+        Returns:
+          The caption, and the random generator for the row's image.
+        """
         # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process or
         # worker. The offset 2**32 avoids the streams of `data.shapes`.
         rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
         captions = example["captions"]
         return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
 
-    def _image(self, row: int, example: Example) -> np.ndarray:
+    def draw(self, row: int, example: Example) -> Callable[[int, int], Geometry]:
+        """Return the function from height and width of a row's image to its geometry."""
+        return functools.partial(self.augmentation.draw, rng=self._caption(row, example)[1])
+
+    def image(self, row: int, example: Example) -> np.ndarray:
         """Decode and transform the image of a row."""
         if self.augmentation is None:
             return resize_center_crop(pixels(example), self.image_size)
-        _, rng = self._caption(row, example)
         if isinstance(example["image"], bytes):
-            draw = functools.partial(self.augmentation.draw, rng=rng)
-            return decode_crop(example["image"], draw, self.image_size)
-        return self.augmentation(pixels(example), self.image_size, rng)
+            return decode_crop(example["image"], self.draw(row, example), self.image_size)
+        return self.augmentation(pixels(example), self.image_size, self._caption(row, example)[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _EncodedChunk:
+    """Function that makes one chunk of a batch with encoded images."""
+
+    host: _TrainChunk
+
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        chunk = self.host.read(rows, self._image)
+        return chunk | pack([row for row, _ in rows], chunk.pop("image"))
+
+    def _image(self, row: int, example: Example) -> EncodedImage | np.ndarray:
+        """Read the header of a row's image, or decode it if a device cannot."""
+        if isinstance(example["image"], bytes):
+            encoded = encoded_image(example["image"], self.host.draw(row, example))
+            if encoded is not None:
+                return encoded
+        return self.host.image(row, example)
 
 
 class _ProcessRows(grain.MapDataset):
@@ -170,6 +204,8 @@ def train_iterator(
     prefetch_batches: int = 2,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
+    decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
+    sharding: NamedSharding | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -190,10 +226,13 @@ def train_iterator(
       prefetch_batches: number of batches to prefetch. Host memory holds about two more during concatenation.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, per reading process.
+      decoders: decoder of each device of this process; None: the host decodes.
+      sharding: sharding of the rows over the devices, with `decoders`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
-      `set_state`. Close it to stop its threads and workers.
+      `set_state`. With `decoders`, "image" is the global array [B, S, S, 3] on the devices. Close the iterator to stop
+      its threads and workers.
 
     Raises:
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
@@ -210,6 +249,8 @@ def train_iterator(
     _check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if decoders is not None and (augmentation is None or sharding is None):
+        raise ValueError("expected an augmentation and a sharding with decoders, got None; leave decoders out")
     chunk = _chunk_size(local_size)
     identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
     if isinstance(source, OrderedSource):
@@ -220,13 +261,15 @@ def train_iterator(
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
     reader = _Reader(source, max_bad_records)
-    make_chunk = _TrainChunk(reader, tokenizer, image_size, augmentation, seed)
+    host = _TrainChunk(reader, tokenizer, image_size, augmentation, seed)
+    make_chunk = host if decoders is None else _EncodedChunk(host)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
         identity=identity,
         bad_records=reader.bad_records,
+        finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,

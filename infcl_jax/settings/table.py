@@ -59,6 +59,13 @@ _DATA = (
     ),
     Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"', fixed=True),
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
+    Setting(
+        "decode",
+        str,
+        "auto",
+        'decoder of training images; "nvimgcodec": the GPUs; "auto": the GPUs if they can, else Pillow',
+        ("auto", "pillow", "nvimgcodec"),
+    ),
     Setting("num_workers", int, 0, "reading and decoding processes; 0: threads of the training process", _FROM_ZERO),
     Setting(
         "augmentation.scale",

@@ -24,6 +24,7 @@ from infcl_jax.distributed import data_mesh, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.settings import check_model_overrides, parse_overrides
@@ -187,20 +188,19 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     """Return the batch of the next step in the memory that `grad_cache.residency` names.
 
     Returns:
-      "image", "text" and, for losses with sample state, "index" (int32 sample indices). The values are global arrays
-      on the devices, this process's NumPy arrays, or `Replay`.
+      "image" (`ColorBatch` if colors are augmented), "text" and, for losses with sample state, "index" (int32 sample
+      indices). The values are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
     cache = config.grad_cache
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh)
     batch = next(data)
-    pairs = {"image": batch["image"], "text": batch["text"]}
+    pairs = {"image": with_colors(batch), "text": batch["text"]}
     if "index" in loss_class(config.loss).inputs:
         pairs["index"] = batch["index"].astype(np.int32)
     if cache.residency == "host":
         return pairs
-    decoded = {name: pairs.pop(name) for name in ("image",) if isinstance(pairs[name], jax.Array)}
-    return shard_batch(mesh, pairs) | decoded
+    return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
 
 
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:

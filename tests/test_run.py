@@ -12,6 +12,8 @@ from decoders import StandIn
 
 from infcl_jax import run
 from infcl_jax.data.decode.choice import choose_decoder
+from infcl_jax.grad_cache import chunk_rows
+from infcl_jax.ops.color import ColorBatch
 
 
 @pytest.fixture
@@ -85,3 +87,30 @@ def test_decoded_batches_are_planned(monkeypatch, gpu):
     monkeypatch.setattr(run, "choose_decoder", choose_decoder)
     plans = [run.workload(runs.config(decode=name), 1).decoded_batches for name in ("auto", "nvimgcodec")]
     assert plans == [0, 2]
+
+
+COLORS = {
+    "augmentation.color_jitter": (0.4, 0.4, 0.4, 0.1),
+    "augmentation.color_jitter_prob": 0.8,
+    "augmentation.gray_scale_prob": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    "decode,residency", [("pillow", "device"), ("auto", "device"), ("pillow", "host"), ("pillow", "replay")]
+)
+def test_steps_get_images_with_colors(photographs, gpu, decode, residency):
+    cache = {"grad_cache.residency": residency, "grad_cache.chunk_size": 8}
+    mesh = oracle.mesh_of(4)
+    (plain,) = first_batches(photographs(), mesh, 1)
+    config = photographs(decode=decode, **cache, **COLORS)
+    data = run.training_data(config, run.training_source(config), mesh)
+    image = run.next_batch(config, data, mesh)["image"]
+    if residency == "replay":
+        image = jax.tree.map(lambda *chunks: np.concatenate(chunks), *map(image.load, range(4)))
+        rows = np.concatenate([chunk_rows(number, 32, 8, 4) for number in range(4)])
+        image = jax.tree.map(lambda array: array[np.argsort(rows)], image)
+    data.close()
+    assert isinstance(image, ColorBatch) and image.color.shape == (32, 7)
+    np.testing.assert_array_equal(image.pixels, plain["image"])
+    assert residency != "device" or image.color.sharding == image.pixels.sharding == plain["image"].sharding

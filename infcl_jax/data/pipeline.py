@@ -33,6 +33,9 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 
 _CHUNK = 256  # maximum rows per chunk; a thread or worker prepares one chunk at a time
+# Offsets of the seed in the keys of random generators; [0, 2**32) are the streams of `data.shapes`.
+_STREAM = 2**32  # captions and geometry
+_COLOR_STREAM = 2**33
 _DEFAULT_AUGMENTATION = Augmentation()
 _MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
 
@@ -116,11 +119,14 @@ class _TrainChunk:
         decoders = [functools.partial(to_image, row) for row, _ in rows]
         read = self.reader.read([index for _, index in rows], decoders)
         captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
-        return {
+        chunk = {
             "image": [example["image"] for example, _ in read],
             "text": self.tokenizer(captions),
             "index": np.array([index for _, index in read], np.int64),
         }
+        if self.augmentation is not None and self.augmentation.adjusts_colors:
+            chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
+        return chunk
 
     def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
         """Draw the caption of a row.
@@ -128,11 +134,16 @@ class _TrainChunk:
         Returns:
           The caption, and the random generator for the row's image.
         """
-        # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process or
-        # worker. The offset 2**32 avoids the streams of `data.shapes`.
-        rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
+        rng = self._rng(_STREAM, row)
         captions = example["captions"]
         return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
+
+    def _rng(self, stream: int, row: int) -> np.random.Generator:
+        """Return a random generator of a row.
+
+        It is keyed by the global row, which increases across epochs, and depends on neither process nor worker.
+        """
+        return np.random.Generator(np.random.Philox(key=np.array([stream + self.seed, row], np.uint64)))
 
     def draw(self, row: int, example: Example) -> Callable[[int, int], Geometry]:
         """Return the function from height and width of a row's image to its geometry."""
@@ -231,8 +242,9 @@ def train_iterator(
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
-      `set_state`. With `decoders`, "image" is the global array [B, S, S, 3] on the devices. Close the iterator to stop
-      its threads and workers.
+      `set_state`. An augmentation of colors adds "color", float32 [b, 7], see `infcl_jax.ops.color.ColorBatch`. With
+      `decoders`, "image" is the global array [B, S, S, 3] on the devices. Close the iterator to stop its threads and
+      workers.
 
     Raises:
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is

@@ -168,24 +168,33 @@ class Geometry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Training transform: random resized crop, shift and horizontal flip.
+    """Training transform: random resized crop, shift, horizontal flip and colors.
 
-    By default images are not flipped, because captions may say "left".
+    By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
+    `infcl_jax.ops.color`; their settings are those of OpenCLIP's `--aug-cfg`.
 
     Attributes:
       scale: range of the crop area, as a fraction of the image area; (1, 1) takes the central square.
       ratio: range of the crop's width over height, log-uniform.
       shift: maximum shift along each axis, in pixels of the result.
       flip: probability of a horizontal flip.
+      color_jitter: ranges of brightness, contrast, saturation and hue. The first three factors are uniform in
+        [1 - range, 1 + range], the hue's shift in [-range, range] turns. Their order is random.
+      color_jitter_prob: probability of color jitter.
+      gray_scale_prob: probability of a gray image, after color jitter.
 
     Raises:
-      ValueError: a range is empty or out of bounds, `shift` is negative, or `flip` is no probability.
+      ValueError: a range is empty or out of bounds, `shift` is negative, a probability is not in [0, 1], or color
+        jitter has ranges without a probability or the reverse.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     shift: int = 0
     flip: float = 0.0
+    color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    color_jitter_prob: float = 0.0
+    gray_scale_prob: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("scale", "ratio"):
@@ -199,8 +208,19 @@ class Augmentation:
             raise ValueError(f"expected augmentation.ratio with 0 < low <= high, got {self.ratio}")
         if self.shift < 0:
             raise ValueError(f"expected augmentation.shift of at least 0 pixels, got {self.shift}")
-        if not 0.0 <= self.flip <= 1.0:
-            raise ValueError(f"expected augmentation.flip in [0, 1], got {self.flip}")
+        for name in ("flip", "color_jitter_prob", "gray_scale_prob"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"expected augmentation.{name} in [0, 1], got {getattr(self, name)}")
+        if len(self.color_jitter) != 4 or min(self.color_jitter) < 0 or self.color_jitter[3] > 0.5:
+            raise ValueError(
+                "expected augmentation.color_jitter to be ranges >= 0 of brightness, contrast, saturation and hue (at "
+                f"most 0.5), got {self.color_jitter}"
+            )
+        if any(self.color_jitter) != (self.color_jitter_prob > 0):
+            raise ValueError(
+                "expected both of augmentation.color_jitter and augmentation.color_jitter_prob or none, got "
+                f"{self.color_jitter} and {self.color_jitter_prob}"
+            )
 
     def draw(self, height: int, width: int, rng: np.random.Generator) -> Geometry:
         """Draw the geometry of an image.
@@ -218,8 +238,27 @@ class Augmentation:
         down, right = rng.integers(-self.shift, self.shift + 1, size=2).tolist() if self.shift else (0, 0)
         return Geometry(box, (down, right), self.flip > 0 and bool(rng.random() < self.flip))
 
+    @property
+    def adjusts_colors(self) -> bool:
+        """True if the colors of some images change."""
+        return self.color_jitter_prob > 0 or self.gray_scale_prob > 0
+
+    def draw_color(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw the color parameters of an image.
+
+        Returns:
+          float32 [7], see `infcl_jax.ops.color.ColorBatch`.
+        """
+        jitter, order, *uniform, gray = rng.random(7).tolist()
+        brightness, contrast, saturation, hue = self.color_jitter
+        low = [max(0.0, 1 - brightness), max(0.0, 1 - contrast), max(0.0, 1 - saturation), -hue]
+        high = [1 + brightness, 1 + contrast, 1 + saturation, hue]
+        factors = [a + (b - a) * u for a, b, u in zip(low, high, uniform, strict=True)]
+        order = int(order * math.factorial(len(factors)))
+        return np.array([jitter < self.color_jitter_prob, order, *factors, gray < self.gray_scale_prob], np.float32)
+
     def __call__(self, image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Transform one image: uint8 [H, W, 3] to uint8 [size, size, 3].
+        """Transform the geometry of an image, uint8 [H, W, 3] to uint8 [size, size, 3].
 
         Raises:
           ValueError: the image is not uint8 [H, W, 3].

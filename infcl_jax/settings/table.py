@@ -76,6 +76,15 @@ _DATA = (
     ),
     Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
     Setting("augmentation.flip", float, 0.0, "probability of a horizontal flip", _FRACTION),
+    Setting(
+        "augmentation.color_jitter",
+        tuple[float, float, float, float],
+        (0.0, 0.0, 0.0, 0.0),
+        "ranges of brightness, contrast, saturation and hue (at most 0.5), as in OpenCLIP",
+        _FROM_ZERO,
+    ),
+    Setting("augmentation.color_jitter_prob", float, 0.0, "probability of color jitter", _FRACTION),
+    Setting("augmentation.gray_scale_prob", float, 0.0, "probability of a gray image", _FRACTION),
 )
 
 _MODEL = _shaping(

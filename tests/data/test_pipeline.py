@@ -133,6 +133,24 @@ def test_augmentation_differs_between_samples_and_epochs():
     assert all((first[index] == second[index]).all() for index in range(12))
 
 
+@pytest.mark.parametrize("process_count", [1, 3])
+def test_colors_depend_on_the_row_alone(process_count):
+    source = MemorySource(40, captions=3)
+    colors = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
+    jittered = [
+        batches(source, 4, augmentation=Augmentation(**colors), process_index=p, process_count=process_count)
+        for p in range(process_count)
+    ]
+    joined = [
+        {key: np.concatenate([part[key] for part in step]) for key in step[0]} for step in zip(*jittered, strict=True)
+    ]
+    drawn = [batch.pop("color") for batch in joined]
+    assert_equal(joined, batches(source, 4))  # the same crops
+    replaced = batches(MemorySource(40, captions=1, bad=[3, 4]), 4, augmentation=Augmentation(**colors))
+    np.testing.assert_array_equal(drawn, [batch["color"] for batch in replaced])
+    assert len(np.unique(np.concatenate(drawn), axis=0)) == 4 * 12
+
+
 def test_training_draws_from_all_captions():
     drawn = collections.Counter(
         TOKENIZER.decode(row).split("/")[1] for b in batches(MemorySource(40, captions=4), 60) for row in b["text"]

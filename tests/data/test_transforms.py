@@ -154,6 +154,25 @@ def test_augmentation_follows_the_generator_and_keeps_its_input(augmentation):
     assert first.shape == (32, 32, 3) and first.dtype == np.uint8
 
 
+COLORS = Augmentation(color_jitter=(0.4, 1.2, 0.0, 0.1), color_jitter_prob=0.8, gray_scale_prob=0.2)
+
+
+def test_colors_are_drawn_from_their_ranges():
+    colors = np.stack([COLORS.draw_color(rng(seed)) for seed in range(2000)])
+    assert colors.dtype == np.float32
+    jitter, order, *factors, gray = colors.T
+    assert abs(jitter.mean() - 0.8) < 0.03 and abs(gray.mean() - 0.2) < 0.03
+    assert set(order) == set(range(24)) and np.bincount(order.astype(int)).min() > 40
+    for values, low, high in zip(factors, (0.6, 0.0, 1.0, -0.1), (1.4, 2.2, 1.0, 0.1), strict=True):
+        assert low <= values.min() <= low + 0.01 and high - 0.01 <= values.max() <= high
+        np.testing.assert_allclose(values.mean(), (low + high) / 2, atol=0.06)
+
+
+def test_colors_are_adjusted_with_a_probability():
+    assert COLORS.adjusts_colors and Augmentation(gray_scale_prob=0.1).adjusts_colors
+    assert not Augmentation(flip=1.0).adjusts_colors
+
+
 @pytest.mark.parametrize("shape", [(48, 48), (48, 40), (31, 97)])
 def test_augmentation_of_the_whole_area_is_the_central_square(shape):
     image, side = golden.noise(*shape), min(shape)
@@ -175,9 +194,18 @@ def test_bad_images(image):
             transform(image, 8)
 
 
+JITTER = {"color_jitter_prob": 0.5}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
+        {"color_jitter": (0.1, 0.1, 0.1, 0.6), **JITTER},
+        {"color_jitter": (0.1, -0.1, 0.1, 0.1), **JITTER},
+        {"color_jitter": (0.1, 0.1, 0.1), **JITTER},
+        {"color_jitter": (0.1, 0.1, 0.1, 0.1)},
+        {"color_jitter_prob": 0.5},
+        {"gray_scale_prob": -0.1},
         {"scale": (0.0, 1.0)},
         {"scale": (1.0, 0.9)},
         {"scale": (0.5, 1.5)},

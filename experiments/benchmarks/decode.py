@@ -33,16 +33,21 @@ _OPEN_CLIP = "OpenCLIP's training transform"
 Way = Callable[[bytes, np.random.Generator], Any]
 
 
-def photograph(seed: int, width: int = 640, height: int = 480) -> bytes:
-    """Encode a synthetic photograph: detail of 4, 16 and 64 pixels, and noise."""
+def photograph(seed: int, height: int = 480, width: int = 640) -> Image.Image:
+    """Make a synthetic photograph: detail of 4, 16 and 64 pixels, and noise."""
     rng, levels = np.random.default_rng(seed), np.zeros((height, width, 3), np.float32)
     for scale in (4, 16, 64):
         shape = (height // scale + 2, width // scale + 2, 3)
         coarse = Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8))
         levels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32) * (scale / 84)
     levels += rng.normal(0, 4, levels.shape)
+    return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
+    """Encode an image as a file; options are those of Pillow's `save`."""
     file = io.BytesIO()
-    Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90, subsampling=2)
+    image.save(file, format, **options)
     return file.getvalue()
 
 
@@ -81,7 +86,7 @@ def rates(ways: Mapping[str, Way], files: list[bytes], seconds: float, rounds: i
 
 def main() -> None:
     """Print the rate of each way and its ratio to OpenCLIP's."""
-    files = [photograph(seed) for seed in range(_FILES.value)]
+    files = [encode(photograph(seed), quality=90, subsampling=2) for seed in range(_FILES.value)]
     print(f"{len(files)} JPEGs of {statistics.mean(map(len, files)) / 1e3:.0f} kB, one of {os.cpu_count()} CPU cores")
     measured = rates(ways(), files, _SECONDS.value)
     baseline = measured.get(_OPEN_CLIP)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.benchmarks.decode import encode, photograph
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.data.transforms import resize_box
@@ -14,20 +15,11 @@ from infcl_jax.data.transforms import resize_box
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu_decoder_installed(), reason="needs infcl_jax[gpu-decode]")]
 
 
-def photograph(seed, height, width, **options):
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8))
-    levels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) + rng.normal(0, 4, (height, width, 3))
-    file = io.BytesIO()
-    Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).save(file, "jpeg", quality=90, **options)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}], ids=str)
 def test_gpu_decodes_like_pillow(options):
     from infcl_jax.data.decode.nvimgcodec import open_decoders
 
-    files = [photograph(seed, 480 + seed, 640 - 7 * seed, **options) for seed in range(20)]
+    files = [encode(photograph(seed, 480 + seed, 640 - 7 * seed), quality=90, **options) for seed in range(20)]
     boxes = [
         Augmentation().draw(480 + seed, 640 - 7 * seed, np.random.default_rng(seed)).box for seed in range(len(files))
     ]

@@ -29,8 +29,11 @@ def choose_decoder(decode: str, residency: str) -> str:
     """
     if decode not in DECODERS:
         raise ValueError(f"expected decode to be one of {', '.join(DECODERS)}, got {decode!r}")
-    if decode == "pillow" or (obstacle := _obstacle(residency)) is None:
-        return "pillow" if decode == "pillow" else "nvimgcodec"
+    if decode == "pillow":
+        return "pillow"
+    obstacle = _obstacle(residency)
+    if obstacle is None:
+        return "nvimgcodec"
     if decode == "nvimgcodec":
         raise ValueError(f"expected {obstacle}, got decode='nvimgcodec'; choose decode='auto' or 'pillow'")
     return "pillow"

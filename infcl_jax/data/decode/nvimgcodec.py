@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from infcl_jax.data.decode.device import STAGED_BATCHES
 from infcl_jax.data.decode.resize_kernel import SOURCE, THREADS
 
 GROUP_IMAGES = 256  # images decoded at a time
@@ -47,13 +48,13 @@ def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[j
 def memory_bytes(rows: int, size: int) -> int:
     """Bytes of GPU memory that a decoder takes outside of JAX's memory.
 
-    Two batches of results, two groups of decoded images, and the library's buffers.
+    The staged batches and the one being decoded, two groups of decoded images, and the library's buffers.
 
     Args:
       rows: rows of the batch on one GPU.
       size: side S of the images, in pixels.
     """
-    return 2 * rows * 3 * size**2 + 2 * GROUP_BYTES + LIBRARY_BYTES
+    return (STAGED_BATCHES + 1) * rows * 3 * size**2 + 2 * GROUP_BYTES + LIBRARY_BYTES
 
 
 class NvImageCodecDecoder:

@@ -176,10 +176,10 @@ def test_no_image_at_all(decoders):
 
 
 def test_memory_is_checked(decoders):
-    assert nvimgcodec.memory_bytes(8, 32) == 2 * 8 * 3 * 32**2 + 2 * 2**28 + 2**30
+    assert nvimgcodec.memory_bytes(8, 32) == 3 * 8 * 3 * 32**2 + 2 * 2**28 + 2**30
     decoders()
     with pytest.raises(
-        ValueError, match=r"^expected 58\.7 GiB of GPU memory outside .* got 16\.0 GiB; set XLA_CLIENT_MEM"
+        ValueError, match=r"^expected 87\.3 GiB of GPU memory outside .* got 16\.0 GiB; set XLA_CLIENT_MEM"
     ):
         decoders(rows=10**7)
 

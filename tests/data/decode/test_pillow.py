@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.benchmarks.decode import photograph
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import decode, pillow
 from infcl_jax.data.decode.pillow import decode_crop
@@ -155,16 +156,6 @@ def test_formats_are_known_to_pillow():
     assert set(pillow.FORMATS) - {"AVIF", "JPEG2000"} <= set(Image.OPEN)
 
 
-def photograph(height, width):
-    """Image with the spectrum of a photograph, roughly: detail of 4, 16 and 64 pixels, and noise."""
-    generator, levels = np.random.default_rng(0), np.zeros((height, width, 3))
-    for scale in (4, 16, 64):
-        shape = (height // scale + 2, width // scale + 2, 3)
-        coarse = Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8))
-        levels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), float) * scale / 84
-    return Image.fromarray(np.clip(levels + generator.normal(0, 4, levels.shape), 0, 255).astype(np.uint8))
-
-
 def cropped(data, size, seed):
     """The result of `decode_crop`, and the same crop of the fully decoded image."""
     drawn = []
@@ -184,7 +175,7 @@ def test_reduced_jpeg_is_close_to_the_full_decoding(orientation, subsampling, si
     exif = Image.Exif()
     exif[0x0112] = orientation
     for seed, shape in enumerate([(240, 320), (241, 319), (361, 270)]):
-        data = encoded(photograph(*shape), "jpeg", quality=90, subsampling=subsampling, exif=exif)
+        data = encoded(photograph(0, *shape), "jpeg", quality=90, subsampling=subsampling, exif=exif)
         crop, expected = cropped(data, size, seed)
         difference = np.abs(crop.astype(int) - expected)
         assert difference.mean() < 1 and difference.max() <= 16
@@ -195,7 +186,7 @@ def test_reduction_keeps_the_pixels_of_the_box(monkeypatch, size, factor):
     loaded = []
     resize = Image.Image.crop
     monkeypatch.setattr(Image.Image, "crop", lambda self, box: loaded.append(self.size) or resize(self, box))
-    cropped(encoded(photograph(225, 300), "jpeg"), size, 0)
+    cropped(encoded(photograph(0, 225, 300), "jpeg"), size, 0)
     assert loaded[0] == (-(-300 // factor), -(-225 // factor))
 
 
@@ -204,17 +195,17 @@ def test_reduction_keeps_the_pixels_of_the_box(monkeypatch, size, factor):
 def test_other_images_are_decoded_in_full(format, size, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(photograph(90, 120), format, exif=exif)
+    data = encoded(photograph(0, 90, 120), format, exif=exif)
     for seed in range(3):
         np.testing.assert_array_equal(*cropped(data, size, seed))
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
 def test_reduced_jpeg_keeps_its_colors(mode):
-    crop, expected = cropped(encoded(photograph(240, 320).convert(mode), "jpeg", quality=95), 50, 0)
+    crop, expected = cropped(encoded(photograph(0, 240, 320).convert(mode), "jpeg", quality=95), 50, 0)
     assert np.abs(crop.astype(int) - expected).mean() < 2
 
 
 def test_truncated_jpeg_is_refused_when_reduced():
     with pytest.raises(OSError, match="truncated"):
-        cropped(encoded(photograph(240, 320), "jpeg")[:-2000], 50, 0)
+        cropped(encoded(photograph(0, 240, 320), "jpeg")[:-2000], 50, 0)

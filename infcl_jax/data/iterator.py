@@ -39,7 +39,7 @@ class BatchReader:
         """Read and concatenate the rows of slices `[start, stop)`."""
         sections = [section for span in spans for section in self._sections(span)]
         chunks = self.threads.map(self.read_chunk, [number for number, _ in sections])
-        return _concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)])
+        return concatenate([{k: a[rows] for k, a in c.items()} for c, (_, rows) in zip(chunks, sections, strict=True)])
 
     def _sections(self, span: slice) -> list[tuple[int, slice]]:
         """Split a slice into (chunk number, rows within the chunk) pairs."""
@@ -110,7 +110,7 @@ class TrainIterator(grain.DatasetIterator):
         else:
             read = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=2 * self._num_threads)
             dataset = chunks.to_iter_dataset(read)
-        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
+        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
         if self._finish is not None:
             dataset = dataset.map(self._finish)
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=self._prefetch_batches)
@@ -197,7 +197,8 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _concatenate(chunks: Sequence[Batch]) -> Batch:
+def concatenate(chunks: Sequence[Batch]) -> Batch:
+    """Concatenate the arrays of chunks, by name."""
     if len(chunks) == 1:
         return chunks[0]
     return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}

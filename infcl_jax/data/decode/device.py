@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float, Int, UInt8
 
 from infcl_jax.data.decode.pillow import open_image, orientation_of
+from infcl_jax.data.iterator import concatenate
 from infcl_jax.data.transforms import Box, Geometry
 
 MAX_DEVICE_PIXELS = 2**24  # 48 MiB; the host decodes larger images, at a reduced size
@@ -27,7 +28,8 @@ _END_OF_IMAGE = b"\xff\xd9"  # last marker of a JPEG
 _HOST_THREADS = 4  # decode refused images
 _ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
 
-# Arrays of a packed batch that the stage consumes.
+# Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
+_ROWS = ("image", "text", "index", "color")
 _PACKED = ("encoded", "length", "box", "shift", "flip", "row")
 
 
@@ -153,9 +155,12 @@ class DeviceStage:
         decoded = list(self._threads.map(lambda block: self._decode(block, data, packed["box"]), blocks))
         refused = sorted(row for _, rows in decoded for row in rows if row not in pixels)
         pairs = [[(int(packed["row"][row]), int(result["index"][row]))] for row in refused]
-        for row, chunk in zip(refused, self._host_threads.map(self._host_rows, pairs), strict=True):
+        chunks = list(self._host_threads.map(self._host_rows, pairs))
+        for row, chunk in zip(refused, chunks, strict=True):
             pixels[row] = chunk["image"][0]
             result["text"][row], result["index"][row] = chunk["text"][0], chunk["index"][0]
+        # Entries that are not rows, such as lists of bad records.
+        result |= concatenate([{k: v for k, v in c.items() if k not in _ROWS} for c in (result, *chunks)])
         finished = [
             _finish(images, packed["shift"][rows], packed["flip"][rows], *_replacements(pixels, rows, self._size))
             for (_, rows), (images, _) in zip(blocks, decoded, strict=True)

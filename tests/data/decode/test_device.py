@@ -150,6 +150,24 @@ def test_reduced_host_decoding_has_the_same_crops(monkeypatch):
     assert 0 < difference.max() <= 16 and difference.mean() < 1
 
 
+def test_entries_without_rows_are_concatenated():
+    run = Run(refuses=lambda data: data == contents(1))
+    images = [EncodedImage(contents(row), Geometry(Box(0, 0, 9, 9))) for row in range(4)]
+
+    def host_rows(pairs):
+        assert pairs == [(11, 5)]
+        image = np.full((1, SIZE, SIZE, 3), 9, np.uint8)
+        return {"image": image, "text": np.array([[3]]), "index": np.array([6]), "bad": np.array([5])}
+
+    stand_ins = {device: StandIn(device, run.refuses) for device in run.devices}
+    stage = device_decoding.DeviceStage(stand_ins, run.sharding, host_rows, SIZE)
+    batch = {"text": np.arange(4)[:, None], "index": np.arange(4, 8), "bad": np.array([1, 2])}
+    result = stage(batch | device_decoding.pack(range(10, 14), images))
+    assert result["text"].tolist() == [[0], [3], [2], [3]] and result["index"].tolist() == [4, 6, 6, 7]
+    assert result["bad"].tolist() == [1, 2, 5]
+    assert (result["image"][1] == 9).all() and result.keys() == {"image", "text", "index", "bad"}
+
+
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resume_continues_exactly(stop):
     run = Run(BAD | UNDECODABLE, refuses=lambda data: TABLES not in data)

@@ -18,6 +18,7 @@ from experiments import command_line, compilation_cache
 from experiments.console import say
 from experiments.overrides import register_parsers
 from infcl_jax import distributed
+from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python
 from infcl_jax.training import load_config
@@ -116,7 +117,7 @@ def start_devices(config: ConfigDict) -> Mesh:
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
-    distributed.initialize()
+    distributed.initialize(gpu_decode=config.decode != "pillow" and gpu_decoder_installed())
     mesh = distributed.data_mesh()
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:

@@ -79,7 +79,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
-        data = run.training_data(config, source, tokenizer)
+        data = run.training_data(config, source, tokenizer, mesh)
         suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
         with name_changes(changed):  # adds the changed settings to an error of shapes

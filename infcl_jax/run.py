@@ -1,15 +1,18 @@
 """Parts of a run, built from its configuration (see `docs/settings.md`)."""
 
+import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from infcl_jax.data import (
     Augmentation,
+    BadRecordError,
     Source,
     Tokenizer,
     TrainIterator,
@@ -18,11 +21,14 @@ from infcl_jax.data import (
     load_tokenizer,
     train_iterator,
 )
+from infcl_jax.data.decode import choose_decoder
+from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.distributed import processes_on_cores, shard_batch
+from infcl_jax.distributed import data_mesh, processes_on_cores, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.settings import check_model_overrides, parse_overrides
@@ -40,7 +46,10 @@ from infcl_jax.training import (
 
 TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
 
+_logger = logging.getLogger(__name__)
+
 _CLIP_VOCABULARY = 49408  # token ids of CLIP's byte-pair encoding
+_PREFETCHED = 1  # batches that wait decoded on the devices, where each takes memory
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
@@ -131,17 +140,22 @@ def _num_samples(config: ConfigDict, source: Source | None) -> int:
     return len(source)
 
 
-def training_data(config: ConfigDict, source: Source, tokenizer: Tokenizer | None = None) -> TrainIterator:
+def training_data(
+    config: ConfigDict, source: Source, tokenizer: Tokenizer | None = None, mesh: Mesh | None = None
+) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
     Args:
       config: settings of the run.
       source: training data.
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
+      mesh: devices over which the batch is sharded; None: all.
 
     Raises:
-      ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
+      ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
+    mesh = data_mesh() if mesh is None else mesh
+    decoders = _device_decoders(config, source, mesh)
     return train_iterator(
         source,
         tokenizer=tokenizer or text_tokenizer(config),
@@ -153,10 +167,36 @@ def training_data(config: ConfigDict, source: Source, tokenizer: Tokenizer | Non
         num_workers=config.num_workers,
         max_bad_records=config.max_bad_records,
         num_threads=config.num_threads,
-        prefetch_batches=config.prefetch_batches,
+        prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
         processes_per_host=processes_on_cores(),
         augmentation=Augmentation(**config.augmentation),
+        decoders=decoders,
+        sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
     )
+
+
+def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+    """Create the decoder of each device of this process; None if the host decodes."""
+    if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
+        return None
+    with contextlib.suppress(BadRecordError):
+        if not isinstance(source[0]["image"], bytes):
+            return None
+    size = read_model_config(config).vision.image_size
+    try:
+        return open_decoders(mesh.local_devices, config.batch_size // mesh.size, size)
+    except ValueError as error:
+        if config.decode == "nvimgcodec":
+            raise
+        _logger.warning("the host decodes images: %s", error)
+        return None
+
+
+def _decoded_batches(config: ConfigDict) -> int:
+    """Count the batches that the GPUs decode ahead of the next one."""
+    # "nvimgcodec" is planned for other devices too, where it could not run.
+    on_gpu = config.decode == "nvimgcodec" or choose_decoder(config.decode, config.grad_cache.residency) == "nvimgcodec"
+    return _PREFETCHED + 1 if on_gpu else 0  # one more waits to be prefetched
 
 
 def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
@@ -185,17 +225,19 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     """Return the batch of the next step in the memory that `grad_cache.residency` names.
 
     Returns:
-      "image", "text" and, for losses with sample state, "index" (int32 sample indices). The values are global arrays
-      on the devices, this process's NumPy arrays, or `Replay`.
+      "image" (`ColorBatch` if colors are augmented), "text" and, for losses with sample state, "index" (int32 sample
+      indices). The values are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
     cache = config.grad_cache
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh)
     batch = next(data)
-    pairs = {"image": batch["image"], "text": batch["text"]}
+    pairs = {"image": with_colors(batch), "text": batch["text"]}
     if _loss_takes(config, "index"):
         pairs["index"] = batch["index"].astype(np.int32)
-    return pairs if cache.residency == "host" else shard_batch(mesh, pairs)
+    if cache.residency == "host":
+        return pairs
+    return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
 
 
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
@@ -264,6 +306,7 @@ def workload(
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        decoded_batches=_decoded_batches(config),
     )
     if not stores_most:
         return unresolved

@@ -59,6 +59,16 @@ def test_the_environment_of_the_process_is_the_default(joined, monkeypatch):
     assert [call["process_id"] for call in joined] == [3]
 
 
+@pytest.mark.parametrize("gpu_decode,before,after", [(True, "", "32"), (True, "8", "8"), (False, "", None)])
+def test_gpu_decoding_needs_hardware_queues(joined, monkeypatch, gpu_decode, before, after):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, before)
+    if not before:
+        monkeypatch.delenv(name)
+    distributed.initialize({}, gpu_decode=gpu_decode)
+    assert os.environ.get(name) == after
+
+
 def test_a_process_joins_once(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     distributed.initialize(EXPLICIT)

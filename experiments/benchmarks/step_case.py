@@ -162,7 +162,7 @@ class Case:
         case = cls(settings, mesh, b, loss_fn)
         case._train_step(settings.cache)  # raises if the loss does not support the residency
         if settings.data is not None:
-            step_files.open_data(case._run_config()).close()  # raises if the dataset is wrong
+            step_files.open_data(case._run_config(), mesh).close()  # raises if the dataset is wrong
         return case
 
     def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:

@@ -53,13 +53,13 @@ class _FileTraining:
         return self.state, self.metrics
 
 
-def open_data(config: ConfigDict) -> TrainIterator:
-    """Open the batches of a run.
+def open_data(config: ConfigDict, mesh: Mesh) -> TrainIterator:
+    """Open the batches of a run on these devices.
 
     Raises:
       ValueError, FileNotFoundError: the dataset is wrong or smaller than a batch.
     """
-    return run.training_data(config, run.training_source(config))
+    return run.training_data(config, run.training_source(config), mesh=mesh)
 
 
 def file_figures(
@@ -78,7 +78,7 @@ def file_figures(
     Yields:
       Values by name, those of `FIGURES`.
     """
-    with contextlib.closing(open_data(config)) as data, DataWait() as wait:
+    with contextlib.closing(open_data(config, mesh)) as data, DataWait() as wait:
         train = _FileTraining(config, mesh, data, wait, step, state)
         for _ in range(data.parallelism.prefetch_batches + 2):  # prefetched while the step compiled
             jax.block_until_ready(train())

@@ -74,6 +74,7 @@ class TrainIterator(grain.DatasetIterator):
       identity: values that a restored state must share, such as the dataset size.
       bad_records: counter of the bad records of returned batches.
       parallelism: number of reading threads or workers and of prefetched batches.
+      finish: last stage of each batch, which runs in the prefetching thread; `next_reader` leaves it out.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -88,6 +89,7 @@ class TrainIterator(grain.DatasetIterator):
         identity: Mapping[str, int],
         bad_records: BadRecords,
         parallelism: Parallelism,
+        finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ):
         super().__init__()
         self.bad_records = bad_records
@@ -96,6 +98,7 @@ class TrainIterator(grain.DatasetIterator):
         self._rows_per_chunk = rows_per_chunk
         self._identity = dict(identity)
         self.parallelism = parallelism
+        self._finish = finish
         self._next_batch = 0
         self._stale = False
         self._stats: Stats = {}
@@ -119,7 +122,9 @@ class TrainIterator(grain.DatasetIterator):
             threads = parallelism.num_threads
             read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
             dataset = chunks.to_iter_dataset(read)
-        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=_concatenate)
+        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
+        if self._finish is not None:
+            dataset = dataset.map(self._finish)
         dataset = grain.experimental.ThreadPrefetchIterDataset(
             dataset, prefetch_buffer_size=parallelism.prefetch_batches
         )
@@ -223,7 +228,7 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate the arrays and add the statistics of chunks."""
     if len(chunks) == 1:
         return chunks[0]

@@ -10,23 +10,32 @@ Training replaces an undecodable record by the next good record, counts it and l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
+from infcl_jax.data.decode.api import DecodedExample, pixels
+from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
+from infcl_jax.data.decode.pillow import decode_crop
 from infcl_jax.data.iterator import STATS, TrainIterator
 from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.reader import RecordReader
-from infcl_jax.data.sources.base import OrderedSource, Source
-from infcl_jax.data.stages import DECODE, TOKENIZE, take_seconds, timed
+from infcl_jax.data.sources.base import Example, OrderedSource, Source
+from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
-from infcl_jax.data.transforms import Augmentation, resize_center_crop
+from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 
 _CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
+# Offsets of the seed in the keys of random generators; [0, 2**32) are the streams of `data.shapes`.
+_STREAM = 2**32  # captions and geometry
+_COLOR_STREAM = 2**33
 _DEFAULT_AUGMENTATION = Augmentation()
 
 
@@ -41,27 +50,74 @@ class _TrainChunk:
     seed: int
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        take_seconds()  # those of a chunk that raised
-        read, bad = self.reader.read([index for _, index in rows])
-        images, texts = [], []
-        for (row, _), (example, _) in zip(rows, read, strict=True):
-            # Keyed by the global row, which increases across epochs, so that the stream does not depend on the process
-            # or worker. The offset 2**32 avoids the streams of `data.shapes`.
-            rng = np.random.Generator(np.random.Philox(key=np.array([2**32 + self.seed, row], np.uint64)))
-            captions = example["captions"]
-            texts.append(captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0])
-            with timed(DECODE):
-                images.append(self._transform(example["image"], rng))
-        with timed(TOKENIZE):
-            tokens = self.tokenizer(texts)
-        index = np.array([index for _, index in read], np.int64)
-        batch = {"image": np.stack(images), "text": tokens, "index": index}
-        return batch | {BAD_RECORDS: as_array(bad), STATS: take_seconds()}
+        chunk = self.read(rows, self.image)
+        return chunk | {"image": np.stack(chunk["image"])}
 
-    def _transform(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def read(self, rows: Sequence[tuple[int, int]], to_image: Callable[[int, Example], Any]) -> dict[str, Any]:
+        """Read the records of rows; "image" is the list of results of `to_image(row, example)`."""
+        take_seconds()  # those of a chunk that raised
+        decoders = [functools.partial(to_image, row) for row, _ in rows]
+        read, bad = self.reader.read([index for _, index in rows], decoders)
+        captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
+        with timed(TOKENIZE):
+            tokens = self.tokenizer(captions)
+        chunk = {
+            "image": [example["image"] for example, _ in read],
+            "text": tokens,
+            "index": np.array([index for _, index in read], np.int64),
+            BAD_RECORDS: as_array(bad),
+        }
+        if self.augmentation is not None and self.augmentation.adjusts_colors:
+            chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
+        return chunk | {STATS: take_seconds()}
+
+    def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
+        """Draw the caption of a row.
+
+        Returns:
+          The caption, and the random generator for the row's image.
+        """
+        rng = self._rng(_STREAM, row)
+        captions = example["captions"]
+        return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
+
+    def _rng(self, stream: int, row: int) -> np.random.Generator:
+        """Return a random generator of a row.
+
+        It is keyed by the global row, which increases across epochs, and depends on neither process nor worker.
+        """
+        return np.random.Generator(np.random.Philox(key=np.array([stream + self.seed, row], np.uint64)))
+
+    def draw(self, row: int, example: Example) -> Callable[[int, int], Geometry]:
+        """Return the function from height and width of a row's image to its geometry."""
+        return functools.partial(self.augmentation.draw, rng=self._caption(row, example)[1])
+
+    def image(self, row: int, example: Example) -> np.ndarray:
+        """Decode and transform the image of a row."""
         if self.augmentation is None:
-            return resize_center_crop(image, self.image_size)
-        return self.augmentation(image, self.image_size, rng)
+            return resize_center_crop(pixels(example), self.image_size)
+        if isinstance(example["image"], bytes):
+            return decode_crop(example["image"], self.draw(row, example), self.image_size)
+        return self.augmentation(pixels(example), self.image_size, self._caption(row, example)[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _EncodedChunk:
+    """Function that makes one chunk of a batch with encoded images."""
+
+    host: _TrainChunk
+
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        chunk = self.host.read(rows, self._image)
+        return chunk | pack([row for row, _ in rows], chunk.pop("image"))
+
+    def _image(self, row: int, example: Example) -> EncodedImage | np.ndarray:
+        """Read the header of a row's image, or decode it if a device cannot."""
+        if isinstance(example["image"], bytes):
+            encoded = encoded_image(example["image"], self.host.draw(row, example))
+            if encoded is not None:
+                return encoded
+        return self.host.image(row, example)
 
 
 class _ProcessRows(grain.MapDataset):
@@ -103,6 +159,8 @@ def train_iterator(
     processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
+    decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
+    sharding: NamedSharding | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -126,10 +184,14 @@ def train_iterator(
       processes_per_host: number of processes that share the cores and the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, over all workers of this process.
+      decoders: decoder of each device of this process; None: the host decodes.
+      sharding: sharding of the rows over the devices, with `decoders`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
-      `set_state`. Close it to stop its threads and workers.
+      `set_state`. An augmentation of colors adds "color", float32 [b, 7], see `infcl_jax.ops.color.ColorBatch`. With
+      `decoders`, "image" is the global array [B, S, S, 3] on the devices. Close the iterator to stop its threads and
+      workers.
 
     Raises:
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
@@ -147,6 +209,8 @@ def train_iterator(
     check_at_least(1, processes_per_host=processes_per_host)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if decoders is not None and (augmentation is None or sharding is None):
+        raise ValueError("expected an augmentation and a sharding with decoders, got None; leave decoders out")
     chunk = _chunk_size(local_size)
     identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
     if isinstance(source, OrderedSource):
@@ -156,13 +220,15 @@ def train_iterator(
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
-    make_chunk = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
+    host = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
+    make_chunk = host if decoders is None else _EncodedChunk(host)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,
         rows_per_chunk=chunk,
         identity=identity,
         bad_records=BadRecords(source, max_bad_records),
+        finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
         parallelism=choose_parallelism(
             batch_bytes=local_size * (3 * image_size**2 + 4 * tokenizer.context_length),
             num_workers=num_workers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.decode.api import DecodedExample, ToImage, decode_example, pixels
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source
 from infcl_jax.data.stages import DECODE, READ, timed
 
@@ -27,8 +27,14 @@ class RecordReader:
         self._source = source
         self._attempts = _MAX_REPLACEMENTS if replace else 1
 
-    def read(self, indices: Sequence[int]) -> tuple[list[tuple[DecodedExample, int]], dict[int, str]]:
+    def read(
+        self, indices: Sequence[int], to_image: Sequence[ToImage] | None = None
+    ) -> tuple[list[tuple[DecodedExample, int]], dict[int, str]]:
         """Read records.
+
+        Args:
+          indices: sample indices.
+          to_image: decoder of each row's image; None: `pixels` for all.
 
         Returns:
           (example, its sample index) for each requested index; and the messages of bad records by sample index.
@@ -42,9 +48,12 @@ class RecordReader:
             with contextlib.suppress(BadRecordError), timed(READ):
                 examples = self._source.__getitems__(indices)
         bad: dict[int, str] = {}
-        return [self._read(*row, bad) for row in zip(indices, examples, strict=True)], bad
+        to_image = [pixels] * len(indices) if to_image is None else to_image
+        return [self._read(*row, bad) for row in zip(indices, examples, to_image, strict=True)], bad
 
-    def _read(self, index: int, example: Example | None, bad: dict[int, str]) -> tuple[DecodedExample, int]:
+    def _read(
+        self, index: int, example: Example | None, to_image: ToImage, bad: dict[int, str]
+    ) -> tuple[DecodedExample, int]:
         size = len(self._source)
         for candidate in (offset % size for offset in range(index, index + min(self._attempts, size))):
             try:
@@ -52,7 +61,7 @@ class RecordReader:
                     with timed(READ):
                         example = self._source[candidate]
                 with timed(DECODE):
-                    return decode_example(self._source, candidate, example), candidate
+                    return decode_example(self._source, candidate, example, to_image), candidate
             except BadRecordError as error:
                 bad[candidate] = str(error)
         last, count = bad[candidate], min(self._attempts, size)

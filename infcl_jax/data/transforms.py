@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -58,40 +59,46 @@ def _center_crop(image: np.ndarray, size: int) -> np.ndarray:
     return image[top : top + size, left : left + size]
 
 
-def random_resized_crop(
-    image: np.ndarray,
-    size: int,
-    rng: np.random.Generator,
-    *,
-    scale: tuple[float, float] = (0.9, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-) -> np.ndarray:
-    """Crop a random box and resize it to a square.
+class Box(NamedTuple):
+    """Crop box in pixels of the upright image.
 
-    The method is from Szegedy et al. (2015, section 6), the default scale from OpenCLIP.
+    Attributes:
+      top: first row.
+      left: first column.
+      height: number of rows.
+      width: number of columns.
+    """
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+
+def resize_box(image: Image.Image, box: Box, size: int) -> np.ndarray:
+    """Crop a box and resize it to a square (bicubic, antialiased).
+
+    Pixels outside of the box have no weight, except those that a fractional box shares.
 
     Args:
-      image: uint8 [H, W, 3].
+      image: RGB image.
+      box: box inside the image, in its pixels.
       size: side S of the result, in pixels.
-      rng: random generator.
-      scale: range of the box's area, as a fraction of the image's.
-      ratio: range of the box's width over height, log-uniform.
 
     Returns:
       uint8 [S, S, 3].
-
-    Raises:
-      ValueError: the image is not uint8 [H, W, 3].
     """
-    _check_image(image)
-    top, left, height, width = random_crop_box(image.shape[0], image.shape[1], rng, scale, ratio)
-    box = image[top : top + height, left : left + width]  # cropped first, because bicubic weights extend beyond the box
-    return np.asarray(Image.fromarray(box).resize((size, size), _BICUBIC))
+    left, top = math.floor(box.left), math.floor(box.top)
+    right, bottom = math.ceil(box.left + box.width), math.ceil(box.top + box.height)
+    # Cropped first, because bicubic weights extend beyond the box of `resize`.
+    crop = image.crop((left, top, right, bottom))
+    inner = (box.left - left, box.top - top, box.left - left + box.width, box.top - top + box.height)
+    return np.asarray(crop.resize((size, size), _BICUBIC, box=inner))
 
 
 def random_crop_box(
     height: int, width: int, rng: np.random.Generator, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[int, int, int, int]:
+) -> Box:
     """Draw a crop box from the distribution of torchvision's `RandomResizedCrop`.
 
     Area and aspect ratio are the first of ten draws that fit the image. The position is uniform. If no draw fits, the
@@ -104,8 +111,7 @@ def random_crop_box(
       scale: range of the box's area, as a fraction of the image's.
       ratio: range of the box's width over height, log-uniform.
 
-    Returns:
-      (top, left, height, width) of the box, in pixels.
+    Source: Szegedy et al. (2015), section 6.
     """
     u_top, u_left, *tries = rng.random(2 + 2 * _CROP_TRIES).tolist()
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -115,53 +121,80 @@ def random_crop_box(
         box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < box_width <= width and 0 < box_height <= height:
             top, left = int(u_top * (height - box_height + 1)), int(u_left * (width - box_width + 1))
-            return top, left, box_height, box_width
+            return Box(top, left, box_height, box_width)
     box_width = min(width, max(1, round(height * ratio[1])))
     box_height = min(height, max(1, round(width / ratio[0])))
-    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def random_shift(image: np.ndarray, max_shift: int, rng: np.random.Generator) -> np.ndarray:
+def shift_pixels(image: np.ndarray, shift: tuple[int, int]) -> np.ndarray:
     """Shift an image by whole pixels, repeating its border.
 
     Args:
       image: uint8 [H, W, 3].
-      max_shift: maximum shift along each axis, in pixels; 0 returns the image itself.
-      rng: random generator.
+      shift: pixels down and to the right.
 
     Returns:
-      uint8 [H, W, 3].
+      uint8 [H, W, 3]; the image itself for a shift of zero.
 
     Raises:
       ValueError: the image is not uint8 [H, W, 3].
     """
     _check_image(image)
-    if max_shift == 0:
+    if shift == (0, 0):
         return image
-    dy, dx = rng.integers(-max_shift, max_shift + 1, size=2).tolist()
-    rows = np.clip(np.arange(image.shape[0]) - dy, 0, image.shape[0] - 1)
-    columns = np.clip(np.arange(image.shape[1]) - dx, 0, image.shape[1] - 1)
+    rows, columns = (np.clip(np.arange(n) - d, 0, n - 1) for n, d in zip(image.shape, shift, strict=False))
     return image[rows[:, None], columns]
+
+
+class Geometry(NamedTuple):
+    """Geometric part of an augmentation, drawn for one image.
+
+    Attributes:
+      box: crop box, resized to a square.
+      shift: pixels of the result down and to the right.
+      flip: whether the result is mirrored horizontally, after the shift.
+    """
+
+    box: Box
+    shift: tuple[int, int] = (0, 0)
+    flip: bool = False
+
+    def finish(self, image: np.ndarray) -> np.ndarray:
+        """Shift and mirror the resized box, uint8 [S, S, 3]."""
+        image = shift_pixels(image, self.shift)
+        return image[:, ::-1] if self.flip else image
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Training transform: a random resized crop, then a random shift.
+    """Training transform: random resized crop, shift, horizontal flip and colors.
 
-    Images are not flipped, because captions may say "left".
+    By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
+    `infcl_jax.ops.color`; their settings are those of OpenCLIP's `--aug-cfg`.
 
     Attributes:
-      scale: range of the crop area, as a fraction of the image area; (1, 1) uses `resize_center_crop` instead.
+      scale: range of the crop area, as a fraction of the image area; (1, 1) takes the central square.
       ratio: range of the crop's width over height, log-uniform.
       shift: maximum shift along each axis, in pixels of the result.
+      flip: probability of a horizontal flip.
+      color_jitter: ranges of brightness, contrast, saturation and hue. The first three factors are uniform in
+        [1 - range, 1 + range], the hue's shift in [-range, range] turns. Their order is random.
+      color_jitter_prob: probability of color jitter.
+      gray_scale_prob: probability of a gray image, after color jitter.
 
     Raises:
-      ValueError: a range is empty or out of bounds, or `shift` is negative.
+      ValueError: a range is empty or out of bounds, `shift` is negative, a probability is not in [0, 1], or color
+        jitter has ranges without a probability or the reverse.
     """
 
     scale: tuple[float, float] = (0.9, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     shift: int = 0
+    flip: float = 0.0
+    color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    color_jitter_prob: float = 0.0
+    gray_scale_prob: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("scale", "ratio"):
@@ -175,11 +208,64 @@ class Augmentation:
             raise ValueError(f"expected augmentation.ratio with 0 < low <= high, got {self.ratio}")
         if self.shift < 0:
             raise ValueError(f"expected augmentation.shift of at least 0 pixels, got {self.shift}")
+        for name in ("flip", "color_jitter_prob", "gray_scale_prob"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"expected augmentation.{name} in [0, 1], got {getattr(self, name)}")
+        if len(self.color_jitter) != 4 or min(self.color_jitter) < 0 or self.color_jitter[3] > 0.5:
+            raise ValueError(
+                "expected augmentation.color_jitter to be ranges >= 0 of brightness, contrast, saturation and hue (at "
+                f"most 0.5), got {self.color_jitter}"
+            )
+        if any(self.color_jitter) != (self.color_jitter_prob > 0):
+            raise ValueError(
+                "expected both of augmentation.color_jitter and augmentation.color_jitter_prob or none, got "
+                f"{self.color_jitter} and {self.color_jitter_prob}"
+            )
+
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> Geometry:
+        """Draw the geometry of an image.
+
+        Args:
+          height: height of the upright image, in pixels.
+          width: width of the upright image, in pixels.
+          rng: random generator.
+        """
+        if tuple(self.scale) == (1.0, 1.0):
+            side = min(height, width)
+            box = Box((height - side) // 2, (width - side) // 2, side, side)
+        else:
+            box = random_crop_box(height, width, rng, self.scale, self.ratio)
+        down, right = rng.integers(-self.shift, self.shift + 1, size=2).tolist() if self.shift else (0, 0)
+        return Geometry(box, (down, right), self.flip > 0 and bool(rng.random() < self.flip))
+
+    @property
+    def adjusts_colors(self) -> bool:
+        """True if the colors of some images change."""
+        return self.color_jitter_prob > 0 or self.gray_scale_prob > 0
+
+    def draw_color(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw the color parameters of an image.
+
+        Returns:
+          float32 [7], see `infcl_jax.ops.color.ColorBatch`.
+        """
+        jitter, order, *uniform, gray = rng.random(7).tolist()
+        brightness, contrast, saturation, hue = self.color_jitter
+        low = [max(0.0, 1 - brightness), max(0.0, 1 - contrast), max(0.0, 1 - saturation), -hue]
+        high = [1 + brightness, 1 + contrast, 1 + saturation, hue]
+        factors = [a + (b - a) * u for a, b, u in zip(low, high, uniform, strict=True)]
+        order = int(order * math.factorial(len(factors)))
+        return np.array([jitter < self.color_jitter_prob, order, *factors, gray < self.gray_scale_prob], np.float32)
 
     def __call__(self, image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Transform one image: uint8 [H, W, 3] to uint8 [size, size, 3]."""
-        if self.scale == (1.0, 1.0):
-            image = resize_center_crop(image, size)
-        else:
-            image = random_resized_crop(image, size, rng, scale=self.scale, ratio=self.ratio)
-        return random_shift(image, self.shift, rng)
+        """Transform the geometry of an image, uint8 [H, W, 3] to uint8 [size, size, 3].
+
+        Raises:
+          ValueError: the image is not uint8 [H, W, 3].
+        """
+        _check_image(image)
+        height, width, _ = image.shape
+        geometry = self.draw(height, width, rng)
+        if geometry.box == (0, 0, size, size) and (height, width) == (size, size):
+            return geometry.finish(image)
+        return geometry.finish(resize_box(Image.fromarray(image), geometry.box, size))

@@ -6,6 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+_COUNTS = {2: "two", 3: "three", 4: "four"}
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
 
 
@@ -129,7 +130,7 @@ def type_name(kind: Any) -> str:
     entries = [type_name(entry).split(" ", 1)[-1] for entry in get_args(kind) if entry is not Ellipsis]
     if _length(kind) is None:
         return f"a tuple of {entries[0]}s"
-    return f"two {entries[0]}s" if len(set(entries)) == 1 else f"a ({', '.join(entries)}) pair"
+    return f"{_COUNTS[len(entries)]} {entries[0]}s" if len(set(entries)) == 1 else f"a ({', '.join(entries)}) pair"
 
 
 def _length(kind: Any) -> int | None:

@@ -61,6 +61,13 @@ _DATA = (
     Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"', fixed=True),
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
     Setting(
+        "decode",
+        str,
+        "auto",
+        'decoder of training images; "nvimgcodec": the GPUs; "auto": the GPUs if they can, else Pillow',
+        ("auto", "pillow", "nvimgcodec"),
+    ),
+    Setting(
         "num_workers",
         int | None,
         None,
@@ -86,10 +93,20 @@ _DATA = (
         "augmentation.scale",
         tuple[float, float],
         (0.9, 1.0),
-        "area range of random crops, as a fraction of the image; (1, 1): no crop",
+        "area range of random crops, as a fraction of the image; (1, 1): the central square",
         Range(0, 1, above=True),
     ),
     Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
+    Setting("augmentation.flip", float, 0.0, "probability of a horizontal flip", _FRACTION),
+    Setting(
+        "augmentation.color_jitter",
+        tuple[float, float, float, float],
+        (0.0, 0.0, 0.0, 0.0),
+        "ranges of brightness, contrast, saturation and hue (at most 0.5), as in OpenCLIP",
+        _FROM_ZERO,
+    ),
+    Setting("augmentation.color_jitter_prob", float, 0.0, "probability of color jitter", _FRACTION),
+    Setting("augmentation.gray_scale_prob", float, 0.0, "probability of a gray image", _FRACTION),
 )
 
 _TEXT = (

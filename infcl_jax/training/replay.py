@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.grad_cache import Replay
+from infcl_jax.ops.color import ColorBatch, with_colors
 
 
 class Reader(Protocol):
@@ -46,4 +47,7 @@ def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
     def load_text(number: int) -> np.ndarray:
         return texts[number] if number in texts else read(number)["text"]
 
-    return {"image": Replay(reader.rows, lambda number: read(number)["image"]), "text": Replay(reader.rows, load_text)}
+    def load_image(number: int) -> np.ndarray | ColorBatch:
+        return with_colors(read(number))
+
+    return {"image": Replay(reader.rows, load_image), "text": Replay(reader.rows, load_text)}

@@ -15,6 +15,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
 from infcl_jax.models import TOWERS, CLIPOutput
+from infcl_jax.ops.color import adjusted
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState, without_frozen
@@ -53,7 +54,8 @@ def make_train_step(
     """Create the compiled step `(state, {"image", "text"}) -> (state, metrics)`.
 
     The step donates its input state. Losses with sample state also need `"index"`, the sample index of each pair, in
-    the batch, and `samples` in the state.
+    the batch, and `samples` in the state. The images can be a `infcl_jax.ops.color.ColorBatch`: the step adjusts their
+    colors, with gradient caching in each pass.
 
     Batch normalization normalizes over the global batch. With gradient caching it normalizes over one device's rows of
     a chunk, and a further forward pass over `chunk_size` images of each step updates the running statistics. Running
@@ -183,7 +185,12 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
         def model(params: Any) -> tuple[CLIPOutput, Any]:
             variables = state.variables | {"params": {**state.params, **params}}
             return state.apply_fn(
-                variables, batch["image"], batch["text"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
+                variables,
+                adjusted(batch["image"]),
+                batch["text"],
+                train=True,
+                rngs={"dropout": key},
+                mutable=["batch_stats"],
             )
 
         # The abstract mesh tells the encoders' ops how rows are sharded. The loss has its own mesh argument.
@@ -205,6 +212,7 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
     def value_and_grad(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
         def encoder(method: str) -> Callable:
             def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
+                chunk = adjusted(chunk)  # texts have no colors
                 return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
 
             return encode
@@ -235,18 +243,21 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _new_statistics(apply_fn: Callable, variables: Any, image: jax.Array, key: jax.Array) -> Any:
+def _new_statistics(apply_fn: Callable, variables: Any, image: Any, key: jax.Array) -> Any:
     """Update the running statistics of batch normalization with a batch of images."""
     settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
-    return apply_fn(variables, image, **settings)[1]["batch_stats"]
+    return apply_fn(variables, adjusted(image), **settings)[1]["batch_stats"]
 
 
 def _statistics_images(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
     """Return `chunk_size` images on the devices, for the running statistics."""
     if cache.residency == "device":
-        return image[: cache.chunk_size]
-    rows = image.load(0) if isinstance(image, Replay) else image[: cache.chunk_size // jax.process_count()]
-    return jax.device_put(rows) if sharding is None else jax.make_array_from_process_local_data(sharding, rows)
+        return jax.tree.map(lambda rows: rows[: cache.chunk_size], image)
+    local_rows = cache.chunk_size // jax.process_count()
+    rows = image.load(0) if isinstance(image, Replay) else jax.tree.map(lambda rows: rows[:local_rows], image)
+    if sharding is None:
+        return jax.device_put(rows)
+    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), rows)
 
 
 def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:

@@ -6,7 +6,7 @@ from golden import make_torchvision_transforms as golden
 from PIL import Image
 
 from infcl_jax.data import Augmentation
-from infcl_jax.data.transforms import random_crop_box, random_resized_crop, random_shift, resize_center_crop
+from infcl_jax.data.transforms import Box, Geometry, random_crop_box, resize_box, resize_center_crop, shift_pixels
 
 
 @pytest.fixture(scope="module")
@@ -104,29 +104,44 @@ def test_crop_draws_a_fixed_number(shape):
 @pytest.mark.parametrize("shape", [(61, 97), (10, 200), (200, 10), (3, 3), (1, 7)])
 def test_crop_resizes_its_box_alone(shape):
     image = rng().integers(0, 256, (*shape, 3), dtype=np.uint8)
+    augmentation = Augmentation(scale=(0.2, 1.0))
     for seed in range(20):
         top, left, height, width = random_crop_box(*shape, rng(seed), (0.2, 1.0), (3 / 4, 4 / 3))
         box = Image.fromarray(image).crop((left, top, left + width, top + height))
         expected = np.asarray(box.resize((16, 16), Image.Resampling.BICUBIC))
-        assert (random_resized_crop(image, 16, rng(seed), scale=(0.2, 1.0)) == expected).all()
+        assert (augmentation(image, 16, rng(seed)) == expected).all()
 
 
-def test_whole_image_crop_is_a_resize():
-    image = ramp(64, 64)
-    crop = random_resized_crop(image, 32, rng(), scale=(1.0, 1.0), ratio=(1.0, 1.0))
-    assert (crop == resize_center_crop(image, 32)).all()
+def test_fractional_box_is_resized_in_place():
+    ramps = np.stack([np.linspace(0, 240, 41)] * 33)[..., None].repeat(3, 2).round().astype(np.uint8)  # 6 per column
+    resized = resize_box(Image.fromarray(ramps), Box(0.5, 4.25, 16, 32), 16)[8, 4:-4, 0]
+    np.testing.assert_allclose(resized, 6 * (4.25 + 2 * np.arange(4, 12) + 0.5), atol=1)
 
 
-def test_shift_moves_whole_pixels_and_repeats_the_border():
+@pytest.mark.parametrize("shift", [(0, 0), (2, -1), (-3, 5), (30, 0)])
+def test_shift_moves_whole_pixels_and_repeats_the_border(shift):
+    shifted = shift_pixels(ramp(20, 20), shift)
+    rows, columns = (np.clip(np.arange(20) - d, 0, 19) for d in shift)
+    assert (shifted[..., 0] == rows[:, None]).all() and (shifted[..., 1] == columns[None, :]).all()
+
+
+def test_augmentation_draws_all_shifts():
+    shifts = {Augmentation(shift=2).draw(20, 20, rng(seed)).shift for seed in range(200)}
+    assert shifts == {(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)}
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_flip_has_its_probability_and_keeps_the_other_draws(probability):
+    plain, flipping = Augmentation(shift=1), Augmentation(shift=1, flip=probability)
+    drawn = [flipping.draw(30, 40, rng(seed)) for seed in range(400)]
+    assert [geometry[:2] for geometry in drawn] == [plain.draw(30, 40, rng(seed))[:2] for seed in range(400)]
+    assert abs(np.mean([geometry.flip for geometry in drawn]) - probability) < 0.08 * (0 < probability < 1) + 1e-9
+
+
+def test_flip_mirrors_the_shifted_image():
     image = ramp(20, 20)
-    moves = set()
-    for seed in range(200):
-        shifted = random_shift(image, 2, rng(seed))
-        dy, dx = 10 - int(shifted[10, 10, 0]), 10 - int(shifted[10, 10, 1])
-        moves.add((dy, dx))
-        rows, columns = (np.clip(np.arange(20) - d, 0, 19) for d in (dy, dx))
-        assert (shifted[..., 0] == rows[:, None]).all() and (shifted[..., 1] == columns[None, :]).all()
-    assert moves == {(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)}
+    flipped = Geometry(Box(0, 0, 20, 20), (0, 3), flip=True).finish(image)
+    assert (flipped[0, :, 1] == np.clip(np.arange(20) - 3, 0, 19)[::-1]).all()
 
 
 @pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation(shift=2), Augmentation(scale=(0.3, 1.0))])
@@ -139,9 +154,31 @@ def test_augmentation_follows_the_generator_and_keeps_its_input(augmentation):
     assert first.shape == (32, 32, 3) and first.dtype == np.uint8
 
 
-def test_augmentation_of_the_whole_area_is_the_center_crop():
-    image = golden.noise(48, 40)
-    assert (Augmentation(scale=(1.0, 1.0))(image, 32, rng()) == resize_center_crop(image, 32)).all()
+COLORS = Augmentation(color_jitter=(0.4, 1.2, 0.0, 0.1), color_jitter_prob=0.8, gray_scale_prob=0.2)
+
+
+def test_colors_are_drawn_from_their_ranges():
+    colors = np.stack([COLORS.draw_color(rng(seed)) for seed in range(2000)])
+    assert colors.dtype == np.float32
+    jitter, order, *factors, gray = colors.T
+    assert abs(jitter.mean() - 0.8) < 0.03 and abs(gray.mean() - 0.2) < 0.03
+    assert set(order) == set(range(24)) and np.bincount(order.astype(int)).min() > 40
+    for values, low, high in zip(factors, (0.6, 0.0, 1.0, -0.1), (1.4, 2.2, 1.0, 0.1), strict=True):
+        assert low <= values.min() <= low + 0.01 and high - 0.01 <= values.max() <= high
+        np.testing.assert_allclose(values.mean(), (low + high) / 2, atol=0.06)
+
+
+def test_colors_are_adjusted_with_a_probability():
+    assert COLORS.adjusts_colors and Augmentation(gray_scale_prob=0.1).adjusts_colors
+    assert not Augmentation(flip=1.0).adjusts_colors
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (48, 40), (31, 97)])
+def test_augmentation_of_the_whole_area_is_the_central_square(shape):
+    image, side = golden.noise(*shape), min(shape)
+    top, left = ((length - side) // 2 for length in shape)
+    square = image[top : top + side, left : left + side]
+    assert (Augmentation(scale=(1.0, 1.0))(image, 32, rng()) == resize_center_crop(square, 32)).all()
 
 
 @pytest.mark.parametrize(
@@ -150,16 +187,32 @@ def test_augmentation_of_the_whole_area_is_the_center_crop():
 def test_bad_images(image):
     for transform in (
         resize_center_crop,
-        lambda x, s: random_resized_crop(x, s, rng()),
-        lambda x, s: random_shift(x, 1, rng()),
+        lambda x, s: Augmentation()(x, s, rng()),
+        lambda x, s: shift_pixels(x, (1, 1)),
     ):
         with pytest.raises(ValueError, match="expected an image of uint8"):
             transform(image, 8)
 
 
+JITTER = {"color_jitter_prob": 0.5}
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"scale": (0.0, 1.0)}, {"scale": (1.0, 0.9)}, {"scale": (0.5, 1.5)}, {"ratio": (2.0, 1.0)}, {"shift": -1}],
+    [
+        {"color_jitter": (0.1, 0.1, 0.1, 0.6), **JITTER},
+        {"color_jitter": (0.1, -0.1, 0.1, 0.1), **JITTER},
+        {"color_jitter": (0.1, 0.1, 0.1), **JITTER},
+        {"color_jitter": (0.1, 0.1, 0.1, 0.1)},
+        {"color_jitter_prob": 0.5},
+        {"gray_scale_prob": -0.1},
+        {"scale": (0.0, 1.0)},
+        {"scale": (1.0, 0.9)},
+        {"scale": (0.5, 1.5)},
+        {"ratio": (2.0, 1.0)},
+        {"shift": -1},
+        {"flip": 1.1},
+    ],
 )
 def test_bad_augmentation(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -153,6 +153,7 @@ MISTAKES = {
     "no config file": (("experiments.train", "--config=configs/none.py"), "configs/none.py.*get_config"),
     "no config": (("experiments.train",), "--config.*configs/quickstart.py"),
     "key without config": (("experiments.train", "--config.batch_size=3"), "--config too"),
+    "no GPU decoder": ((*TRAIN, "--config.decode=nvimgcodec"), "nvimgcodec.*; choose decode='auto' or 'pillow'"),
     "no workdir": ((*TRAIN, "--workdir="), "--workdir"),
     "workdir below a file": ((*TRAIN, "--workdir={tmp}/file/run"), "cannot write.*choose another --workdir"),
     "dataset not prepared": (

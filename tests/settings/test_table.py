@@ -59,7 +59,8 @@ def test_bounds_choices_and_defaults_are_allowed(name):
         for choice in setting.values:
             setting.check((choice,) if isinstance(setting.default, tuple) else choice)
     elif setting.values is not None and not setting.values.above:
-        setting.check(setting.values.low)
+        low = setting.values.low
+        setting.check((low,) * len(setting.default) if isinstance(setting.default, tuple) else low)
 
 
 @pytest.mark.parametrize("name", REQUIRED)

@@ -12,9 +12,11 @@ import pytest
 import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
+from infcl_jax.data import Augmentation
 from infcl_jax.distributed import shard_batch
 from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput
+from infcl_jax.ops.color import ColorBatch, adjust_colors
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
 from infcl_jax.training import LOSSES, GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 
@@ -30,14 +32,14 @@ def fresh(model):
     return jax.device_get(create_state(model, optax.sgd(RATE), runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1)))
 
 
-def stepper(devices, loss="clip", implementation=None, **cache):
+def stepper(devices, loss="clip", implementation=None, batch=None, **cache):
     """`state on the host -> (state, metrics) after a step, on the host`."""
+    batch = runs.batch(BATCH) if batch is None else batch
     mesh = oracle.mesh_of(devices)
     step = make_train_step(make_loss(loss, mesh, implementation), 0, GradCacheConfig(**cache), mesh)
 
     def take(state):
         placed = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        batch = runs.batch(BATCH)
         return jax.device_get(step(placed, batch if cache.get("residency") == "host" else shard_batch(mesh, batch)))
 
     return take
@@ -119,6 +121,40 @@ def test_a_step_depends_on_neither_devices_nor_implementation(linear, linear_ste
 def test_gradient_caching_makes_the_same_step(request, clip_step, model, devices, cache):
     state = request.getfixturevalue(model)
     assert_same_step(stepper(devices, **cache)(state), clip_step(state), state)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cache"),
+    [
+        (1, {}),
+        (4, {}),
+        (1, {"chunk_size": 12, "keep": 1}),
+        (4, {"chunk_size": 16}),
+        (1, {"chunk_size": 12, "residency": "host"}),
+        (4, {"chunk_size": 16, "residency": "host"}),
+        (1, {"chunk_size": 16, "residency": "replay"}),
+    ],
+    ids=str,
+)
+def test_colors_are_those_of_the_row(linear, devices, cache):
+    batch = runs.batch(BATCH)
+    augmentation = Augmentation(color_jitter=(0.4, 0.4, 0.4, 0.1), color_jitter_prob=0.8, gray_scale_prob=0.2)
+    color = np.stack([augmentation.draw_color(np.random.default_rng(row)) for row in range(BATCH)])
+    unadjusted = ColorBatch(batch["image"], color)
+    expected = stepper(1, batch=batch | {"image": np.asarray(adjust_colors(unadjusted))})(linear)
+    if cache.get("residency") == "replay":
+        size = cache["chunk_size"]
+        whole = {"image": unadjusted, "text": batch["text"]}
+
+        def load(name):
+            return lambda n: jax.tree.map(lambda a: a[n * size : (n + 1) * size], whole[name])
+
+        step = make_train_step(make_loss("clip", None, None), 0, GradCacheConfig(**cache))
+        result = jax.device_get(step(jax.device_put(linear), {name: Replay(BATCH, load(name)) for name in whole}))
+    else:
+        result = stepper(devices, batch=batch | {"image": unadjusted}, **cache)(linear)
+    assert_same_step(result, expected, linear)
+    assert oracle.relative_error(update(stepper(1)(linear)[0], linear), update(expected[0], linear)) > 1e-3
 
 
 def test_driven_from_the_host_features_go_before_activations_come(linear):

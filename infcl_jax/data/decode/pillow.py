@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from PIL import Image
+
+from infcl_jax.data.transforms import Box, Geometry, resize_box
 
 # Other formats of Pillow start programs (EPS) or are not photographs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -24,6 +27,9 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_TRANSPOSED = (5, 6, 7, 8)  # orientations whose rows are stored as columns
+_MIRRORED_ROWS, _MIRRORED_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)  # axes of the upright image
+_REDUCTIONS = (1, 2, 4, 8)  # of Pillow's draft mode
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -45,18 +51,88 @@ def decode(data: bytes) -> np.ndarray:
         `MAX_PIXELS` pixels.
       Exception: the file is damaged; Pillow raises any exception.
     """
+    with open_image(data) as file:
+        return np.asarray(_load_upright(file))
+
+
+def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) -> np.ndarray:
+    """Decode a crop box of an image file and resize it.
+
+    The resize is bicubic and antialiased.
+
+    JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if the box still has `size` pixels on each side. The inverse DCT
+    of libjpeg does this (Pillow's `draft`). Such pixels differ from those of a full decoding by less than 1 of 255
+    levels on average and 16 at most, on photographs. All other results equal those of `decode` and `resize_box`.
+
+    Args:
+      data: contents of a file in one of `FORMATS`.
+      draw: function from height and width of the upright image, in pixels, to the geometry of the result.
+      size: side S of the result, in pixels.
+
+    Returns:
+      uint8 [S, S, 3].
+
+    Raises:
+      Exception: see `decode`.
+    """
+    with open_image(data) as file:
+        if file.format != "JPEG":  # Pillow can rotate other formats while it loads them
+            image = _load_upright(file)
+            geometry = draw(image.height, image.width)
+            return geometry.finish(resize_box(image, geometry.box, size))
+        orientation, (width, height) = orientation_of(file), file.size
+        geometry = draw(width, height) if orientation in _TRANSPOSED else draw(height, width)
+        shorter = min(geometry.box.height, geometry.box.width)
+        factor = max(factor for factor in _REDUCTIONS if factor == 1 or factor * size <= shorter)
+        if factor > 1:
+            file.draft(None, (width // factor, height // factor))
+        box = _reduced_box(geometry.box, factor, orientation, (width, height))
+        return geometry.finish(resize_box(_load_upright(file), box, size))
+
+
+def _reduced_box(box: Box, factor: int, orientation: int, stored_size: tuple[int, int]) -> Box:
+    """Return the box in the pixels of the reduced upright image.
+
+    The last stored row and column of a reduced image can be fractions of a pixel. A mirrored axis begins with them.
+    """
+    width, height = (-(-side // factor) - side / factor for side in stored_size)
+    if orientation in _TRANSPOSED:
+        width, height = height, width
+    top = box.top / factor + (height if orientation in _MIRRORED_ROWS else 0)
+    left = box.left / factor + (width if orientation in _MIRRORED_COLUMNS else 0)
+    return Box(top, left, box.height / factor, box.width / factor)
+
+
+@contextlib.contextmanager
+def open_image(data: bytes) -> Iterator[Image.Image]:
+    """Read the header of an image file and check its size.
+
+    Raises:
+      ValueError: see `decode`.
+      Exception: the header is damaged.
+    """
     try:
         file = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise ValueError(f"expected an image file in one of {', '.join(FORMATS)}, got {data[:12]!r}...") from None
     with file:
         _check_size(*file.size)
-        file.load()
-        image = _to_rgb(file)
-        orientation = 1
-        with contextlib.suppress(Exception):  # damaged metadata do not spoil the pixels
-            orientation = file.getexif().get(_ORIENTATION, 1)
-        return np.asarray(image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image)
+        yield file
+
+
+def orientation_of(file: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if there is none."""
+    with contextlib.suppress(Exception):  # damaged metadata do not spoil the pixels
+        orientation = file.getexif().get(_ORIENTATION, 1)
+        return orientation if orientation in _UPRIGHT else 1
+    return 1
+
+
+def _load_upright(file: Image.Image) -> Image.Image:
+    """Load the pixels as RGB and apply the EXIF orientation."""
+    file.load()
+    image, orientation = _to_rgb(file), orientation_of(file)
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 def _check_size(width: int, height: int) -> None:

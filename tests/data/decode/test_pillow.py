@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.benchmarks.decode import photograph
+from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import decode, pillow
+from infcl_jax.data.decode.pillow import decode_crop
+from infcl_jax.data.transforms import resize_box
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 
@@ -150,3 +154,58 @@ def test_truncated_images_are_refused():
 def test_formats_are_known_to_pillow():
     Image.init()
     assert set(pillow.FORMATS) - {"AVIF", "JPEG2000"} <= set(Image.OPEN)
+
+
+def cropped(data, size, seed):
+    """The result of `decode_crop`, and the same crop of the fully decoded image."""
+    drawn = []
+
+    def draw(height, width):
+        drawn.append(Augmentation(shift=2, flip=0.5).draw(height, width, np.random.default_rng(seed)))
+        return drawn[-1]
+
+    crop, whole = decode_crop(data, draw, size), Image.fromarray(decode(data))
+    return crop, drawn[0].finish(resize_box(whole, drawn[0].box, size))
+
+
+@pytest.mark.parametrize("size", [32, 60, 113])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_reduced_jpeg_is_close_to_the_full_decoding(orientation, subsampling, size):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for seed, shape in enumerate([(240, 320), (241, 319), (361, 270)]):
+        data = encoded(photograph(0, *shape), "jpeg", quality=90, subsampling=subsampling, exif=exif)
+        crop, expected = cropped(data, size, seed)
+        difference = np.abs(crop.astype(int) - expected)
+        assert difference.mean() < 1 and difference.max() <= 16
+
+
+@pytest.mark.parametrize("size,factor", [(224, 1), (200, 1), (120, 1), (105, 2), (55, 4), (28, 8), (8, 8)])
+def test_reduction_keeps_the_pixels_of_the_box(monkeypatch, size, factor):
+    loaded = []
+    resize = Image.Image.crop
+    monkeypatch.setattr(Image.Image, "crop", lambda self, box: loaded.append(self.size) or resize(self, box))
+    cropped(encoded(photograph(0, 225, 300), "jpeg"), size, 0)
+    assert loaded[0] == (-(-300 // factor), -(-225 // factor))
+
+
+@pytest.mark.parametrize("format,size", [("png", 20), ("webp", 20), ("tiff", 20), ("jpeg", 100)])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_other_images_are_decoded_in_full(format, size, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photograph(0, 90, 120), format, exif=exif)
+    for seed in range(3):
+        np.testing.assert_array_equal(*cropped(data, size, seed))
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+def test_reduced_jpeg_keeps_its_colors(mode):
+    crop, expected = cropped(encoded(photograph(0, 240, 320).convert(mode), "jpeg", quality=95), 50, 0)
+    assert np.abs(crop.astype(int) - expected).mean() < 2
+
+
+def test_truncated_jpeg_is_refused_when_reduced():
+    with pytest.raises(OSError, match="truncated"):
+        cropped(encoded(photograph(0, 240, 320), "jpeg")[:-2000], 50, 0)

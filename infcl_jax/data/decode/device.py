@@ -1,0 +1,226 @@
+"""Decoding of whole batches on the devices.
+
+Reading threads and workers pack encoded images and their crop boxes. This stage decodes them on the devices, ahead of
+training. The host decodes the images that a device refuses or does not support.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Bool, Float, Int, UInt8
+
+from infcl_jax.data.decode.pillow import open_image, orientation_of
+from infcl_jax.data.iterator import concatenate
+from infcl_jax.data.transforms import Box, Geometry
+
+MAX_DEVICE_PIXELS = 2**24  # 48 MiB; the host decodes larger images, at a reduced size
+STAGED_BATCHES = 2  # decoded batches that wait for the device
+
+_END_OF_IMAGE = b"\xff\xd9"  # last marker of a JPEG
+_HOST_THREADS = 4  # decode refused images
+_ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
+
+# Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
+_ROWS = ("image", "text", "index", "color")
+_PACKED = ("encoded", "length", "box", "shift", "flip", "row")
+
+
+class DeviceDecoder(Protocol):
+    """Decoder of one device."""
+
+    def __call__(
+        self, encoded: Sequence[np.ndarray], boxes: Float[np.ndarray, "b 4"], size: int
+    ) -> tuple[UInt8[jax.Array, "b s s 3"], list[int]]:
+        """Decode images, crop their boxes and resize these (bicubic, antialiased).
+
+        Args:
+          encoded: contents of the image files, uint8 arrays; empty for images to skip.
+          boxes: (top, left, height, width) of each crop box, in pixels.
+          size: side S of the results, in pixels.
+
+        Returns:
+          The images on the device, and the rows that are not decoded, in order. Their pixels are undefined.
+        """
+        ...
+
+
+class EncodedImage(NamedTuple):
+    """JPEG file that a device can decode.
+
+    Attributes:
+      data: contents of the file.
+      geometry: crop box, shift and flip.
+    """
+
+    data: bytes
+    geometry: Geometry
+
+
+def encoded_image(data: bytes, draw: Callable[[int, int], Geometry]) -> EncodedImage | None:
+    """Read the header of an image file that a device can decode.
+
+    Devices decode complete, upright JPEGs with one or three channels, up to `MAX_DEVICE_PIXELS`.
+
+    Args:
+      data: contents of the file.
+      draw: function from height and width of the upright image, in pixels, to the geometry of the result.
+
+    Returns:
+      The file with its geometry; None if the host must decode it.
+
+    Raises:
+      Exception: the header is damaged, or the size out of range; see `infcl_jax.data.decode.decode`.
+    """
+    with open_image(data) as file:
+        width, height = file.size
+        # Decoders of devices may accept truncated files, which the host refuses.
+        complete = data[-64:].rstrip(b"\0\r\n").endswith(_END_OF_IMAGE)
+        if file.format != "JPEG" or file.mode not in ("L", "RGB") or not complete:
+            return None
+        if width * height > MAX_DEVICE_PIXELS or orientation_of(file) != 1:
+            return None
+        return EncodedImage(data, draw(height, width))
+
+
+def pack(rows: Sequence[int], images: Sequence[EncodedImage | np.ndarray]) -> dict[str, np.ndarray]:
+    """Pack images into arrays that can be concatenated.
+
+    Args:
+      rows: global rows of the batch.
+      images: images for the device, or pixels uint8 [S, S, 3] that the host has decoded, whose boxes are empty.
+    """
+    data = [np.frombuffer(i.data, np.uint8) if isinstance(i, EncodedImage) else i.reshape(-1) for i in images]
+    geometries = [i.geometry if isinstance(i, EncodedImage) else _ON_HOST for i in images]
+    return {
+        "encoded": np.concatenate(data),
+        "length": np.array([array.size for array in data], np.int64),
+        "box": np.array([geometry.box for geometry in geometries], np.float32),
+        "shift": np.array([geometry.shift for geometry in geometries], np.int32),
+        "flip": np.array([geometry.flip for geometry in geometries], bool),
+        "row": np.array(rows, np.int64),
+    }
+
+
+class DeviceStage:
+    """Decode packed batches on the devices of this process.
+
+    Args:
+      decoders: decoder of each device, by device.
+      sharding: sharding of the batch's rows.
+      host_rows: function that decodes (global row, sample index) pairs on the host to a batch with "image", "text" and
+        "index". It replaces bad records.
+      size: side S of the images, in pixels.
+    """
+
+    def __init__(
+        self,
+        decoders: Mapping[jax.Device, DeviceDecoder],
+        sharding: NamedSharding,
+        host_rows: Callable[[Sequence[tuple[int, int]]], dict[str, np.ndarray]],
+        size: int,
+    ) -> None:
+        self._decoders, self._sharding, self._host_rows, self._size = decoders, sharding, host_rows, size
+        self._threads = concurrent.futures.ThreadPoolExecutor(len(decoders), "decode-device")
+        self._host_threads = concurrent.futures.ThreadPoolExecutor(_HOST_THREADS, "decode-host")
+        # Arrays of the decoders with the programs that read them. The memory of the decoders is not JAX's, so they
+        # must stay until the programs have run.
+        self._staged: collections.deque[tuple[list[jax.Array], jax.Array]] = collections.deque()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Decode a packed batch.
+
+        Args:
+          batch: arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
+
+        Returns:
+          The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes, instead of the packed
+          arrays. Replaced records have another "text" and "index".
+        """
+        result = {key: np.copy(array) if key in ("text", "index") else array for key, array in batch.items()}
+        packed = {key: result.pop(key) for key in _PACKED}
+        data = np.split(packed["encoded"], np.cumsum(packed["length"])[:-1])
+        pixels: dict[int, np.ndarray] = {}  # decoded by the host, by row
+        for row in np.flatnonzero(packed["box"][:, 2] == 0).tolist():
+            pixels[row] = data[row].reshape(self._size, self._size, 3)
+            data[row] = data[row][:0]
+        blocks = self._blocks(len(data))
+        decoded = list(self._threads.map(lambda block: self._decode(block, data, packed["box"]), blocks))
+        refused = sorted(row for _, rows in decoded for row in rows if row not in pixels)
+        pairs = [[(int(packed["row"][row]), int(result["index"][row]))] for row in refused]
+        chunks = list(self._host_threads.map(self._host_rows, pairs))
+        for row, chunk in zip(refused, chunks, strict=True):
+            pixels[row] = chunk["image"][0]
+            result["text"][row], result["index"][row] = chunk["text"][0], chunk["index"][0]
+        # Entries that are not rows, such as lists of bad records.
+        result |= concatenate([{k: v for k, v in c.items() if k not in _ROWS} for c in (result, *chunks)])
+        finished = [
+            _finish(images, packed["shift"][rows], packed["flip"][rows], *_replacements(pixels, rows, self._size))
+            for (_, rows), (images, _) in zip(blocks, decoded, strict=True)
+        ]
+        shape = (len(data) * len(self._sharding.device_set) // len(blocks), self._size, self._size, 3)
+        image = jax.make_array_from_single_device_arrays(shape, self._sharding, finished)
+        self._staged.append(([images for images, _ in decoded], image))
+        while len(self._staged) > STAGED_BATCHES:
+            self._staged.popleft()[1].block_until_ready()
+        return result | {"image": image}
+
+    def _blocks(self, rows: int) -> list[tuple[jax.Device, slice]]:
+        """Return the devices of this process and their rows, in order."""
+        starts = self._sharding.addressable_devices_indices_map((len(self._sharding.device_set),))
+        devices = sorted(starts, key=lambda device: starts[device][0].start or 0)
+        size = rows // len(devices)
+        return [(device, slice(d * size, (d + 1) * size)) for d, device in enumerate(devices)]
+
+    def _decode(
+        self, block: tuple[jax.Device, slice], data: Sequence[np.ndarray], boxes: np.ndarray
+    ) -> tuple[jax.Array, list[int]]:
+        """Decode the rows of one device.
+
+        Returns:
+          Its images, and the rows of the batch that it refused.
+        """
+        device, rows = block
+        images, refused = self._decoders[device](data[rows], boxes[rows], self._size)
+        return images, [rows.start + row for row in refused]
+
+
+def _replacements(pixels: dict[int, np.ndarray], rows: slice, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a block that the host has decoded, and their pixels.
+
+    Padded to a power of two with a row beyond the block, so that few shapes are compiled.
+    """
+    replaced = [row for row in range(rows.start, rows.stop) if row in pixels]
+    padded = 1 << max(0, len(replaced) - 1).bit_length()
+    numbers, images = np.full(padded, rows.stop - rows.start, np.int32), np.zeros((padded, size, size, 3), np.uint8)
+    for i, row in enumerate(replaced):
+        numbers[i], images[i] = row - rows.start, pixels[row]
+    return numbers, images
+
+
+@jax.jit
+def _finish(
+    images: UInt8[jax.Array, "b s s 3"],
+    shift: Int[jax.Array, "b 2"],
+    flip: Bool[jax.Array, " b"],
+    rows: Int[jax.Array, " r"],
+    replacements: UInt8[jax.Array, "r s s 3"],
+) -> UInt8[jax.Array, "b s s 3"]:
+    """Shift and mirror images as `Geometry.finish` does, then replace rows."""
+    size = images.shape[1]
+
+    def move(image: jax.Array, shift: jax.Array, flip: jax.Array) -> jax.Array:
+        pixels = jnp.arange(size)
+        y = jnp.clip(pixels - shift[0], 0, size - 1)
+        x = jnp.clip(jnp.where(flip, pixels[::-1], pixels) - shift[1], 0, size - 1)
+        return image[y][:, x]
+
+    moved = jax.vmap(move)(images, shift, flip)
+    return moved.at[rows].set(replacements, mode="drop")

@@ -1,0 +1,170 @@
+"""Image decoder of the GPU, nvImageCodec."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from infcl_jax.data.decode.device import STAGED_BATCHES
+from infcl_jax.data.decode.resize_kernel import SOURCE, THREADS
+
+GROUP_IMAGES = 256  # images decoded at a time
+GROUP_BYTES = 2**28  # decoded and half-resized pixels of a group
+LIBRARY_BYTES = 2**30  # buffers of nvImageCodec and nvJPEG, not measured
+
+
+def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, NvImageCodecDecoder]:
+    """Create a decoder for each GPU of this process.
+
+    Args:
+      devices: GPUs.
+      rows: rows of the batch on each GPU.
+      size: side S of the images, in pixels.
+
+    Raises:
+      ValueError: the decoders do not start, or JAX has left too little memory for them.
+    """
+    try:
+        decoders = {device: NvImageCodecDecoder(device) for device in devices}
+        free = min(decoder.free_bytes() for decoder in decoders.values())
+    except Exception as error:  # the packages raise exceptions of their own
+        raise ValueError(f"expected nvImageCodec to start, got {error}; choose decode='pillow'") from error
+    if free < (needed := memory_bytes(rows, size)):
+        raise ValueError(
+            f"expected {needed / 2**30:.1f} GiB of GPU memory outside of JAX's for decode='nvimgcodec', got "
+            f"{free / 2**30:.1f} GiB; set XLA_CLIENT_MEM_FRACTION to a lower share, or choose decode='pillow'"
+        )
+    return decoders
+
+
+def memory_bytes(rows: int, size: int) -> int:
+    """Bytes of GPU memory that a decoder takes outside of JAX's memory.
+
+    The staged batches and the one being decoded, two groups of decoded images, and the library's buffers.
+
+    Args:
+      rows: rows of the batch on one GPU.
+      size: side S of the images, in pixels.
+    """
+    return (STAGED_BATCHES + 1) * rows * 3 * size**2 + 2 * GROUP_BYTES + LIBRARY_BYTES
+
+
+class NvImageCodecDecoder:
+    """Decoder of one GPU, a `DeviceDecoder`.
+
+    Decodes with the GPU's JPEG engines, or its SMs if there are none, and resizes with `resize_kernel`. All work runs
+    on a stream of its own, which overlaps training. `CUDA_DEVICE_MAX_CONNECTIONS=32` must be set before CUDA starts
+    (`infcl_jax.distributed.initialize`). With fewer connections, decoding waits for the queued training programs.
+
+    Args:
+      device: GPU that decodes.
+    """
+
+    def __init__(self, device: jax.Device) -> None:
+        self._codec, self._cupy = _import_packages()
+        self._device = self._cupy.cuda.Device(device.local_hardware_id)
+        kinds = self._codec.BackendKind
+        # Without CPU_ONLY: the host decodes what the GPU refuses, as it decodes all images of other formats.
+        backends = [self._codec.Backend(kind) for kind in (kinds.HW_GPU_ONLY, kinds.HYBRID_CPU_GPU, kinds.GPU_ONLY)]
+        self._decoder = self._codec.Decoder(device_id=self._device.id, backends=backends)
+        self._params = self._codec.DecodeParams(
+            apply_exif_orientation=False, color_spec=self._codec.ColorSpec.SRGB, allow_any_depth=False
+        )
+        with self._device:
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            module = self._cupy.RawModule(code=SOURCE)
+            self._columns, self._rows = (module.get_function(name) for name in ("resize_columns", "resize_rows"))
+
+    def free_bytes(self) -> int:
+        """Bytes of GPU memory that JAX has not reserved and nothing else uses."""
+        with self._device:
+            return self._cupy.cuda.runtime.memGetInfo()[0]
+
+    def __call__(
+        self, encoded: Sequence[np.ndarray], boxes: Float[np.ndarray, "b 4"], size: int
+    ) -> tuple[UInt8[jax.Array, "b s s 3"], list[int]]:
+        """Decode, crop and resize images, see `DeviceDecoder`."""
+        refused: list[int] = []
+        with self._device, self._stream:
+            resized = self._cupy.zeros((len(encoded), size, size, 3), np.uint8)
+            running: Any = None  # buffers of the previous group, in use until its event
+            for group in self._groups(encoded, size, refused):
+                images = self._decoder.decode(
+                    [stream for _, stream in group], params=self._params, cuda_stream=self._stream.ptr
+                )
+                decoded = [(row, image) for (row, _), image in zip(group, images, strict=True) if image is not None]
+                refused += [row for (row, _), image in zip(group, images, strict=True) if image is None]
+                buffers = self._resize(decoded, boxes, size, resized) if decoded else None
+                event = self._stream.record()
+                if running is not None:
+                    running[0].synchronize()
+                running = event, decoded, buffers
+            self._stream.synchronize()
+        return jax.dlpack.from_dlpack(resized), sorted(refused)
+
+    def _groups(self, encoded: Sequence[np.ndarray], size: int, refused: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        """Yield groups of (row, code stream) within `GROUP_IMAGES` and `GROUP_BYTES`; append unreadable rows."""
+        group: list[tuple[int, Any]] = []
+        group_bytes = 0
+        for row, data in enumerate(encoded):
+            stream = self._open(data)
+            if stream is None:
+                refused.append(row)
+                continue
+            image_bytes = 3 * stream.height * (stream.width + size)
+            if group and (len(group) == GROUP_IMAGES or group_bytes + image_bytes > GROUP_BYTES):
+                yield group
+                group, group_bytes = [], 0
+            group.append((row, stream))
+            group_bytes += image_bytes
+        if group:
+            yield group
+
+    def _open(self, data: np.ndarray) -> Any:
+        """Open a file; None if it is empty or its header is damaged."""
+        try:
+            stream = self._codec.CodeStream(data) if data.size else None
+            return stream if stream and stream.height and stream.width else None
+        except RuntimeError:
+            return None
+
+    def _resize(self, decoded: Sequence[tuple[int, Any]], boxes: np.ndarray, size: int, resized: Any) -> Any:
+        """Queue the resize of a group; return the buffers that must outlive it."""
+        cupy, rows = self._cupy, np.array([row for row, _ in decoded])
+        box = boxes[rows].astype(np.float32)
+        heights = (np.ceil(box[:, 0] + box[:, 2]) - np.floor(box[:, 0])).astype(np.int32)
+        interfaces = [image.__cuda_array_interface__ for _, image in decoded]
+        addresses = cupy.asarray(np.array([interface["data"][0] for interface in interfaces], np.uint64))
+        pitches = cupy.asarray(np.array([image.strides[0] for _, image in decoded], np.int64))
+        offsets = cupy.asarray(np.concatenate([[0], np.cumsum(heights)]).astype(np.int32))
+        results, boxes_on_gpu = cupy.asarray(rows.astype(np.int64) * size), cupy.asarray(box)
+        half = cupy.empty((int(heights.sum()), size, 3), np.uint8)
+        blocks, count = -(-size // THREADS), len(decoded)
+        self._columns(
+            (blocks, int(heights.max()), count),
+            (THREADS,),
+            (addresses, pitches, boxes_on_gpu, offsets, np.int32(size), half),
+        )
+        self._rows((blocks, size, count), (THREADS,), (half, boxes_on_gpu, offsets, np.int32(size), results, resized))
+        return addresses, pitches, offsets, results, boxes_on_gpu, half
+
+
+def _import_packages() -> tuple[Any, Any]:
+    """Import nvImageCodec and CuPy."""
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # the reader logs damaged files
+    # nvImageCodec opens libnvjpeg by its name, which the loader finds once the library is loaded.
+    for folder in importlib.util.find_spec("nvidia").submodule_search_locations:
+        for library in sorted(Path(folder).glob("*/lib/libnvjpeg.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    import cupy
+    from nvidia import nvimgcodec
+
+    return nvimgcodec, cupy

@@ -1,0 +1,193 @@
+"""The GPU decoder on the CPU: its kernels compiled as C++, its packages replaced by Pillow and NumPy."""
+
+import contextlib
+import ctypes
+import io
+import shutil
+import subprocess
+import types
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from infcl_jax.data.decode import nvimgcodec
+from infcl_jax.data.decode.resize_kernel import SOURCE
+from infcl_jax.data.transforms import Box, resize_box
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+# Loops over the blocks and threads of a launch.
+HOST = """
+#include <cmath>
+#define __device__ static
+#define __global__
+static struct { int x, y, z; } blockIdx, blockDim, threadIdx;
+%s
+#define LAUNCH(name, parameters, arguments) \\
+  extern "C" void launch_##name(int gx, int gy, int gz, int threads, parameters) { \\
+    blockDim.x = threads; \\
+    for (blockIdx.z = 0; blockIdx.z < gz; ++blockIdx.z) \\
+      for (blockIdx.y = 0; blockIdx.y < gy; ++blockIdx.y) \\
+        for (blockIdx.x = 0; blockIdx.x < gx; ++blockIdx.x) \\
+          for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) name arguments; \\
+  }
+#define COMMA ,
+LAUNCH(resize_columns, const unsigned long long* a COMMA const long long* b COMMA const float* c COMMA const int* d
+       COMMA int size COMMA unsigned char* e, (a, b, c, d, size, e))
+LAUNCH(resize_rows, const unsigned char* a COMMA const float* b COMMA const int* c COMMA int size
+       COMMA const long long* d COMMA unsigned char* e, (a, b, c, size, d, e))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cpp").write_text(HOST % SOURCE)
+    subprocess.run(
+        [COMPILER, "-O1", "-shared", "-fPIC", "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True
+    )
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+class Codec:
+    """nvImageCodec's interface on Pillow; decodes no progressive files."""
+
+    BackendKind = types.SimpleNamespace(HW_GPU_ONLY=0, HYBRID_CPU_GPU=1, GPU_ONLY=2)
+    ColorSpec = types.SimpleNamespace(SRGB=0)
+    Backend = staticmethod(lambda kind: kind)
+    DecodeParams = staticmethod(lambda **params: params)
+    groups: list[int]
+
+    class CodeStream:
+        def __init__(self, data):
+            try:
+                self.file = Image.open(io.BytesIO(data.tobytes()))
+            except Image.UnidentifiedImageError as error:
+                raise RuntimeError(str(error)) from error
+            self.width, self.height = self.file.size
+
+    class Decoder:
+        def __init__(self, device_id, backends):
+            assert (device_id, backends) == (0, [0, 1, 2])
+
+        def decode(self, streams, params, cuda_stream):
+            assert params == {"apply_exif_orientation": False, "color_spec": 0, "allow_any_depth": False}
+            Codec.groups.append(len(streams))
+            return [None if stream.file.info.get("progressive") else Codec.Pixels(stream.file) for stream in streams]
+
+    class Pixels:
+        def __init__(self, file):
+            pitch = 3 * file.width + 5  # rows may be padded
+            self.buffer = np.full((file.height, pitch), 99, np.uint8)
+            self.buffer[:, : 3 * file.width] = np.asarray(file.convert("RGB")).reshape(file.height, -1)
+            self.strides = (pitch, 3, 1)
+            self.__cuda_array_interface__ = {"data": (self.buffer.ctypes.data, False)}
+
+
+def cupy(kernels):
+    """CuPy's interface on NumPy and the compiled kernels."""
+
+    class Device(contextlib.nullcontext):
+        def __init__(self, number):
+            super().__init__()
+            self.id = number
+
+    class Stream(contextlib.nullcontext):
+        ptr = 7
+        record = staticmethod(lambda: types.SimpleNamespace(synchronize=lambda: None))
+        synchronize = staticmethod(lambda: None)
+
+        def __init__(self, non_blocking):
+            super().__init__()
+            assert non_blocking
+
+    def function(name):
+        def launch(grid, block, arguments):
+            pointers = [a.ctypes.data_as(ctypes.c_void_p) if a.ndim else ctypes.c_int(int(a)) for a in arguments]
+            getattr(kernels, f"launch_{name}")(*grid, *block, *pointers)
+
+        return launch
+
+    runtime = types.SimpleNamespace(memGetInfo=lambda: (2**34, 2**37))
+    cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime)
+    module = types.SimpleNamespace(get_function=function)
+    return types.SimpleNamespace(
+        cuda=cuda, RawModule=lambda code: module, zeros=np.zeros, empty=np.empty, asarray=np.asarray
+    )
+
+
+@pytest.fixture
+def decoders(monkeypatch, kernels):
+    Codec.groups = []
+    monkeypatch.setattr(nvimgcodec, "_import_packages", lambda: (Codec, cupy(kernels)))
+    device = type("Device", (), {"local_hardware_id": 0})()
+    return lambda rows=8: nvimgcodec.open_decoders([device], rows, 32)[device]
+
+
+def jpeg(height, width, seed=0, **options):
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height)).save(file, "jpeg", **options)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def expected(data, box, size):
+    return resize_box(Image.open(io.BytesIO(data.tobytes())).convert("RGB"), Box(*box), size)
+
+
+BOXES = [(0, 0, 90, 120), (3, 5, 80, 100), (10.5, 0.25, 60, 90.5), (89, 119, 1, 1), (7, 8, 20, 30), (0, 30, 90, 7)]
+WIDE, NARROW = slice(0, 5), slice(5, 6)
+
+
+@pytest.mark.parametrize("size", [1, 16, 32, 130])
+def test_resize_agrees_with_pillow(decoders, size):
+    data = [jpeg(90, 120, seed) for seed, _ in enumerate(BOXES)]
+    images, refused = decoders()(data, np.array(BOXES, np.float32), size)
+    assert refused == [] and isinstance(images, jax.Array)
+    pillow = np.stack([expected(*case, size) for case in zip(data, BOXES, strict=True)])
+    differences = np.abs(np.asarray(images).astype(int) - pillow)
+    # Pillow's weights have 22 fractional bits, which decides how levels near one half are rounded.
+    assert differences[WIDE].max() <= 1 and (differences[WIDE] > 0).mean() < 0.01
+    # Pillow 13 resizes the rows of narrow boxes before their columns, and rounds in between.
+    assert differences[NARROW].max() <= 6 and differences[NARROW].mean() < 0.5
+
+
+@pytest.mark.parametrize("group_images,group_bytes", [(256, 2**28), (2, 2**28), (256, 3 * 90 * (120 + 32) * 3), (9, 1)])
+def test_groups_and_refused_rows(monkeypatch, decoders, group_images, group_bytes):
+    monkeypatch.setattr(nvimgcodec, "GROUP_IMAGES", group_images)
+    monkeypatch.setattr(nvimgcodec, "GROUP_BYTES", group_bytes)
+    data = [jpeg(90, 120, row, progressive=row == 4) for row in range(9)]
+    data[2], data[6] = np.zeros(0, np.uint8), np.frombuffer(b"no image", np.uint8)
+    box = (5, 6, 70, 80)
+    images, refused = decoders()(data, np.array([box] * 9, np.float32), 32)
+    assert refused == [2, 4, 6]
+    assert sum(Codec.groups) == 7
+    assert max(Codec.groups) == min(group_images, max(1, group_bytes // (3 * 90 * (120 + 32))), 7)
+    for row in set(range(9)) - set(refused):
+        assert np.abs(np.asarray(images)[row].astype(int) - expected(data[row], box, 32)).max() <= 1
+
+
+def test_no_image_at_all(decoders):
+    images, refused = decoders()([np.zeros(0, np.uint8)] * 2, np.zeros((2, 4), np.float32), 8)
+    assert images.shape == (2, 8, 8, 3) and refused == [0, 1]
+
+
+def test_memory_is_checked(decoders):
+    assert nvimgcodec.memory_bytes(8, 32) == 3 * 8 * 3 * 32**2 + 2 * 2**28 + 2**30
+    decoders()
+    with pytest.raises(
+        ValueError, match=r"^expected 87\.3 GiB of GPU memory outside .* got 16\.0 GiB; set XLA_CLIENT_MEM"
+    ):
+        decoders(rows=10**7)
+
+
+def test_a_decoder_that_does_not_start_is_one_line(monkeypatch):
+    def fail():
+        raise ImportError("libnvjpeg.so.13: no such file")
+
+    monkeypatch.setattr(nvimgcodec, "_import_packages", fail)
+    with pytest.raises(ValueError, match=r"^expected nvImageCodec to start, got libnvjpeg.* choose decode='pillow'$"):
+        nvimgcodec.open_decoders([None], 8, 32)

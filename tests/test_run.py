@@ -1,0 +1,116 @@
+"""The parts of a run: which device decodes, and the batches that a step gets."""
+
+import logging
+
+import captioned
+import jax
+import numpy as np
+import oracle
+import pytest
+import runs
+from decoders import StandIn
+
+from infcl_jax import run
+from infcl_jax.data.decode.choice import choose_decoder
+from infcl_jax.grad_cache import chunk_rows
+from infcl_jax.ops.color import ColorBatch
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Settings of a run on JPEGs that are not much larger than the model's images."""
+    samples = [(f"{i}", {"jpg": captioned.jpeg(i, (22, 20)), "txt": f"{i}".encode()}) for i in range(40)]
+    captioned.write_folder(tmp_path / "images", samples)
+
+    def settings(**changes):
+        return runs.config(**({"dataset": str(tmp_path / "images"), "augmentation.flip": 0.5} | changes))
+
+    return settings
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Stand-ins for the decoders of GPUs."""
+    opened = []
+
+    def open_decoders(devices, rows, size):
+        opened.append((rows, size))
+        return {device: StandIn(device) for device in devices}
+
+    monkeypatch.setattr(run, "open_decoders", open_decoders)
+    monkeypatch.setattr(
+        run, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
+    )
+    return opened
+
+
+def first_batches(config, mesh, count=3):
+    data = run.training_data(config, run.training_source(config), mesh=mesh)
+    batches = [run.next_batch(config, data, mesh) for _ in range(count)]
+    data.close()
+    return batches
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("loss", ["clip", "sogclr"])
+def test_every_decoder_gives_the_same_batches(photographs, gpu, loss, devices):
+    mesh = oracle.mesh_of(devices)
+    host, decoded = (first_batches(photographs(decode=name, loss=loss), mesh) for name in ("pillow", "auto"))
+    assert gpu == [(32 // devices, runs.SIDE)]
+    for a, b in zip(host, decoded, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].sharding == b[name].sharding
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_images_without_files_are_left_to_the_host(gpu):
+    first_batches(runs.config(), oracle.mesh_of(1), 1)
+    assert gpu == []
+
+
+def test_without_memory_for_the_decoder_the_host_decodes(photographs, gpu, monkeypatch, caplog):
+    def refuse(*args):
+        raise ValueError("expected 9 GiB")
+
+    monkeypatch.setattr(run, "open_decoders", refuse)
+    with caplog.at_level(logging.WARNING):
+        (batch,) = first_batches(photographs(), oracle.mesh_of(1), 1)
+    assert "the host decodes images: expected 9 GiB" in caplog.text and isinstance(batch["image"], jax.Array)
+    with pytest.raises(ValueError, match="expected 9 GiB"):
+        first_batches(photographs(decode="nvimgcodec"), oracle.mesh_of(1))
+
+
+def test_decoded_batches_are_planned(monkeypatch, gpu):
+    plans = [run.workload(runs.config(decode=name), 1).decoded_batches for name in ("pillow", "auto", "nvimgcodec")]
+    assert plans == [0, 2, 2]
+    monkeypatch.setattr(run, "choose_decoder", choose_decoder)
+    plans = [run.workload(runs.config(decode=name), 1).decoded_batches for name in ("auto", "nvimgcodec")]
+    assert plans == [0, 2]
+
+
+COLORS = {
+    "augmentation.color_jitter": (0.4, 0.4, 0.4, 0.1),
+    "augmentation.color_jitter_prob": 0.8,
+    "augmentation.gray_scale_prob": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    "decode,residency", [("pillow", "device"), ("auto", "device"), ("pillow", "host"), ("pillow", "replay")]
+)
+def test_steps_get_images_with_colors(photographs, gpu, decode, residency):
+    cache = {"grad_cache.residency": residency, "grad_cache.chunk_size": 8}
+    mesh = oracle.mesh_of(4)
+    (plain,) = first_batches(photographs(), mesh, 1)
+    config = photographs(decode=decode, **cache, **COLORS)
+    data = run.training_data(config, run.training_source(config), mesh=mesh)
+    image = run.next_batch(config, data, mesh)["image"]
+    if residency == "replay":
+        image = jax.tree.map(lambda *chunks: np.concatenate(chunks), *map(image.load, range(4)))
+        rows = np.concatenate([chunk_rows(number, 32, 8, 4) for number in range(4)])
+        image = jax.tree.map(lambda array: array[np.argsort(rows)], image)
+    data.close()
+    assert isinstance(image, ColorBatch) and image.color.shape == (32, 7)
+    np.testing.assert_array_equal(image.pixels, plain["image"])
+    assert residency != "device" or image.color.sharding == image.pixels.sharding == plain["image"].sharding

@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from infcl_jax.data import Augmentation, ByteTokenizer, Source, TrainIterator, load_source, train_iterator
-from infcl_jax.distributed import processes_on_cores, shard_batch
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.distributed import local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
@@ -102,7 +103,7 @@ def training_data(config: ConfigDict, source: Source) -> TrainIterator:
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.train_iterator`.
     """
-    model = read_model_config(config)
+    model, local = read_model_config(config), local_processes()
     return train_iterator(
         source,
         tokenizer=ByteTokenizer(model.text.context_length),
@@ -114,7 +115,8 @@ def training_data(config: ConfigDict, source: Source) -> TrainIterator:
         num_workers=config.num_workers,
         num_threads=config.num_threads,
         prefetch_batches=config.prefetch_batches,
-        processes_per_host=processes_on_cores(),
+        cores=max(1, usable_cores() // local.cores),
+        processes_per_host=local.host,
         augmentation=Augmentation(**config.augmentation),
     )
 

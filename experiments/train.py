@@ -249,7 +249,7 @@ class TrainLoop:
             self.writer.write(step, scalars | waits)
 
     def take_data_wait(self, steps: int) -> dict[str, float]:
-        """Return the fraction of time that the devices waited for data since the last call.
+        """Return the fraction of time since the last call spent waiting.
 
         Prints advice if it is large, once for each limiting stage of the data pipeline.
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -102,16 +102,33 @@ def _cluster_tasks(environ: Mapping[str, str]) -> int:
     return 1
 
 
-def processes_on_cores() -> int:
-    """Count the processes on this host's CPU cores, this one included.
+class LocalProcesses(NamedTuple):
+    """Number of processes that share resources with this one, itself included.
 
-    Processes that are bound to other cores do not count. All processes must call this function.
+    Attributes:
+      host: processes of this host.
+      cores: those that run on the same CPU cores; processes bound to other cores do not count.
+    """
+
+    host: int
+    cores: int
+
+
+def local_processes() -> LocalProcesses:
+    """Count the processes of this host and of its cores.
+
+    All processes must call this function.
     """
     if jax.process_count() == 1:
-        return 1
-    place = repr((socket.gethostname(), sorted(os.sched_getaffinity(0))))
-    own = np.frombuffer(hashlib.sha256(place.encode()).digest()[:8], np.uint32)
-    return int((multihost_utils.process_allgather(own) == own).all(axis=1).sum())
+        return LocalProcesses(1, 1)
+    host = socket.gethostname()
+    own = np.array([_hash(host), _hash(f"{host} {sorted(os.sched_getaffinity(0))}")])
+    same = multihost_utils.process_allgather(own) == own
+    return LocalProcesses(*map(int, same.sum(axis=0)))
+
+
+def _hash(text: str) -> np.uint32:
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)[0]
 
 
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:

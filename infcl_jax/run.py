@@ -23,8 +23,9 @@ from infcl_jax.data import (
 )
 from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.distributed import data_mesh, processes_on_cores, shard_batch
+from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, build_model, model_config
@@ -156,6 +157,7 @@ def training_data(
     """
     mesh = data_mesh() if mesh is None else mesh
     decoders = _device_decoders(config, source, mesh)
+    local = local_processes()
     return train_iterator(
         source,
         tokenizer=tokenizer or text_tokenizer(config),
@@ -168,7 +170,8 @@ def training_data(
         max_bad_records=config.max_bad_records,
         num_threads=config.num_threads,
         prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
-        processes_per_host=processes_on_cores(),
+        cores=max(1, usable_cores() // local.cores),
+        processes_per_host=local.host,
         augmentation=Augmentation(**config.augmentation),
         decoders=decoders,
         sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),

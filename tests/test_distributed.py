@@ -180,3 +180,32 @@ def test_union_of_the_integers_of_all_processes(monkeypatch, values):
     with ThreadPoolExecutor(processes) as threads:
         unions = list(threads.map(union, values))
     assert unions == [sorted({value for row in values for value in row})] * processes
+
+
+@pytest.mark.parametrize(
+    ("others", "counts"),
+    [
+        ([], (1, 1)),
+        ([("here", {0, 1})] * 3, (4, 4)),
+        ([("here", {2, 3}), ("here", {0, 1})], (3, 2)),
+        ([("there", {0, 1})] * 2, (1, 1)),
+    ],
+)
+def test_processes_that_share_a_host_and_its_cores_are_counted(monkeypatch, others, counts):
+    hashes = []
+
+    def place(host, cores):
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+
+    def gather(own):
+        hashes.append(own)
+        return np.stack(hashes)
+
+    monkeypatch.setattr(jax, "process_count", lambda: len(others) + 1)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
+    for other in others:
+        place(*other)
+        distributed.local_processes()
+    place("here", {0, 1})
+    assert distributed.local_processes() == counts

@@ -1,4 +1,4 @@
-r"""Benchmark of the data pipeline: images/s from files to arrays on the devices, stage by stage.
+r"""Benchmark of the data pipeline and its stages.
 
     python -m experiments.benchmarks.data --config=configs/base.py --config.model=ViT-B/32 --config.batch_size=1024 \
         --output=runs/data [--data='shards-{00000..00041}.tar'] [--kinds=tar,parquet] [--readers=auto,threads:8] \
@@ -161,17 +161,21 @@ def measure(
     case = {"kind": kind, "batch": config.batch_size, "seconds": seconds, "load": _load(), "cores": chosen.cores}
     counts = {"num_workers": chosen.num_workers, "num_threads": chosen.num_threads}
     name = f"{'workers' if chosen.num_workers else 'threads'}:{chosen.readers}"
-    records = [case | {"pipeline": "infcl_jax", "readers": name} | counts | figures]
+    case |= harness.environment(mesh)
+    records = [_report(output, case | {"pipeline": "infcl_jax", "readers": name} | counts | figures)]
     if config.dataset.endswith(".tar") and open_clip_python:
         figures = open_clip_figures(config, chosen.readers, seconds, open_clip_python)
         if figures is not None:
             open_clip = {"pipeline": "OpenCLIP", "readers": f"workers:{chosen.readers}", "num_workers": chosen.readers}
-            records.append(case | open_clip | dict.fromkeys(_FIGURES) | figures)
-    records = [harness.environment(mesh) | record for record in records]
-    for record in records:
-        harness.append_record(output / RECORDS_FILE, record)
-        command.say(harness.row(_COLUMNS, record))
+            records.append(_report(output, case | open_clip | dict.fromkeys(_FIGURES) | figures))
     return records
+
+
+def _report(output: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Append and print a record."""
+    harness.append_record(output / RECORDS_FILE, record)
+    command.say(harness.row(_COLUMNS, record))
+    return record
 
 
 def pipeline_figures(config: ConfigDict, data: TrainIterator, mesh: Mesh, seconds: float) -> dict[str, Any]:
@@ -224,18 +228,12 @@ def open_clip_figures(config: ConfigDict, workers: int, seconds: float, python: 
       Figures by name; None if it is not installed or fails, which is printed.
     """
     image_size = run.read_model_config(config).vision.image_size
-    arguments = {"data": config.dataset, "batch": config.batch_size, "workers": workers, "image_size": image_size}
-    flags_given = [f"--{name}={value}" for name, value in (arguments | {"seconds": seconds}).items()]
+    values = {"data": config.dataset, "batch": config.batch_size, "workers": workers, "image_size": image_size}
+    values |= {"seconds": seconds}
     # The other Python must not import this one's packages.
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    finished = subprocess.run(
-        [python, "-m", OPEN_CLIP, *flags_given],
-        capture_output=True,
-        text=True,
-        env=environ,
-        cwd=Path(__file__).resolve().parents[2],
-        check=False,
-    )
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    arguments = [python, "-m", OPEN_CLIP, *(f"--{name}={value}" for name, value in values.items())]
+    finished = subprocess.run(arguments, capture_output=True, text=True, env=environ, check=False)
     if finished.returncode:
         reason = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         command.say(f"OpenCLIP's pipeline is left out: {reason}")

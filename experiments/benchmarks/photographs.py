@@ -18,7 +18,7 @@ DATA = flags.DEFINE_string("data", None, "Dataset to read, such as shards-{00000
 
 SIZE = (640, 480)  # width and height, in pixels
 _QUALITY = 90  # of JPEG; with the spectrum and contrast below, a file has 65 kB
-_SPECTRUM = 1.6  # amplitudes fall as frequency ** -1.6; about 1.2 for photographs without blur
+_SPECTRUM = 1.6  # amplitudes fall as frequency ** -1.6
 _CONTRAST = 50.0  # standard deviation of the levels
 _DISTINCT = 256  # distinct images; a larger dataset repeats them
 _ROW_GROUP = 64  # rows of a parquet row group, which is decoded at once

@@ -35,6 +35,7 @@ class _FileTraining:
       step: train step.
       state: train state, replaced by every call.
       metrics: metrics of the last step.
+      steps: number of steps so far.
     """
 
     config: ConfigDict
@@ -44,11 +45,13 @@ class _FileTraining:
     step: TrainStep
     state: TrainState
     metrics: Any = None
+    steps: int = 0
 
     def __call__(self) -> Any:
         batch, previous = self.wait.batch(lambda: run.next_batch(self.config, self.data, self.mesh)), self.metrics
         self.state, self.metrics = self.step(self.state, batch)
         self.wait.step(self.metrics)
+        self.steps += 1
         jax.block_until_ready(previous)  # the training loop reads them one step late
         return self.state, self.metrics
 
@@ -82,13 +85,13 @@ def file_figures(
         train = _FileTraining(config, mesh, data, wait, step, state)
         for _ in range(data.parallelism.prefetch_batches + 2):  # prefetched while the step compiled
             jax.block_until_ready(train())
-        wait.take()
+        wait.take(train.steps)
         seconds = timing.seconds(train, repeats, _SECONDS)
-        waited, total = wait.take()
+        waited, busy = wait.take(train.steps)
         yield {
             "files_images_per_second": config.batch_size / seconds,
             "files_fraction": step_seconds / seconds,
-            "files_wait": None if config.grad_cache.residency == "replay" else waited / total,
+            "files_wait": None if config.grad_cache.residency == "replay" else waited / busy,
             "files_stage": limiting_stage(data.stats(), data.parallelism.readers),
             "files_readers": str(data.parallelism),
         }

@@ -154,12 +154,12 @@ class TrainIterator(grain.DatasetIterator):
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
         rows = self._rows_per_chunk
-        counted: set[int] = set()
+        returned: set[int] = set()
 
         def read(number: int) -> Batch:
             batch = self.bad_records.take(self._chunks[first + number])
-            batch = self._without_stats(batch, count=number not in counted)
-            counted.add(number)
+            batch = self._without_stats(batch, count=number not in returned)
+            returned.add(number)
             return batch
 
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)

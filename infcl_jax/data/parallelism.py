@@ -57,10 +57,11 @@ class Parallelism:
         setting = "num_workers" if self.num_workers else "num_threads"
         if stage == READ:  # waits for the disk or network, not for a core
             return f"try {setting}={2 * self.readers}, or files on a faster disk"
+        share_lock = self.cores > 1 if stage == TOKENIZE else self.cores >= _WORKER_CORES
+        if not self.num_workers and share_lock:
+            return f"try num_workers={self.cores}"  # threads contend for Python's global lock
         if self.readers < self.cores:
             return f"try {setting}={self.cores}"
-        if stage == TOKENIZE and not self.num_workers and self.cores > 1:
-            return f"try num_workers={self.cores}"  # threads share Python's global lock
         return f"all {self.cores} cores are in use; try smaller image files or more cores"
 
 
@@ -70,25 +71,25 @@ def choose_parallelism(
     num_workers: int | None = None,
     num_threads: int | None = None,
     prefetch_batches: int | None = None,
-    processes: int = 1,
     cores: int | None = None,
+    processes: int = 1,
     memory: int | None = None,
 ) -> Parallelism:
-    """Choose what is None from the machine and the source.
+    """Choose the values that are None by the machine.
 
-    Each core that this process may use gets a reading thread, or a worker process from `_WORKER_CORES` cores on. Two
-    batches are prefetched, or one if all batches in host memory would exceed a quarter of it.
+    Each core that this process may use gets a reading thread, or a worker process from 8 cores on unless `num_threads`
+    is given. Two batches are prefetched, or one if all batches in host memory would exceed a quarter of it.
 
     Args:
       batch_bytes: bytes of one batch of this process.
       num_workers: worker processes; 0: threads; None: chosen.
       num_threads: reading threads; None: chosen.
       prefetch_batches: batches to prefetch; None: chosen.
-      processes: training processes that share the cores and the memory.
-      cores: CPU cores of the machine; None: those that this process may use.
+      cores: CPU cores for this process; None: all that it may use.
+      processes: training processes that share the host memory.
       memory: bytes of host memory; None: that of the machine or container.
     """
-    cores = max(1, (usable_cores() if cores is None else cores) // processes)
+    cores = usable_cores() if cores is None else cores
     memory = host_memory() if memory is None else memory
     if num_workers is None:
         num_workers = 0 if cores < _WORKER_CORES or num_threads is not None else cores
@@ -99,7 +100,7 @@ def choose_parallelism(
 
 
 def usable_cores() -> int:
-    """Count the CPU cores that this process may use, by its affinity and its container's quota."""
+    """Count the CPU cores in this process's affinity mask and container quota."""
     cores = len(os.sched_getaffinity(0))
     quota, period = (_read_cgroup("cpu.max") or "max 0").split()
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -156,6 +156,7 @@ def train_iterator(
     num_workers: int | None = None,
     num_threads: int | None = None,
     prefetch_batches: int | None = None,
+    cores: int | None = None,
     processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
@@ -181,7 +182,8 @@ def train_iterator(
         other Python code does not.
       prefetch_batches: number of batches to prefetch; None: 2, or 1 if host memory is small. Host memory holds about
         three more.
-      processes_per_host: number of processes that share the cores and the memory of this host.
+      cores: number of CPU cores for this process; None: all that it may use.
+      processes_per_host: number of processes that share the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, over all workers of this process.
       decoders: decoder of each device of this process; None: the host decodes.
@@ -206,7 +208,7 @@ def train_iterator(
         )
     check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
     check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
-    check_at_least(1, processes_per_host=processes_per_host)
+    check_at_least(1, cores=cores, processes_per_host=processes_per_host)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     if decoders is not None and (augmentation is None or sharding is None):
@@ -234,6 +236,7 @@ def train_iterator(
             num_workers=num_workers,
             num_threads=num_threads,
             prefetch_batches=prefetch_batches,
+            cores=cores,
             processes=processes_per_host,
         ),
     )

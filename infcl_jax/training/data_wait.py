@@ -13,7 +13,7 @@ import jax
 
 
 class _Batch(NamedTuple):
-    """Batch of a step, with the times of its request and its return in seconds."""
+    """Batch of a step, requested and returned at times in seconds."""
 
     requested: float
     returned: float
@@ -21,7 +21,7 @@ class _Batch(NamedTuple):
 
 
 class DataWait:
-    """Time of the steps, and the part of it in which the devices wait for their batch.
+    """Time that the devices spend on steps and wait for data.
 
     A step's time starts when the results of the previous step are ready, or when its batch is requested if that is
     later, as after an evaluation. It ends when its own results are ready. The devices wait from its start until the

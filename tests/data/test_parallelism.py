@@ -22,14 +22,10 @@ def choose(batch_bytes=1, cores=4, memory=64 * GIB, **settings):
     return choose_parallelism(batch_bytes=batch_bytes, cores=cores, memory=memory, **settings)
 
 
-@pytest.mark.parametrize(
-    ("cores", "processes", "readers"),
-    [(1, 1, (0, 1)), (2, 1, (0, 2)), (2, 4, (0, 1)), (16, 1, (16, 0)), (16, 4, (0, 4))],
-)
-def test_each_core_of_a_process_reads(cores, processes, readers):
-    chosen = choose(cores=cores, processes=processes)
-    assert (chosen.num_workers, 0 if chosen.num_workers else chosen.num_threads) == readers
-    assert chosen.readers == chosen.cores == sum(readers)
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (7, 0), (8, 8), (16, 16)])
+def test_each_core_reads(cores, workers):
+    chosen = choose(cores=cores)
+    assert chosen.num_workers == workers and chosen.readers == chosen.cores == cores
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,9 @@ def test_description(chosen, text):
         (Parallelism(0, 2, 2, 4), DECODE, "try num_threads=4"),
         (Parallelism(2, 4, 2, 4), DECODE, "try num_workers=4"),
         (Parallelism(0, 4, 2, 4), DECODE, "all 4 cores are in use"),
+        (Parallelism(0, 16, 2, 16), DECODE, "try num_workers=16"),
         (Parallelism(0, 4, 2, 4), TOKENIZE, "try num_workers=4"),
+        (Parallelism(0, 1, 2, 1), TOKENIZE, "all 1 cores are in use"),
         (Parallelism(4, 4, 2, 4), TOKENIZE, "all 4 cores are in use"),
         (Parallelism(4, 4, 2, 4), CONCATENATE, "more training processes"),
     ],

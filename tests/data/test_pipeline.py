@@ -252,6 +252,7 @@ def test_closed_iterator_stops():
         ({"num_workers": -1}, "num_workers must be at least 0"),
         ({"num_threads": 0}, "num_threads must be at least 1"),
         ({"prefetch_batches": 0}, "prefetch_batches must be at least 1"),
+        ({"cores": 0}, "cores must be at least 1"),
         ({"processes_per_host": 0}, "processes_per_host must be at least 1"),
         ({"image_size": 0}, "image_size must be at least 1"),
     ],

@@ -22,6 +22,7 @@ from absl import flags
 from PIL import Image
 
 from experiments import command_line
+from experiments.benchmarks.photographs import QUALITY, encode, photograph
 from infcl_jax import distributed
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import choose_decoder, decode, gpu_decoder_installed
@@ -38,24 +39,6 @@ _IMAGE_SIZE = 224
 _OPEN_CLIP = "OpenCLIP's training transform"
 
 Way = Callable[[bytes, np.random.Generator], Any]
-
-
-def photograph(seed: int, height: int = 480, width: int = 640) -> Image.Image:
-    """Make a synthetic photograph: detail of 4, 16 and 64 pixels, and noise."""
-    rng, levels = np.random.default_rng(seed), np.zeros((height, width, 3), np.float32)
-    for scale in (4, 16, 64):
-        shape = (height // scale + 2, width // scale + 2, 3)
-        coarse = Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8))
-        levels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32) * (scale / 84)
-    levels += rng.normal(0, 4, levels.shape)
-    return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
-
-
-def encode(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
-    """Encode an image as a file; options are those of Pillow's `save`."""
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
 
 
 def ways() -> dict[str, Way]:
@@ -115,7 +98,7 @@ def device_rate(decoder: DeviceDecoder, files: list[bytes], batch: int, seconds:
 def main() -> None:
     """Print the rate of each way and its ratio to OpenCLIP's."""
     distributed.initialize(gpu_decode=gpu_decoder_installed())
-    files = [encode(photograph(seed), quality=90, subsampling=2) for seed in range(_FILES.value)]
+    files = [encode(photograph(seed), quality=QUALITY, subsampling=2) for seed in range(_FILES.value)]
     print(f"{len(files)} JPEGs of {statistics.mean(map(len, files)) / 1e3:.0f} kB, one of {os.cpu_count()} CPU cores")
     measured = rates(ways(), files, _SECONDS.value)
     baseline = measured.get(_OPEN_CLIP)

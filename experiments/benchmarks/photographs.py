@@ -17,9 +17,7 @@ from pyarrow import parquet
 DATA = flags.DEFINE_string("data", None, "Dataset to read, such as shards-{00000..00041}.tar.")
 
 SIZE = (640, 480)  # width and height, in pixels
-_QUALITY = 90  # of JPEG; with the spectrum and contrast below, a file has 65 kB
-_SPECTRUM = 1.6  # amplitudes fall as frequency ** -1.6
-_CONTRAST = 50.0  # standard deviation of the levels
+QUALITY = 90  # of JPEG; a file has 65 kB
 _DISTINCT = 256  # distinct images; a larger dataset repeats them
 _ROW_GROUP = 64  # rows of a parquet row group, which is decoded at once
 _WORDS = ("a photo of", "two", "red", "old", "dog", "house", "in the rain", "on the beach", "near", "a small", "boat")
@@ -37,28 +35,29 @@ def samples(count: int, size: tuple[int, int] = SIZE) -> list[Sample]:
     Returns:
       (JPEG file, caption) pairs.
     """
-    images = [_jpeg(np.random.default_rng(number), size) for number in range(min(count, _DISTINCT))]
+    width, height = size
+    images = [encode(photograph(seed, height, width), quality=QUALITY) for seed in range(min(count, _DISTINCT))]
     rng = np.random.default_rng(0)
     captions = [" ".join(rng.choice(_WORDS, 8)) for _ in range(count)]
     return [(images[number % len(images)], caption) for number, caption in enumerate(captions)]
 
 
-def _jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
-    """Encode noise with the spectrum of photographs; the color channels are correlated."""
-    width, height = size
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    frequency[0, 0] = np.inf
+def photograph(seed: int, height: int = 480, width: int = 640) -> Image.Image:
+    """Make a synthetic photograph: detail of 4, 16 and 64 pixels, and noise."""
+    rng, levels = np.random.default_rng(seed), np.zeros((height, width, 3), np.float32)
+    for scale in (4, 16, 64):
+        shape = (height // scale + 2, width // scale + 2, 3)
+        coarse = Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8))
+        levels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32) * (scale / 84)
+    levels += rng.normal(0, 4, levels.shape)
+    return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
 
-    def channel() -> np.ndarray:
-        spectrum = rng.normal(size=(*frequency.shape, 2)).view(np.complex128)[..., 0]
-        return np.fft.irfft2(spectrum / frequency**_SPECTRUM, s=(height, width))
 
-    gray = channel()
-    image = np.stack([gray + 0.3 * channel() for _ in range(3)], axis=-1)
-    levels = np.clip(128 + _CONTRAST * (image - image.mean()) / image.std(), 0, 255)
-    buffer = io.BytesIO()
-    Image.fromarray(levels.astype(np.uint8)).save(buffer, "JPEG", quality=_QUALITY)
-    return buffer.getvalue()
+def encode(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
+    """Encode an image as a file; options are those of Pillow's `save`."""
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
 
 
 def write(kind: str, folder: Path, pairs: Sequence[Sample], shards: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import signal
 import threading
 import weakref
@@ -16,7 +17,7 @@ from absl import flags
 
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
-from infcl_jax.data.stages import CONCATENATE, take_seconds, timed
+from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
 
 Batch = dict[str, np.ndarray]
 
@@ -124,7 +125,7 @@ class TrainIterator(grain.DatasetIterator):
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
         if self._finish is not None:
-            dataset = dataset.map(self._finish)
+            dataset = dataset.map(functools.partial(_finished, self._finish))
         dataset = grain.experimental.ThreadPrefetchIterDataset(
             dataset, prefetch_buffer_size=parallelism.prefetch_batches
         )
@@ -235,6 +236,13 @@ def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     with timed(CONCATENATE):
         batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in chunks[0] if key != STATS}
     return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
+
+
+def _finished(finish: Callable[[dict[str, Any]], dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+    """Run the last stage of a batch and add its time to the statistics."""
+    with timed(GPU_DECODE):
+        batch = finish(batch)
+    return batch | {STATS: _sums([batch.get(STATS, {}), take_seconds()])}
 
 
 def _sums(stats: Sequence[Stats]) -> Stats:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from infcl_jax.data.stages import CONCATENATE, READ, TOKENIZE
+from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, READ, TOKENIZE
 
 _CGROUP = Path("/sys/fs/cgroup")  # limits of a container, cgroup version 2
 _PREFETCH_BATCHES = 2  # hides the variation between batches; more would only delay the first lack of data
@@ -54,6 +54,8 @@ class Parallelism:
         """
         if stage == CONCATENATE:
             return "try more training processes, each of which concatenates its own rows"
+        if stage == GPU_DECODE:
+            return "the GPU decodes as fast as it can; try smaller image files, or decode=pillow"
         setting = "num_workers" if self.num_workers else "num_threads"
         if stage == READ:  # waits for the disk or network, not for a core
             return f"try {setting}={2 * self.readers}, or files on a faster disk"

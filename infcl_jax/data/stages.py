@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 READ, DECODE, TOKENIZE = "read", "decode", "tokenize"  # stages of the reading threads or workers
-CONCATENATE = "concatenate"  # stage of the thread that joins the chunks of a batch
-STAGES = (READ, DECODE, TOKENIZE, CONCATENATE)
+CONCATENATE, GPU_DECODE = "concatenate", "gpu_decode"  # stages of the thread that completes a batch
+STAGES = (READ, DECODE, TOKENIZE, CONCATENATE, GPU_DECODE)
 
 
 def seconds_name(stage: str) -> str:
@@ -46,7 +46,7 @@ def take_seconds() -> dict[str, float]:
 def limiting_stage(stats: Mapping[str, float], readers: int) -> str:
     """Find the stage that limits the rate of the pipeline.
 
-    All readers run the first three stages; one thread concatenates.
+    All readers run the first three stages. One thread completes the batches with the others.
 
     Args:
       stats: seconds of the stages, from `TrainIterator.stats`.
@@ -56,7 +56,6 @@ def limiting_stage(stats: Mapping[str, float], readers: int) -> str:
       One of `STAGES`.
     """
     seconds = {stage: stats.get(seconds_name(stage), 0.0) for stage in STAGES}
-    concatenate = seconds.pop(CONCATENATE)
-    if concatenate > sum(seconds.values()) / readers:
-        return CONCATENATE
-    return max(seconds, key=seconds.__getitem__)
+    completing = {stage: seconds.pop(stage) for stage in (CONCATENATE, GPU_DECODE)}
+    limiting = completing if sum(completing.values()) > sum(seconds.values()) / readers else seconds
+    return max(limiting, key=limiting.__getitem__)

@@ -1,16 +1,18 @@
 import itertools
+from types import SimpleNamespace
 
 import grain
 import numpy as np
 import pytest
 
-from infcl_jax.data.iterator import TrainIterator
+from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
+from infcl_jax.data.iterator import STATS, TrainIterator
 from infcl_jax.data.parallelism import Parallelism
 
 
 def chunk(number):
     stats = {"chunks": 1, "sum": number / 2} | ({"seventh": 1} if number % 7 == 0 else {})
-    return {"row": np.array([2 * number, 2 * number + 1]), "stats": stats}
+    return {"row": np.array([2 * number, 2 * number + 1]), BAD_RECORDS: as_array({}), STATS: stats}
 
 
 def open_iterator(chunks_per_batch=3, num_workers=0):
@@ -19,6 +21,7 @@ def open_iterator(chunks_per_batch=3, num_workers=0):
         chunks_per_batch=chunks_per_batch,
         rows_per_chunk=2,
         identity={},
+        bad_records=BadRecords(SimpleNamespace(name="numbers", split="train"), limit=0),
         parallelism=Parallelism(num_workers, num_threads=2, prefetch_batches=2, cores=2),
     )
 

@@ -5,6 +5,7 @@ from infcl_jax.data.parallelism import Parallelism, choose_parallelism
 from infcl_jax.data.stages import (
     CONCATENATE,
     DECODE,
+    GPU_DECODE,
     READ,
     STAGES,
     TOKENIZE,
@@ -76,6 +77,7 @@ def test_description(chosen, text):
         (Parallelism(0, 1, 2, 1), TOKENIZE, "all 1 cores are in use"),
         (Parallelism(4, 4, 2, 4), TOKENIZE, "all 4 cores are in use"),
         (Parallelism(4, 4, 2, 4), CONCATENATE, "more training processes"),
+        (Parallelism(4, 4, 2, 4), GPU_DECODE, "decode=pillow"),
     ],
 )
 def test_advice_names_a_setting_that_is_not_yet_at_its_limit(chosen, stage, advice):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.benchmarks.decode import encode, photograph
+from experiments.benchmarks.photographs import encode, photograph
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.data.transforms import resize_box

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.benchmarks.decode import photograph
+from experiments.benchmarks.photographs import photograph
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import decode, pillow
 from infcl_jax.data.decode.pillow import decode_crop

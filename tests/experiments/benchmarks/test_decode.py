@@ -7,7 +7,8 @@ import pytest
 import runs
 from decoders import StandIn
 
-from experiments.benchmarks.decode import device_rate, encode, photograph
+from experiments.benchmarks.decode import device_rate
+from experiments.benchmarks.photographs import encode, photograph
 
 
 def test_decode_benchmark_prints_a_rate_for_each_way():

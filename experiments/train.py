@@ -130,7 +130,7 @@ def announce(
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
     command.say(describe_plan(plan))
-    command.say(f"data: {data.parallelism}")
+    command.say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
     if int(state.step):
         command.say(f"resumed from step {int(state.step)} in {workdir}")
 

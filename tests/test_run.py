@@ -51,6 +51,14 @@ def first_batches(config, mesh, count=3):
     return batches
 
 
+@pytest.mark.parametrize(("decode", "on_gpus"), [("pillow", False), ("auto", True)])
+def test_the_iterator_knows_who_decodes(photographs, gpu, decode, on_gpus):
+    config = photographs(decode=decode)
+    data = run.training_data(config, run.training_source(config), mesh=oracle.mesh_of(1))
+    assert data.decodes_on_gpus == on_gpus
+    data.close()
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("loss", ["clip", "sogclr"])
 def test_every_decoder_gives_the_same_batches(photographs, gpu, loss, devices):

@@ -165,6 +165,11 @@ class TrainIterator(grain.DatasetIterator):
 
         return BatchReader(self._chunks_per_batch * rows, rows, read, self._threads)
 
+    @property
+    def decodes_on_gpus(self) -> bool:
+        """True if the last stage of a batch decodes its images on the GPUs."""
+        return self._finish is not None
+
     def stats(self) -> Stats:
         """Return the sums over all chunks of the batches so far, by name.
 

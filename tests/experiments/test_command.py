@@ -70,6 +70,9 @@ def parsed(*arguments):
 
 OPTIONAL = {
     "compilation_cache": "folder",
+    "num_workers": "1",
+    "num_threads": "1",
+    "prefetch_batches": "1",
     "tokenizer": "bytes",
     "text_cleaning": "lower",
     "implementation": "xla",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infcl_jax.data.sources import captions
 from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
-from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
+from infcl_jax.data.sources.labels import CLASS_FILES, TEMPLATE_FILE, UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
 from infcl_jax.data.sources.tar_scan import IMAGES
 
@@ -130,7 +130,7 @@ def _list_images(folder: str) -> tuple[Sequence[str], Sequence[str], int]:
     unpaired = 0
     for parent, _, names in os.walk(folder):
         relative = os.path.relpath(parent, folder)
-        stems = {_stem(name) for name in names if name.endswith(_CAPTION)}
+        stems = {_stem(name) for name in names if name.endswith(_CAPTION) and name not in (*CLASS_FILES, TEMPLATE_FILE)}
         paths = {os.path.normpath(os.path.join(relative, name)): _stem(name) for name in names if _is_image(name)}
         images += paths
         captioned += [path for path, stem in paths.items() if stem in stems]

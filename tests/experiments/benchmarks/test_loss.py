@@ -179,7 +179,6 @@ def test_the_command_over_two_processes(tmp_path):
     [
         (MODULE, ("ml_collections", "grain", "tensorflow_datasets")),
         ("experiments.benchmarks.attention", ("ml_collections", "grain", "tensorflow_datasets")),
-        ("experiments.benchmarks.step", ("grain", "tensorflow_datasets")),
     ],
 )
 def test_needs_no_package_of_the_data_pipeline(module, missing, tmp_path):

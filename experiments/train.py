@@ -18,6 +18,7 @@ from configs import saved
 from experiments import command, evaluate
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
+from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
@@ -105,9 +106,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
                 raise explained from error
-    if tokenizer.truncated:
-        workers = ", without those in data workers" if data.parallelism.num_workers else ""
-        command.say(f"truncated {tokenizer.truncated} captions to {tokenizer.context_length} tokens{workers}")
+    if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
+        command.say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
     evaluate.save_curves(workdir, suite)
     evaluate.say_results(config.total_steps, results)
     if bad_records := data.bad_records.summary():

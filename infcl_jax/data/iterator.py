@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import signal
 import threading
 import weakref
@@ -118,7 +119,7 @@ class TrainIterator(grain.DatasetIterator):
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-            dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _ignore_interrupts)
+            dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker)
         else:
             threads = parallelism.num_threads
             read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
@@ -226,12 +227,14 @@ class TrainIterator(grain.DatasetIterator):
                     self._threads.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ignore SIGINT in a worker process.
+def _start_worker(worker: int, workers: int) -> None:
+    """Ignore SIGINT in a worker process, and warn of truncated captions in the first one only.
 
     The terminal sends SIGINT to all processes, but the training process may need another batch before it saves.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if worker:
+        logging.getLogger("infcl_jax.data.tokenizers").setLevel(logging.ERROR)
 
 
 def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:

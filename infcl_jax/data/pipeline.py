@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from infcl_jax.data.sources.base import Example, OrderedSource, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
+
+TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
 
 _CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
 # Offsets of the seed in the keys of random generators; [0, 2**32) are the streams of `data.shapes`.
@@ -59,6 +62,7 @@ class _TrainChunk:
         decoders = [functools.partial(to_image, row) for row, _ in rows]
         read, bad = self.reader.read([index for _, index in rows], decoders)
         captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
+        truncated = _truncated_captions(self.tokenizer)
         with timed(TOKENIZE):
             tokens = self.tokenizer(captions)
         chunk = {
@@ -69,7 +73,10 @@ class _TrainChunk:
         }
         if self.augmentation is not None and self.augmentation.adjusts_colors:
             chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
-        return chunk | {STATS: take_seconds()}
+        stats = take_seconds()
+        if multiprocessing.parent_process() is not None:  # counts of a worker's copy of the tokenizer
+            stats[TRUNCATED] = _truncated_captions(self.tokenizer) - truncated
+        return chunk | {STATS: stats}
 
     def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
         """Draw the caption of a row.
@@ -99,6 +106,11 @@ class _TrainChunk:
         if isinstance(example["image"], bytes):
             return decode_crop(example["image"], self.draw(row, example), self.image_size)
         return self.augmentation(pixels(example), self.image_size, self._caption(row, example)[1])
+
+
+def _truncated_captions(tokenizer: Tokenizer) -> int:
+    """Return the number of captions that a tokenizer of this process has truncated."""
+    return getattr(tokenizer, "truncated", 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import runs
 from experiments import evaluate, train
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer, eval_batches, load_tokenizer
+from infcl_jax.data.pipeline import TRUNCATED
 
 TEXTS = ["a red cat", "The &amp; cat on a house, " * 20]
 
@@ -107,3 +108,13 @@ def test_worker_processes_tokenize():
     assert next(data)["text"].any()
     data.close()
     assert not tokenizer.threads  # of this process
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_truncated_captions_of_workers_are_counted(num_workers):
+    tokenizer, config = ByteTokenizer(8), runs.config(num_workers=num_workers)
+    data = run.training_data(config, run.training_source(config), tokenizer)
+    next(data)
+    counts = tokenizer.truncated, data.stats().get(TRUNCATED, 0)
+    data.close()
+    assert [count > 0 for count in counts] == [num_workers == 0, num_workers > 0]

@@ -188,6 +188,7 @@ class TrainLoop:
             batch = self.data_wait.batch(lambda: run.next_batch(config, self.data, self.mesh))
             state, metrics = self.step_fn(state, batch)
             self.data_wait.step(metrics)
+            del batch  # its memory, which a worker may share, is free before the next batch
             if pending:  # read one step late, so that the device never waits for the host
                 self.report(*pending, progress, first)
             pending = (step, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -50,7 +51,7 @@ class DataWait:
         self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
         self._recorded = threading.Condition()
         self._steps = 0
-        self._waited = self._total = 0.0  # seconds of the finished steps since the last `take`
+        self._seconds: collections.deque[tuple[float, float]] = collections.deque()  # of each step since `take`
         self._start = self._arrived = self._ready = -float("inf")
         self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
         self._thread.start()
@@ -66,17 +67,19 @@ class DataWait:
         """Record the metrics of the last batch's step, which must not be donated."""
         self._events.put(metrics)
 
-    def take(self, steps: int = 0) -> tuple[float, float]:
-        """Return the seconds of waiting and of all finished steps since the last call.
+    def take(self, steps: int | None = None) -> tuple[float, float]:
+        """Return the seconds of waiting and of all steps since the last call.
 
         Args:
-          steps: number of steps that have finished, which are included.
+          steps: number of steps since the start, which have finished. Later ones are left for the next call. None: all
+            finished steps.
         """
         with self._recorded:
-            self._recorded.wait_for(lambda: self._steps >= steps or not self._thread.is_alive(), timeout=10.0)
-            seconds = self._waited, self._total
-            self._waited = self._total = 0.0
-        return seconds
+            if steps is not None:
+                self._recorded.wait_for(lambda: self._steps >= steps or not self._thread.is_alive(), timeout=10.0)
+            count = len(self._seconds) if steps is None else max(0, steps - (self._steps - len(self._seconds)))
+            taken = [self._seconds.popleft() for _ in range(min(count, len(self._seconds)))]
+        return sum(waited for waited, _ in taken), sum(total for _, total in taken)
 
     def __enter__(self) -> Self:
         """Return the measurement."""
@@ -108,5 +111,4 @@ class DataWait:
             with self._recorded:
                 self._steps += 1
                 self._recorded.notify_all()
-                self._waited += self._arrived - self._start
-                self._total += self._ready - self._start
+                self._seconds.append((self._arrived - self._start, self._ready - self._start))

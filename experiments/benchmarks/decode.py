@@ -1,4 +1,4 @@
-"""Measure image decoding on one core and on the GPU: JPEG file to pixels of the model.
+"""Benchmark of image decoding on one core and on the GPU.
 
     python -m experiments.benchmarks.decode --decode_seconds=10
 

@@ -228,9 +228,10 @@ class TrainIterator(grain.DatasetIterator):
 
 
 def _start_worker(worker: int, workers: int) -> None:
-    """Ignore SIGINT in a worker process, and warn of truncated captions in the first one only.
+    """Ignore SIGINT in a worker process and limit its warnings.
 
-    The terminal sends SIGINT to all processes, but the training process may need another batch before it saves.
+    The terminal sends SIGINT to all processes, but the training process may need another batch before it saves. Only
+    the first worker warns of truncated captions.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if worker:

@@ -258,7 +258,15 @@ class Augmentation:
         return np.array([jitter < self.color_jitter_prob, order, *factors, gray < self.gray_scale_prob], np.float32)
 
     def __call__(self, image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Transform the geometry of an image, uint8 [H, W, 3] to uint8 [size, size, 3].
+        """Transform the geometry of an image.
+
+        Args:
+          image: uint8 [H, W, 3].
+          size: side of the result, in pixels.
+          rng: random generator.
+
+        Returns:
+          uint8 [size, size, 3].
 
         Raises:
           ValueError: the image is not uint8 [H, W, 3].

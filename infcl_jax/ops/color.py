@@ -33,7 +33,7 @@ class ColorBatch(NamedTuple):
 
 
 def with_colors(batch: Mapping[str, Any]) -> Any:
-    """Return the images of a batch, as a `ColorBatch` if it has an entry "color"."""
+    """Return the images of a batch, with their color parameters if any."""
     return ColorBatch(batch["image"], batch["color"]) if "color" in batch else batch["image"]
 
 

@@ -23,6 +23,7 @@ from absl import flags
 from experiments import command_line
 from infcl_jax.data import convert, prepare, prepare_tokenizer
 from infcl_jax.data.convert import FILE_FORMATS
+from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
@@ -34,7 +35,7 @@ _MAX_SIDE = flags.DEFINE_integer(
     "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
 )
 _TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 49408, "Token ids of --train_tokenizer.")
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", CLIP_VOCAB_SIZE, "Token ids of --train_tokenizer.")
 _SPLIT = flags.DEFINE_string("split", "train", "Split of --source.")
 
 

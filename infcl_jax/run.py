@@ -25,6 +25,7 @@ from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
@@ -49,7 +50,6 @@ TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
 
 _logger = logging.getLogger(__name__)
 
-_CLIP_VOCABULARY = 49408  # token ids of CLIP's byte-pair encoding
 _PREFETCHED = 1  # batches that wait decoded on the devices, where each takes memory
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
@@ -77,7 +77,7 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
       ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
     """
     text, default = read_model_config(config).text, model_config(config.model).text
-    spec = config.tokenizer or ("clip" if default.vocab_size == _CLIP_VOCABULARY else "bytes")
+    spec = config.tokenizer or ("clip" if default.vocab_size == CLIP_VOCAB_SIZE else "bytes")
     if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
         spec = str(copy)
     tokenizer = load_tokenizer(spec, text.context_length, clean=config.text_cleaning)

@@ -12,6 +12,7 @@ from infcl_jax.data.prepare import check_writable
 from infcl_jax.data.sources import BadRecordError, Source, load_source
 from infcl_jax.data.tokenizers import train_bpe
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
+from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 
 _PROGRESS_SECONDS = 10.0
 
@@ -19,7 +20,12 @@ _logger = logging.getLogger(__name__)
 
 
 def prepare_tokenizer(
-    dataset: str, output: str | Path, *, vocab_size: int = 49408, split: str = "train", data_dir: str | Path = "data"
+    dataset: str,
+    output: str | Path,
+    *,
+    vocab_size: int = CLIP_VOCAB_SIZE,
+    split: str = "train",
+    data_dir: str | Path = "data",
 ) -> str:
     """Train a byte-pair vocabulary on all captions of a dataset, see `train_bpe`.
 

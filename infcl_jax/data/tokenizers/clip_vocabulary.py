@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+CLIP_VOCAB_SIZE = 49408  # token ids of CLIP's byte-pair encoding
 END_OF_WORD = "</w>"
 
 _TEXT_FILE = "bpe_simple_vocab_16e6.txt.gz"

@@ -37,7 +37,6 @@ RECORDS_FILE = "benchmark_data.jsonl"
 OPEN_CLIP = "experiments.benchmarks.open_clip_data"
 
 _KINDS = flags.DEFINE_list("kinds", ["tar"], f"Synthetic datasets, among {', '.join(photographs.KINDS)}.")
-_IMAGES = flags.DEFINE_integer("images", 4096, "Samples of a synthetic dataset.", lower_bound=1)
 _READERS = flags.DEFINE_list("readers", ["auto"], "Readers, such as auto,threads:2,workers:16.")
 _SECONDS = flags.DEFINE_float("seconds", 10.0, "Least duration of a measurement.", lower_bound=0.0)
 _OPEN_CLIP_PYTHON = flags.DEFINE_string(
@@ -123,8 +122,11 @@ def _given_dataset(config: ConfigDict) -> Iterator[tuple[str, ConfigDict]]:
 
 def _written_datasets(config: ConfigDict, kinds: tuple[str, ...], output: Path) -> Iterator[tuple[str, ConfigDict]]:
     """Write one dataset after the other, and yield its kind and configuration."""
-    count = max(_IMAGES.value, config.batch_size)
-    pairs, shards = photographs.samples(count), min(count, max(4, os.cpu_count() or 1))
+    count = max(photographs.IMAGES.value, config.batch_size)
+    pairs, shards = (
+        photographs.samples(count, distinct=photographs.DISTINCT.value),
+        min(count, max(4, os.cpu_count() or 1)),
+    )
     for kind in kinds:
         folder = output / "datasets" / kind
         dataset = photographs.write(kind, folder, pairs, shards)

@@ -1,10 +1,13 @@
 """Datasets of synthetic photographs, for benchmarks that read files."""
 
 import csv
+import functools
 import io
+import multiprocessing
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +18,43 @@ from PIL import Image
 from pyarrow import parquet
 
 DATA = flags.DEFINE_string("data", None, "Dataset to read, such as shards-{00000..00041}.tar.")
+IMAGES = flags.DEFINE_integer("images", 4096, "Samples of a synthetic dataset.", lower_bound=1)
+DISTINCT = flags.DEFINE_integer("distinct", 256, "Largest number of distinct images in it.", lower_bound=1)
 
 SIZE = (640, 480)  # width and height, in pixels
 QUALITY = 90  # of JPEG; a file has 65 kB
-_DISTINCT = 256  # distinct images; a larger dataset repeats them
+_SERIAL = 256  # largest number of images that one process draws
 _ROW_GROUP = 64  # rows of a parquet row group, which is decoded at once
 _WORDS = ("a photo of", "two", "red", "old", "dog", "house", "in the rain", "on the beach", "near", "a small", "boat")
 
 Sample = tuple[bytes, str]
 
 
-def samples(count: int, size: tuple[int, int] = SIZE) -> list[Sample]:
+def samples(count: int, size: tuple[int, int] = SIZE, distinct: int = 256) -> list[Sample]:
     """Draw JPEG files and captions.
 
     Args:
       count: number of samples.
       size: width and height of the images, in pixels.
+      distinct: largest number of distinct images, which repeat in a larger dataset.
 
     Returns:
       (JPEG file, caption) pairs.
     """
-    width, height = size
-    images = [encode(photograph(seed, height, width), quality=QUALITY) for seed in range(min(count, _DISTINCT))]
+    draw, seeds = functools.partial(_draw, size=size), range(min(count, distinct))
+    if len(seeds) <= _SERIAL:
+        images = list(map(draw, seeds))
+    else:
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
+            images = list(processes.map(draw, seeds, chunksize=64))
     rng = np.random.default_rng(0)
     captions = [" ".join(rng.choice(_WORDS, 8)) for _ in range(count)]
     return [(images[number % len(images)], caption) for number, caption in enumerate(captions)]
+
+
+def _draw(seed: int, size: tuple[int, int]) -> bytes:
+    width, height = size
+    return encode(photograph(seed, height, width), quality=QUALITY)
 
 
 def photograph(seed: int, height: int = 480, width: int = 640) -> Image.Image:

@@ -119,7 +119,7 @@ class TrainIterator(grain.DatasetIterator):
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-            dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker)
+            dataset = _StartTogether(chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker))
         else:
             threads = parallelism.num_threads
             read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
@@ -225,6 +225,33 @@ class TrainIterator(grain.DatasetIterator):
                 self._finalizer()
                 if self._threads is not None:
                     self._threads.shutdown(cancel_futures=True)
+
+
+class _StartTogether(grain.IterDataset):
+    """Dataset whose worker processes start together at the first element.
+
+    Grain creates the workers when `ThreadPrefetchIterDataset` asks for the state of its parent. It starts each one when
+    it needs an element of that worker, after it has waited for the worker before.
+    """
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StartTogetherIterator(iter(self.parents[0]))
+
+
+class _StartTogetherIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator) -> None:
+        super().__init__(parent)
+        self._workers = parent
+
+    def __next__(self) -> Any:
+        self._workers.start_prefetch()
+        return next(self._workers)
+
+    def get_state(self) -> Any:
+        return self._workers.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._workers.set_state(state)
 
 
 def _start_worker(worker: int, workers: int) -> None:

@@ -32,6 +32,7 @@ from infcl_jax.data.sources.base import Example, OrderedSource, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
+from infcl_jax.data.worker_function import WorkerFunction
 
 TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
 
@@ -235,7 +236,7 @@ def train_iterator(
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
     host = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
-    make_chunk = host if decoders is None else _EncodedChunk(host)
+    make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
         chunks_per_batch=local_size // chunk,

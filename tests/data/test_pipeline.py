@@ -2,10 +2,13 @@ import collections
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
+import time
 
+import cloudpickle
 import grain
 import numpy as np
 import pytest
@@ -198,6 +201,28 @@ def test_workers_give_the_same_batches_and_resume_either_way():
     assert_equal([next(threads)], reference[4:])
     for iterator in (threads, workers):
         iterator.close()
+
+
+class Rendezvous(MemorySource):
+    """Source that waits at its first record until `readers` processes have come."""
+
+    def __init__(self, size, folder, readers):
+        super().__init__(size)
+        self.folder, self.readers = folder, readers
+
+    def __getitem__(self, index):
+        (self.folder / str(os.getpid())).touch()
+        deadline = time.monotonic() + 100
+        while len(list(self.folder.iterdir())) < self.readers:
+            assert time.monotonic() < deadline, "the other workers have not started"
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_workers_start_together(tmp_path):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    (batch,) = batches(Rendezvous(12, tmp_path, readers=2), 1, num_workers=2, batch_size=2)
+    assert len(batch["index"]) == 2
 
 
 def test_state_goes_through_an_orbax_handler(tmp_path):

@@ -103,16 +103,17 @@ def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
         raise ValueError(f"expected --{name} to be multiples of the {mesh.size} devices, got {uneven[0]}")
 
 
-def start_devices(count: int | None) -> Mesh:
+def start_devices(count: int | None, *, gpu_decode: bool = False) -> Mesh:
     """Initialize all processes and return the mesh of the first devices.
 
     Args:
       count: number of devices; None: all.
+      gpu_decode: whether the GPUs may decode images.
 
     Raises:
       ValueError: there are fewer devices, or several processes would not use all of them.
     """
-    distributed.initialize()
+    distributed.initialize(gpu_decode=gpu_decode)
     devices = jax.devices()
     minimum = 1 if jax.process_count() == 1 else len(devices)  # every process contributes all its devices
     count = len(devices) if count is None else count

@@ -22,6 +22,7 @@ from experiments import command_line
 from experiments.benchmarks import harness, photographs
 from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
+from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.distributed import is_lead
 from infcl_jax.models import model_names
 from infcl_jax.training import LOSSES, GradCacheConfig
@@ -93,7 +94,9 @@ def benchmark_from_flags() -> None:
         repeats=harness.REPEATS.value,
     )
     output = harness.output_folder()
-    mesh = harness.start_devices(harness.DEVICES.value)
+    mesh = harness.start_devices(
+        harness.DEVICES.value, gpu_decode=settings.data is not None and gpu_decoder_installed()
+    )
     harness.check_even("batch", settings.batch, mesh)
     for b in settings.batch:
         settings.cache.check_batch(b, mesh.size)

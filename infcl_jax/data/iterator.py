@@ -24,6 +24,8 @@ Batch = dict[str, np.ndarray]
 
 # Key of a chunk for a `Stats`, which is not part of the batch.
 STATS = "stats"
+# Key of a chunk for encoded images, uint8. A batch has the list of its chunks' arrays, which saves a copy.
+ENCODED = "encoded"
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
 Stats = dict[str, float]
 
@@ -126,6 +128,8 @@ class TrainIterator(grain.DatasetIterator):
             dataset = chunks.to_iter_dataset(read)
         dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
         if self._finish is not None:
+            # The chunks of the next batch are collected meanwhile.
+            dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
             dataset = dataset.map(functools.partial(_finished, self._finish))
         dataset = grain.experimental.ThreadPrefetchIterDataset(
             dataset, prefetch_buffer_size=parallelism.prefetch_batches
@@ -266,11 +270,13 @@ def _start_worker(worker: int, workers: int) -> None:
 
 
 def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Concatenate the arrays and add the statistics of chunks."""
+    """Concatenate the arrays and add the statistics of chunks; collect `ENCODED` in a list."""
+    encoded = {ENCODED: [chunk[ENCODED] for chunk in chunks]} if ENCODED in chunks[0] else {}
     if len(chunks) == 1:
-        return chunks[0]
+        return chunks[0] | encoded
     with timed(CONCATENATE):
-        batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in chunks[0] if key != STATS}
+        keys = [key for key in chunks[0] if key not in (STATS, ENCODED)]
+        batch: dict[str, Any] = {key: np.concatenate([c[key] for c in chunks]) for key in keys} | encoded
     return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
 
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float, Int, UInt8
 
 from infcl_jax.data.decode.pillow import open_image, orientation_of
-from infcl_jax.data.iterator import concatenate
+from infcl_jax.data.iterator import ENCODED, concatenate
 from infcl_jax.data.transforms import Box, Geometry
 
 MAX_DEVICE_PIXELS = 2**24  # 48 MiB; the host decodes larger images, at a reduced size
@@ -30,7 +30,7 @@ _ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
 
 # Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
 _ROWS = ("image", "text", "index", "color")
-_PACKED = ("encoded", "length", "box", "shift", "flip", "row")
+_PACKED = (ENCODED, "length", "box", "shift", "flip", "row")
 
 
 class DeviceDecoder(Protocol):
@@ -100,7 +100,7 @@ def pack(rows: Sequence[int], images: Sequence[EncodedImage | np.ndarray]) -> di
     data = [np.frombuffer(i.data, np.uint8) if isinstance(i, EncodedImage) else i.reshape(-1) for i in images]
     geometries = [i.geometry if isinstance(i, EncodedImage) else _ON_HOST for i in images]
     return {
-        "encoded": np.concatenate(data),
+        ENCODED: np.concatenate(data),
         "length": np.array([array.size for array in data], np.int64),
         "box": np.array([geometry.box for geometry in geometries], np.float32),
         "shift": np.array([geometry.shift for geometry in geometries], np.int32),
@@ -138,15 +138,15 @@ class DeviceStage:
         """Decode a packed batch.
 
         Args:
-          batch: arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
+          batch: concatenated arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
 
         Returns:
           The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes, instead of the packed
           arrays. Replaced records have another "text" and "index".
         """
         result = {key: np.copy(array) if key in ("text", "index") else array for key, array in batch.items()}
-        packed = {key: result.pop(key) for key in _PACKED}
-        data = np.split(packed["encoded"], np.cumsum(packed["length"])[:-1])
+        packed: dict[str, Any] = {key: result.pop(key) for key in _PACKED}
+        data = _files(packed[ENCODED], packed["length"])
         pixels: dict[int, np.ndarray] = {}  # decoded by the host, by row
         for row in np.flatnonzero(packed["box"][:, 2] == 0).tolist():
             pixels[row] = data[row].reshape(self._size, self._size, 3)
@@ -190,6 +190,21 @@ class DeviceStage:
         device, rows = block
         images, refused = self._decoders[device](data[rows], boxes[rows], self._size)
         return images, [rows.start + row for row in refused]
+
+
+def _files(chunks: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+    """Split the encoded images of each chunk.
+
+    Args:
+      chunks: uint8 arrays of whole images one after the other.
+      lengths: bytes of each image of all chunks.
+    """
+    ends = np.cumsum(lengths)
+    last = np.searchsorted(ends, np.cumsum([chunk.size for chunk in chunks]), side="right")
+    files: list[np.ndarray] = []
+    for chunk, stop in zip(chunks, last, strict=True):
+        files += np.split(chunk, np.cumsum(lengths[len(files) : stop])[:-1])
+    return files
 
 
 def _replacements(pixels: dict[int, np.ndarray], rows: slice, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from PIL import Image
 from infcl_jax.data import Augmentation, BadRecordError, ByteTokenizer, train_iterator
 from infcl_jax.data.decode import device as device_decoding
 from infcl_jax.data.decode.device import MAX_DEVICE_PIXELS, EncodedImage, encoded_image
+from infcl_jax.data.iterator import concatenate
 from infcl_jax.data.transforms import Box, Geometry
 from infcl_jax.distributed import data_mesh
 
@@ -161,8 +162,12 @@ def test_entries_without_rows_are_concatenated():
 
     stand_ins = {device: StandIn(device, run.refuses) for device in run.devices}
     stage = device_decoding.DeviceStage(stand_ins, run.sharding, host_rows, SIZE)
-    batch = {"text": np.arange(4)[:, None], "index": np.arange(4, 8), "bad": np.array([1, 2])}
-    result = stage(batch | device_decoding.pack(range(10, 14), images))
+    chunks = [
+        {"text": rows[:, None], "index": 4 + rows, "bad": np.array([1 + half])}
+        | device_decoding.pack(10 + rows, [images[row] for row in rows])
+        for half, rows in enumerate(np.split(np.arange(4), 2))
+    ]
+    result = stage(concatenate(chunks))
     assert result["text"].tolist() == [[0], [3], [2], [3]] and result["index"].tolist() == [4, 6, 6, 7]
     assert result["bad"].tolist() == [1, 2, 5]
     assert (result["image"][1] == 9).all() and result.keys() == {"image", "text", "index", "bad", "stats"}

@@ -23,8 +23,8 @@ MODULES = {"attention": attention, "bias_activation": bias_activation, "layer_no
 # Ops of each model with kernels.
 OPS = {
     # Heads of 32 channels and widths of 64 and 96 have none.
-    **dict.fromkeys(("tiny", "tiny-shapes"), {"bias_activation"}),
-    **dict.fromkeys(("ViT-S-16", "ViT-B-32", "ViT-B-16", "ViT-L-14", "RN50"), set(MODULES)),
+    **{key: {"bias_activation"} for key in ("tiny", "tiny-shapes")},
+    **{key: set(MODULES) for key in ("ViT-S-16", "ViT-B-32", "ViT-B-16", "ViT-L-14", "RN50")},
     "ViT-B-16-SigLIP2": set(MODULES),
     "ViT-H-14": set(MODULES),  # heads of 80 channels have none, those of the text tower do
     "ViT-SO400M-14-SigLIP": {"layer_norm"},  # heads of 72 channels, 4304 hidden units

@@ -27,7 +27,7 @@ _TEXT_POOLS = {"argmax": "end", "eos": "end", "first": "first", "last": "last"}
 _HF_POOLS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "cls"}
 _HF_PROJECTIONS = {"linear": "linear", "mlp": "mlp", None: "none"}
 
-# Fields of blocks and towers of which only the value that changes nothing is supported.
+# Fields that are supported at their defaults only.
 _PLAIN_BLOCK = {
     "qk_norm": False,
     "scaled_cosine_attn": False,
@@ -41,7 +41,7 @@ _PLAIN_VISION = {**_PLAIN_BLOCK, "attentional_pool": False}
 _PLAIN_TIMM = {"timm_drop": 0.0, "timm_drop_path": 0.0}
 _PLAIN_TEXT = {**_PLAIN_BLOCK, "embed_cls": False}
 
-# The other known fields. Those of tokenizers, of pretrained weights and of absent parts do not change the model.
+# All fields. Those of tokenizers, pretrained weights and absent parts do not change the model.
 _MODEL_FIELDS = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_scale", "init_logit_bias"} | {
     *("nonscalar_logit_scale", "custom_text", "multimodal_cfg"),
 }
@@ -113,7 +113,7 @@ def read_open_clip_config(source: str | os.PathLike | Mapping[str, Any]) -> CLIP
 
     Args:
       source: path of a JSON file, path of a folder with `open_clip_config.json`, or the JSON object. The object is a
-        model configuration, or has one as "model_cfg" beside "preprocess_cfg".
+        model configuration, or has the keys "model_cfg" and "preprocess_cfg".
 
     Returns:
       The configuration. Without "preprocess_cfg", images are preprocessed as OpenAI's. The tokenizer is not part of it.
@@ -188,7 +188,7 @@ def _vision_config(vision: _Section, quick_gelu: bool) -> VisionConfig | ResNetC
 
 
 def _timm_config(vision: _Section, image_size: int) -> VisionConfig:
-    """Return the configuration of a timm tower, whose name replaces the other fields of its shape."""
+    """Return the configuration of a timm tower; its name determines the shape."""
     try:
         config = timm_vision_config(vision.get("timm_model_name"), patch_dropout=vision.get("patch_dropout", 0.0))
     except ValueError as error:
@@ -252,7 +252,7 @@ def _block_fields(tower: _Section, quick_gelu: bool) -> dict[str, Any]:
 
 
 def _side(section: _Section, field: str, default: int) -> int:
-    """Return the side of a square, from a number or a pair of equal numbers."""
+    """Return the side of a square, given as number or pair."""
     value = section.get(field)
     sides = value if isinstance(value, list | tuple) else (default if value is None else value,)
     if len(set(sides)) != 1:

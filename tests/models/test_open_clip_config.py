@@ -202,6 +202,8 @@ def test_a_path_is_a_model(tmp_path):
         ({"text_cfg": 3}, "expected text_cfg to be a JSON object, got 3"),
         ({"nonscalar_logit_scale": True}, "nonscalar_logit_scale=True"),
         ({"temperature": 1}, "expected a known field, got temperature=1"),
+        ({"vision__width": "768"}, "expected vision_cfg.width to be a positive integer, got '768'"),
+        ({"vision__pool_type": ["tok"]}, r"vision_cfg.pool_type=\['tok'\]"),
         ({"embed_dim": 0}, "expected embed_dim to be a positive integer, got 0"),
     ],
 )
@@ -229,10 +231,12 @@ def test_bad_timm_towers(changes, message):
 
 def test_bad_files(tmp_path):
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_cfg": CONFIG, "preprocess_cfg": {"mode": "L"}}))
     for name, message in [
         ("broken.json", "expected the JSON config of an OpenCLIP model, got .*broken.json"),
         ("absent.json", "No such file"),
+        ("list.json", r"expected the config to be a JSON object, got \[\]"),
         ("", "expected preprocess_cfg.mode to be 'RGB', got preprocess_cfg.mode='L'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -6,9 +6,11 @@ from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContr
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
-from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
+from infcl_jax.training.optimizer_config import OptimizerConfig
+from infcl_jax.training.optimizers import make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
+from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import check_finite, make_train_step
 

@@ -234,7 +234,27 @@ _GRAD_CACHE = (
 
 _TRAINING = (
     Setting("batch_size", int, 256, "global batch size, in pairs over all devices", _COUNT, fixed=True),
-    Setting("total_steps", int, 1000, "training steps", _COUNT),
+    Setting("total_steps", int | None, None, "training steps; None: from samples_seen or epochs, else 1000", _COUNT),
+    Setting(
+        "samples_seen", int | None, None, "training samples, instead of total_steps; whole batches are used", _COUNT
+    ),
+    Setting(
+        "epochs",
+        int | None,
+        None,
+        "epochs, instead of total_steps; each has as many steps as the dataset has whole batches",
+        _COUNT,
+    ),
+    *_shaping(
+        Setting(
+            "ema_decay",
+            float | None,
+            None,
+            "decay of the moving average of the parameters, which evaluations then use; None: no average",
+            _DECAY,
+        )
+    ),
+    Setting("ema_warmup", bool, False, "raise the decay of the moving average from 0 to ema_decay, as timm does"),
     Setting(
         "parameter_sharding",
         str,

@@ -2,6 +2,7 @@
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
 from infcl_jax.training.data_wait import DataWait
+from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
@@ -21,6 +22,7 @@ __all__ = [
     "NO_CACHE",
     "Checkpointer",
     "DataWait",
+    "EMAConfig",
     "GlobalContrastive",
     "GlobalContrastiveConfig",
     "GradCacheConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "TrainState",
     "check_finite",
     "create_state",
+    "evaluated_variables",
     "learning_rate_schedule",
     "load_config",
     "loss_class",

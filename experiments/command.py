@@ -20,7 +20,8 @@ from experiments.overrides import register_parsers
 from infcl_jax import distributed
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python
+from infcl_jax.run import sample_source
+from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
 from infcl_jax.training import load_config
 
 register_parsers()
@@ -43,6 +44,16 @@ def chosen_config() -> ConfigDict:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
     check_config(_CONFIG.value)
     return _CONFIG.value
+
+
+def resolved_config() -> ConfigDict:
+    """Return the configuration of `--config` with the length of the run in `total_steps`.
+
+    Raises:
+      ValueError, FileNotFoundError: see `chosen_config` and `infcl_jax.settings.with_total_steps`.
+    """
+    config = chosen_config()
+    return with_total_steps(config, sample_source(config))
 
 
 def given_workdir() -> str:

@@ -77,7 +77,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
         command.say(line)
-    results = suite(state.variables, grid_path=workdir / GRID_FILE)
+    results = suite(state.evaluated_variables, grid_path=workdir / GRID_FILE)
     save_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")

@@ -45,7 +45,7 @@ def plan_from_flags() -> None:
     for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
         if flag.value is not None and not flag.value > 0:
             raise ValueError(f"expected --{name} > 0, got {flag.value}")
-    config = command.chosen_config()
+    config = command.resolved_config()
     # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
     with contextlib.nullcontext() if _DEVICE.value is None else use_abstract_mesh(device_named(_DEVICE.value).mesh):
         report(*workload_from_flags(config))
@@ -94,4 +94,4 @@ def report(workload: Workload, memory_limit: int | None) -> None:
 
 
 if __name__ == "__main__":
-    command.run_without_workdir(plan_from_flags)
+    command.run_without_workdir(plan_from_flags, config=command.resolved_config)

@@ -23,7 +23,15 @@ from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
-from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
+from infcl_jax.settings import (
+    SETTINGS,
+    changed_settings,
+    check_config,
+    check_fixed,
+    format_changes,
+    name_changes,
+    with_total_steps,
+)
 from infcl_jax.training import (
     Checkpointer,
     DataWait,
@@ -48,7 +56,7 @@ _ADVICE_SECONDS = 1.0
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Train until `config.total_steps`, from the latest checkpoint if there is one.
+    """Train all steps of the run, from the latest checkpoint if there is one.
 
     Args:
       config: settings of the run, see `docs/settings.md`.
@@ -72,11 +80,12 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     memory_limit = device_memory_limit()
     with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         resumed = checkpoints.latest_step() is not None
+        source = run.training_source(config)
+        config = with_total_steps(config, source)
         changed = changes_since(workdir, config) if resumed else {}
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
         check_fixed(changed, fixed, workdir, "keep it, or choose another --workdir")
         tokenizer = run.text_tokenizer(config, workdir if resumed else None)
-        source = run.training_source(config)
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
@@ -213,7 +222,7 @@ class TrainLoop:
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Evaluate a finished run and save its settings."""
-        results = self.suite(state.variables)
+        results = self.suite(state.evaluated_variables)
         self.save_config()
         return results
 
@@ -281,7 +290,7 @@ class TrainLoop:
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate and record the results."""
-        results = self.suite(state.variables)
+        results = self.suite(state.evaluated_variables)
         if results:
             self.writer.write(step, results)
             if step < self.config.total_steps:  # `train` prints the last results as a table
@@ -294,4 +303,4 @@ def _due(step: int, every: int) -> bool:
 
 
 if __name__ == "__main__":
-    command.run(lambda workdir: train(command.chosen_config(), workdir))
+    command.run(lambda workdir: train(command.chosen_config(), workdir), config=command.resolved_config)

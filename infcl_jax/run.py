@@ -34,8 +34,9 @@ from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, build_model, mo
 from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
-from infcl_jax.settings import check_model_overrides, parse_overrides
+from infcl_jax.settings import check_model_overrides, parse_overrides, total_steps
 from infcl_jax.training import (
+    EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
@@ -131,12 +132,12 @@ def training_source(config: ConfigDict) -> Source:
 
 
 def sample_source(config: ConfigDict) -> Source | None:
-    """Load the training data if the loss has sample state.
+    """Load the training data if the state or the length of the run depends on its size.
 
     Raises:
       ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
     """
-    return training_source(config) if _loss_takes(config, "samples") else None
+    return training_source(config) if _loss_takes(config, "samples") or config.epochs is not None else None
 
 
 def _loss_takes(config: ConfigDict, name: str) -> bool:
@@ -255,18 +256,27 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
 
 
+def _ema(config: ConfigDict) -> EMAConfig | None:
+    """Return the settings of the moving averages; None without them."""
+    if config.ema_decay is not None:
+        return EMAConfig(decay=config.ema_decay, warmup=config.ema_warmup)
+    if config.ema_warmup:
+        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
+    return None
+
+
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
-    """Initialize parameters, optimizer state and sample state on the devices.
+    """Initialize parameters, moving averages, optimizer state and sample state on the devices.
 
     The sample state is sharded over the devices.
 
     Args:
       config: settings of the run.
       mesh: devices that hold the state.
-      source: training data; None is enough for losses without sample state.
+      source: training data; None is enough for losses without sample state and runs without `epochs`.
     """
     model = read_model_config(config)
-    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps)
+    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), total_steps(config, source))
     sizes = model.vision.image_size, model.text.context_length
     state = create_state(
         build_model(model),
@@ -276,6 +286,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         mesh,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        ema=_ema(config),
     )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
@@ -297,7 +308,7 @@ def workload(
       devices: number of devices over which the batch is sharded.
       memory_limit: bytes that JAX may use on a device; None if unknown.
       implementation: implementation of the loss if the configuration names none; None: the best on this device.
-      source: training data; None is enough for losses without sample state.
+      source: training data; None is enough for losses without sample state and runs without `epochs`.
 
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
@@ -312,12 +323,13 @@ def workload(
         cache["keep"] = 0
     unresolved = Workload(
         model=model,
-        optimizer=make_optimizer(OptimizerConfig(**config.optimizer), config.total_steps),
+        optimizer=make_optimizer(OptimizerConfig(**config.optimizer), total_steps(config, source)),
         batch_size=config.batch_size,
         devices=devices,
         cache=GradCacheConfig(**cache),
         implementation=chosen,
         loss=config.loss,
+        ema=_ema(config) is not None,
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,

@@ -150,6 +150,7 @@ def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):
 COMPONENTS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
+    "ema": "moving averages",
     "samples": "sample state",
     "gradients": "gradients",
     "updates": "updates",
@@ -163,7 +164,9 @@ COMPONENTS = {
 
 
 @pytest.mark.parametrize("memory", [None, 1 << 30])
-@pytest.mark.parametrize(("changes", "zero"), [({}, {"samples", "stored"}), ({"sample_bytes": 1, "keep": 1}, set())])
+@pytest.mark.parametrize(
+    ("changes", "zero"), [({}, {"ema", "samples", "stored"}), ({"ema": True, "sample_bytes": 1, "keep": 1}, set())]
+)
 def test_the_table_has_every_part_aligned(memory, changes, zero):
     plan = plan_memory(runs.workload(chunk_size=32, **changes), memory)
     heading, *lines = format_plan(plan).splitlines()

@@ -14,6 +14,7 @@ from infcl_jax import run
 from infcl_jax.data.decode.choice import choose_decoder
 from infcl_jax.grad_cache import chunk_rows
 from infcl_jax.ops.color import ColorBatch
+from infcl_jax.settings import changed_settings, total_steps, with_total_steps
 
 
 @pytest.fixture
@@ -70,6 +71,50 @@ def test_every_decoder_gives_the_same_batches(photographs, gpu, loss, devices):
         for name in a:
             assert a[name].sharding == b[name].sharding
             np.testing.assert_array_equal(a[name], b[name])
+
+
+LENGTHS = [
+    ({}, 1000),
+    ({"total_steps": 7}, 7),
+    ({"samples_seen": 100}, 3),  # OpenCLIP: batches of 32
+    ({"epochs": 3}, 3 * (40 // 32)),
+    ({"epochs": 3, "batch_size": 8}, 3 * 5),
+]
+
+
+@pytest.mark.parametrize(("length", "steps"), LENGTHS, ids=str)
+def test_the_length_of_a_run_is_resolved_to_steps(length, steps):
+    config, source = runs.config(**({"total_steps": None} | length)), range(40)
+    resolved = with_total_steps(config, source)
+    assert (resolved.total_steps, resolved.samples_seen, resolved.epochs) == (steps, None, None)
+    assert total_steps(resolved) == steps  # without the data
+    changed = changed_settings(config, resolved)
+    assert changed.keys() <= {"total_steps", "samples_seen", "epochs"}
+
+
+@pytest.mark.parametrize(
+    ("length", "source", "message"),
+    [
+        ({"epochs": 3}, range(40), "one of total_steps, samples_seen, epochs, got total_steps=6 and epochs=3; set all"),
+        (
+            {"total_steps": None, "samples_seen": 64, "epochs": 1},
+            range(40),
+            "got samples_seen=64 and epochs=1; set all",
+        ),
+        ({"total_steps": None, "samples_seen": 31}, None, "samples for a batch of 32, got samples_seen=31; use a"),
+        ({"total_steps": None, "epochs": 5}, range(31), "samples for a batch of 32, got epochs=5; use a smaller"),
+        ({"total_steps": None, "epochs": 5}, None, r"a source with epochs=5, got None; pass training_source\(config\)"),
+    ],
+)
+def test_lengths_that_contradict_or_give_no_step_are_refused(length, source, message):
+    with pytest.raises(ValueError, match=rf"^expected [^\n]*{message}[^\n]*$"):
+        with_total_steps(runs.config(**length), source)
+
+
+@pytest.mark.parametrize("make", [run.workload, run.initial_state])
+def test_a_warmup_of_the_decay_needs_a_decay(make):
+    with pytest.raises(ValueError, match=r"^expected ema_decay with ema_warmup=True, got None; give a decay"):
+        make(runs.config(ema_warmup=True), 1 if make is run.workload else oracle.mesh_of(1))
 
 
 def test_images_without_files_are_left_to_the_host(gpu):

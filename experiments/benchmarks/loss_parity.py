@@ -23,6 +23,7 @@ from experiments import command
 from infcl_jax import run
 from infcl_jax.distributed import is_lead
 from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.settings import total_steps
 from infcl_jax.training import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig, make_train_step
 
 CHUNKS = 4  # chunks of a batch with gradient caching
@@ -91,7 +92,7 @@ def losses(config: ConfigDict, mesh: Mesh) -> list[float]:
     source, step_losses = run.training_source(config), []
     step = make_train_step(run.loss(config, mesh, source), config.seed, GradCacheConfig(**config.grad_cache), mesh)
     data, state = run.training_data(config, source), run.initial_state(config, mesh, source)
-    for _ in range(config.total_steps):
+    for _ in range(total_steps(config, source)):
         state, metrics = step(state, run.next_batch(config, data, mesh))
         step_losses.append(metrics["loss"])
     data.close()

@@ -23,7 +23,7 @@ from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.planner import compiled_bytes
-from infcl_jax.settings import parse_overrides
+from infcl_jax.settings import parse_overrides, total_steps
 from infcl_jax.training import (
     NO_CACHE,
     GradCacheConfig,
@@ -221,8 +221,8 @@ class Case:
 
     def _initial_state(self) -> TrainState:
         """Initialize parameters, the optimizer of `configs/base.py` and sample state."""
-        config, run = self.settings.model_config, base.get_config()
-        optimizer = make_optimizer(OptimizerConfig(**run.optimizer), run.total_steps)
+        config, settings = self.settings.model_config, base.get_config()
+        optimizer = make_optimizer(OptimizerConfig(**settings.optimizer), total_steps(settings))
         sizes = config.vision.image_size, config.text.context_length
         sharding = self.settings.parameter_sharding
         state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)

@@ -33,6 +33,7 @@ class Workload:
       loss: training loss, one of `infcl_jax.training.LOSSES`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: frozen towers, "image" or "text".
+      ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
       decoded_batches: batches that the GPUs have decoded ahead, beside the current and the next one.
 
@@ -49,6 +50,7 @@ class Workload:
     loss: str = "clip"
     parameter_sharding: str = "replicated"
     frozen: tuple[str, ...] = ()
+    ema: bool = False
     sample_bytes: int = 0
     decoded_batches: int = 0
 
@@ -98,6 +100,7 @@ class MemoryPlan:
       workload: settings of the step.
       parameters: model parameters; one device's shard with "fsdp".
       optimizer: optimizer state; one device's shard with "fsdp".
+      ema: moving averages of the parameters; one device's shard with "fsdp".
       samples: sample state of a global contrastive loss.
       gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With residency "host" or
         "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
@@ -115,6 +118,7 @@ class MemoryPlan:
     workload: Workload
     parameters: int
     optimizer: int
+    ema: int
     samples: int
     gradients: int
     updates: int
@@ -134,7 +138,7 @@ class MemoryPlan:
         pass needs only the gradients of the features, half of `features`. The updates start after activations and
         features have been freed.
         """
-        state = self.parameters + self.optimizer + self.samples
+        state = self.parameters + self.optimizer + self.ema + self.samples
         persistent = state + self.gradients + self.batch + self.next_batch
         backward, loss = self.transient + self.features // 2, self.loss + self.features
         return persistent + max(self.stored + max(backward, loss), self.updates)
@@ -198,6 +202,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         workload=workload,
         parameters=state.parameter_shard,
         optimizer=state.optimizer,
+        ema=state.ema if workload.ema else 0,
         samples=workload.sample_bytes,
         gradients=state.gradients(on_device),
         updates=state.updates,

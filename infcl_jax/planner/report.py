@@ -15,6 +15,7 @@ _MIB = 1 << 20
 _COMPONENTS = (
     ("parameters", "parameters", "exact"),
     ("optimizer state", "optimizer", "exact"),
+    ("moving averages", "ema", "exact"),
     ("sample state", "samples", "exact"),
     ("gradients", "gradients", "exact"),
     ("updates", "updates", "exact"),

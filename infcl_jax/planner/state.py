@@ -9,6 +9,7 @@ import optax
 from infcl_jax.models import CLIP
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
+from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.sharding import bytes_per_device
 from infcl_jax.training.state import without_frozen
 
@@ -24,6 +25,7 @@ class StateBytes(NamedTuple):
       parameter_shard: shard of the parameters.
       updates: shard of the updates, which have the shapes and dtypes of the trained parameters.
       optimizer: shard of the optimizer state.
+      ema: shard of the fp32 moving averages of the trained parameters.
       trained_gradients: gradients of the trained parameters, in at least fp32.
     """
 
@@ -32,6 +34,7 @@ class StateBytes(NamedTuple):
     parameter_shard: int
     updates: int
     optimizer: int
+    ema: int
     trained_gradients: int
 
     def gradients(self, on_device: bool) -> int:
@@ -63,12 +66,13 @@ def state_bytes(
 
     params = parameter_shapes(model)
     trained = without_frozen(params, frozen)
-    opt_state = jax.eval_shape(optimizer.init, trained)
+    opt_state, averages = jax.eval_shape(optimizer.init, trained), jax.eval_shape(initial_ema, trained)
     return StateBytes(
         parameters=tree_bytes(params),
         all_gradients=gradient_bytes(params),
         parameter_shard=bytes_per_device(params, devices, parameter_sharding),
         updates=bytes_per_device(trained, devices, parameter_sharding),
         optimizer=bytes_per_device(opt_state, devices, parameter_sharding),
+        ema=bytes_per_device(averages, devices, parameter_sharding),
         trained_gradients=gradient_bytes(trained),
     )

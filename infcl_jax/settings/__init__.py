@@ -8,7 +8,9 @@ from infcl_jax.settings.config import (
     flattened,
     format_changes,
     name_changes,
+    scaled_learning_rate,
 )
+from infcl_jax.settings.length import total_steps, with_total_steps
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
 from infcl_jax.settings.setting import Range, Setting, type_name
 from infcl_jax.settings.table import SECTIONS, SETTINGS
@@ -32,5 +34,8 @@ __all__ = [
     "format_python",
     "name_changes",
     "parse_overrides",
+    "scaled_learning_rate",
+    "total_steps",
     "type_name",
+    "with_total_steps",
 ]

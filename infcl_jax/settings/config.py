@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
+from infcl_jax.checks import check_positive_int
 from infcl_jax.settings.setting import Setting
 from infcl_jax.settings.table import SETTINGS
 
@@ -26,6 +27,31 @@ def default_config() -> ConfigDict:
         owner = config[group] if group else config
         owner[field] = placeholder(setting.base_type) if setting.default is None else setting.default
     return config.lock()
+
+
+def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_size: int) -> FieldReference:
+    """Scale a learning rate linearly with `config.batch_size`.
+
+    The result follows the batch size, also when the command line changes it.
+
+    Args:
+      config: settings of a run.
+      learning_rate: learning rate at `base_batch_size`.
+      base_batch_size: batch size for which `learning_rate` was chosen, in pairs.
+
+    Returns:
+      Lazy value of `learning_rate * batch_size / base_batch_size`, for `config.optimizer.learning_rate`.
+
+    Raises:
+      ValueError: `base_batch_size` is not positive.
+
+    Example:
+      config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 32_768)
+
+    Source: Goyal et al. 2017; the example has the values of DisCo-CLIP (Chen et al. 2023, section 5.1).
+    """
+    check_positive_int("base_batch_size", base_batch_size)
+    return config.get_ref("batch_size").to_float() * (learning_rate / base_batch_size)
 
 
 def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:

@@ -9,7 +9,7 @@ from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
-from infcl_jax.training.optimizers import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
+from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
@@ -241,7 +241,27 @@ _GRAD_CACHE = (
 
 _TRAINING = (
     Setting("batch_size", int, 256, "global batch size, in pairs over all devices", _COUNT, fixed=True),
-    Setting("total_steps", int, 1000, "training steps", _COUNT),
+    Setting("total_steps", int | None, None, "training steps; None: from samples_seen or epochs, else 1000", _COUNT),
+    Setting(
+        "samples_seen", int | None, None, "training samples, instead of total_steps; whole batches are used", _COUNT
+    ),
+    Setting(
+        "epochs",
+        int | None,
+        None,
+        "epochs, instead of total_steps; each has as many steps as the dataset has whole batches",
+        _COUNT,
+    ),
+    *_shaping(
+        Setting(
+            "ema_decay",
+            float | None,
+            None,
+            "decay of the moving average of the parameters, which evaluations then use; None: no average",
+            _DECAY,
+        )
+    ),
+    Setting("ema_warmup", bool, False, "raise the decay of the moving average from 0 to ema_decay, as timm does"),
     Setting(
         "parameter_sharding",
         str,
@@ -264,12 +284,40 @@ _OPTIMIZER = _shaping(
         'learning rate of the first step; "one_step": learning_rate / warmup_steps, as in OpenCLIP',
         WARMUP_STARTS,
     ),
-    Setting("optimizer.final_learning_rate", float, 0.0, "learning rate at the end of the cosine schedule", _FROM_ZERO),
+    Setting(
+        "optimizer.final_learning_rate",
+        float,
+        0.0,
+        'learning rate at the end of "cosine", "linear" and the cooldown',
+        _FROM_ZERO,
+    ),
+    Setting(
+        "optimizer.rsqrt_timescale",
+        float,
+        10_000.0,
+        'steps after the warm-up in which "rsqrt" falls to 0.71 of the learning rate',
+        _POSITIVE,
+    ),
+    Setting(
+        "optimizer.cooldown_steps",
+        int,
+        0,
+        "last steps, in which the learning rate falls to optimizer.final_learning_rate, with any schedule",
+        _FROM_ZERO,
+    ),
+    Setting("optimizer.cooldown_power", float, 1.0, "power of the cooldown; 1: linear", _POSITIVE),
     Setting(
         "optimizer.learning_rate_rules",
         Rules,
         (),
         'learning rate factors by parameter name, such as (("visual/.*", 0.1), (".*", 1.0)); (): 1 for all',
+    ),
+    Setting(
+        "optimizer.layer_decay",
+        tuple[float, float],
+        (1.0, 1.0),
+        "factors by which the learning rates of the image and the text tower fall from layer to layer; 1: none",
+        Range(0, 1, above=True),
     ),
     Setting(
         "optimizer.temperature_learning_rate",

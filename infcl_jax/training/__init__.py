@@ -2,13 +2,16 @@
 
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
 from infcl_jax.training.data_wait import DataWait
+from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
-from infcl_jax.training.optimizers import OptimizerConfig, learning_rate_schedule, make_optimizer
+from infcl_jax.training.optimizer_config import OptimizerConfig
+from infcl_jax.training.optimizers import make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
+from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import check_finite, make_train_step
 
@@ -19,6 +22,7 @@ __all__ = [
     "NO_CACHE",
     "Checkpointer",
     "DataWait",
+    "EMAConfig",
     "GlobalContrastive",
     "GlobalContrastiveConfig",
     "GradCacheConfig",
@@ -29,6 +33,7 @@ __all__ = [
     "TrainState",
     "check_finite",
     "create_state",
+    "evaluated_variables",
     "learning_rate_schedule",
     "load_config",
     "loss_class",

@@ -185,7 +185,7 @@ def _array_types(tree: Any) -> dict[str, str]:
 
 def _array_fields(state: Any) -> dict[str, Any]:
     """Collect the fields of a train state to save: those with arrays, without None."""
-    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples")}
+    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples", "ema")}
     samples = fields["samples"]
     fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
     return {name: value for name, value in fields.items() if value is not None}

@@ -13,7 +13,7 @@ from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, glob
 from infcl_jax.losses.base import SAMPLE_INPUTS
 from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
-from infcl_jax.training.optimizers import OptimizerConfig
+from infcl_jax.training.optimizer_config import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")
 

@@ -1,19 +1,15 @@
 """Optimizers by name, with schedules, weight decay and per-parameter rules."""
 
-import dataclasses
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from infcl_jax.checks import check_choice
-from infcl_jax.training.rules import Rules, check_rules, parameter_names, values_by_rules
-
-OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")
-SCHEDULES = ("cosine", "constant")
-WARMUP_STARTS = ("zero", "one_step")
-TEMPERATURE_SCHEDULES = (*SCHEDULES, "threshold")
+from infcl_jax.training.optimizer_config import OptimizerConfig
+from infcl_jax.training.rules import layer_decay_factors, parameter_names, values_by_rules
+from infcl_jax.training.schedules import learning_rate_schedule
 
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3
@@ -22,121 +18,12 @@ _LOGIT_SCALE = "logit_scale"
 _MIN_FACTORED_SIZE = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Settings of the optimizer, its schedules and its per-parameter rules.
-
-    - "adamw": Adam with bias-corrected moments (Loshchilov & Hutter 2019, Algorithm 2; Radford et al. 2021, Table 18).
-    - "lamb": the "adamw" update, weight decay included, scaled to the norm of each parameter by a trust ratio (You et
-      al. 2020, Algorithm 2). Parameters without weight decay skip the trust ratio, as with timm's default
-      `always_adapt=False`. These are biases, gains and the logit scale by default, and all parameters if `weight_decay`
-      is 0.
-    - "lion": the sign of an interpolated momentum (Chen et al. 2023, Algorithm 2).
-    - "sgd": momentum `m <- beta1 m + g` (Sutskever et al. 2013).
-    - "adafactor": factored second moments, update clipping to an RMS of 1, then momentum stored in bf16. The learning
-      rate is not relative to the parameters' RMS (Shazeer & Stern 2018, Algorithm 4; Zhai et al. 2022, section 3.4, for
-      ViT-g).
-
-    Weight decay is decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
-
-    Attributes:
-      name: one of `OPTIMIZERS`.
-      learning_rate: peak learning rate, reached at the end of the warm-up.
-      schedule: schedule after the warm-up. "cosine": decay to `final_learning_rate` at the last step. "constant": no
-        decay.
-      warmup_steps: steps of linear warm-up.
-      warmup_start: learning rate during the warm-up, at step t = 0, 1, ... "zero": `learning_rate t / warmup_steps`, so
-        the first step changes no parameter (FastCLIP's paper, big_vision). "one_step":
-        `learning_rate (t + 1) / warmup_steps` (OpenCLIP and FastCLIP's code).
-      final_learning_rate: learning rate at the end of the cosine.
-      learning_rate_rules: ordered pairs (regular expression, factor of the learning rate). The expression matches whole
-        parameter names such as "visual/proj/kernel", and the first match applies. Empty: factor 1 for all.
-      temperature_learning_rate: learning rate of the logit scale, to which `schedule`, `warmup_steps` and
-        `learning_rate_rules` then do not apply. None: the logit scale has the learning rate of the other parameters.
-      temperature_schedule: schedule of `temperature_learning_rate`, without warm-up: "constant", "cosine", or
-        "threshold", which uses a third of the rate while the temperature is at most 0.03 (FastCLIP-v3).
-      weight_decay: decoupled weight decay.
-      weight_decay_rules: ordered pairs (regular expression, factor of the weight decay), matched like
-        `learning_rate_rules`. Empty: factor 1 for parameters with two or more dimensions and 0 for all others (gains,
-        biases and the logit scale).
-      beta1: decay of the first moment. For "sgd" and "adafactor", decay of the momentum. For "lion", weight of the
-        momentum in the update.
-      beta2: decay of the second moment. For "lion", decay of the momentum. For "adafactor", upper limit of the decay
-        `1 - t^-0.8` at step t = 1, 2, ... Ignored by "sgd".
-      eps: constant added to the root of the second moment by "adamw" and "lamb".
-      clip_norm: maximum global norm of the gradient; None: no clipping.
-
-    Raises:
-      ValueError: a value is out of range.
-    """
-
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 0
-    warmup_start: str = "zero"
-    final_learning_rate: float = 0.0
-    learning_rate_rules: Rules = ()
-    temperature_learning_rate: float | None = None
-    temperature_schedule: str = "constant"
-    weight_decay: float = 0.2
-    weight_decay_rules: Rules = ()
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-6
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("optimizer.name", self.name, OPTIMIZERS)
-        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        check_choice("optimizer.warmup_start", self.warmup_start, WARMUP_STARTS)
-        check_choice("optimizer.temperature_schedule", self.temperature_schedule, TEMPERATURE_SCHEDULES)
-        for name in ("learning_rate", "eps"):
-            if not getattr(self, name) > 0:  # also rejects NaN
-                raise ValueError(f"expected optimizer.{name} > 0, got {getattr(self, name)}")
-        for name in ("warmup_steps", "final_learning_rate", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"expected optimizer.{name} >= 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"expected 0 <= optimizer.{name} < 1, got {getattr(self, name)}")
-        for name in ("clip_norm", "temperature_learning_rate"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"expected optimizer.{name} > 0 or None, got {getattr(self, name)}")
-        for name in ("learning_rate_rules", "weight_decay_rules"):
-            check_rules(f"optimizer.{name}", getattr(self, name))
-
-
-def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Create a linear warm-up followed by a constant or cosine schedule.
-
-    The cosine reaches `final_learning_rate` at `total_steps`.
-
-    Raises:
-      ValueError: the warm-up is longer than the run.
-    """
-    if config.warmup_steps >= total_steps:
-        raise ValueError(
-            f"expected optimizer.warmup_steps < total_steps, got {config.warmup_steps} and {total_steps}; shorten the "
-            "warm-up or train longer"
-        )
-    peak, warmup = config.learning_rate, config.warmup_steps
-    if config.schedule == "constant":
-        main = optax.constant_schedule(peak)
-    else:
-        main = optax.cosine_decay_schedule(peak, total_steps - warmup, alpha=config.final_learning_rate / peak)
-    if not warmup:
-        return main
-    start = 0.0 if config.warmup_start == "zero" else peak / warmup
-    return optax.join_schedules((optax.linear_schedule(start, start + peak, warmup), main), (warmup,))
-
-
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """Create the gradient transformation for `total_steps` steps.
 
     Raises:
-      ValueError: the warm-up is longer than the run. On initialization, a parameter matches no rule or a rule matches
-        no parameter.
+      ValueError: warm-up and cooldown are longer than the run. On initialization, a parameter matches no rule, a rule
+        matches no parameter, or a tower with layer decay has no layers.
     """
     clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
     trust = (_trust_ratio(config),) if config.name == "lamb" else ()
@@ -233,7 +120,8 @@ def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.Gradient
 
 def _rate_factors(config: OptimizerConfig, params: Any) -> Any:
     rules = config.learning_rate_rules or ((".*", 1.0),)
-    return values_by_rules("optimizer.learning_rate_rules", rules, params)
+    factors = values_by_rules("optimizer.learning_rate_rules", rules, params)
+    return jax.tree.map(operator.mul, factors, layer_decay_factors(config.layer_decay, params))
 
 
 def _temperature_rate(config: OptimizerConfig, total_steps: int, step: jax.Array, params: Any) -> jax.Array | float:

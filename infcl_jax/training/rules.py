@@ -1,6 +1,6 @@
-"""Per-parameter values from ordered rules (regular expression, value).
+"""Per-parameter values from the names of parameters.
 
-The first rule that matches the name of a parameter gives its value.
+Ordered rules (regular expression, value): the first that matches a name gives its value. Layer-wise decay.
 """
 
 import re
@@ -9,7 +9,15 @@ from typing import Any
 
 import jax
 
+from infcl_jax.models import TOWERS
+
 Rules = Sequence[tuple[str, float]]
+
+# Below the tower: a transformer block or a ResNet bottleneck; the parameters before the first layer; the LayerNorm
+# after the last one.
+_LAYER = re.compile(r"transformer/block_(\d+)/|layer(\d+)_(\d+)/")
+_STEM = re.compile(r"(conv\d|bn\d|ln_pre|\w*embeddings?)(/|$)")
+_FINAL_NORM = re.compile(r"(ln_post|ln_final)/")
 
 
 def parameter_names(params: Any) -> Any:
@@ -57,3 +65,48 @@ def check_rules(name: str, rules: Rules) -> None:
             valid = False
         if not valid:
             raise ValueError(f"expected {name} to be pairs of a regular expression and a number >= 0, got {rule!r}")
+
+
+def layer_decay_factors(decays: Sequence[float], params: Any) -> Any:
+    """Map each parameter to its factor of the learning rate under layer-wise decay.
+
+    The factor is `decay^(L + 1 - l)` for layer l of a tower with L layers. Everything before the first layer, such as
+    embeddings, has l = 0. The LayerNorm after the last layer has l = L, as in timm's `param_groups_layer_decay`.
+    Projections, pooling heads, logit scale and bias have l = L + 1, so their factor is 1.
+
+    Args:
+      decays: decay of the image and of the text tower; 1: none.
+      params: parameters of `CLIP`. Towers or lower layers that are frozen can be absent.
+
+    Raises:
+      ValueError: a tower with a decay below 1 has no layers.
+
+    Sources: Clark et al. 2020 (ELECTRA), Bao et al. 2022 (BEiT).
+    """
+    names = parameter_names(params)
+    factors = jax.tree.map(lambda _: 1.0, names)
+    for (name, subtree), decay in zip(TOWERS.items(), decays, strict=True):
+        if decay == 1 or subtree not in params:
+            continue
+        layers = sorted({layer for path in jax.tree.leaves(names[subtree]) if (layer := _layer(path))})
+        if not layers:
+            raise ValueError(f"expected layers in the {name} tower with optimizer.layer_decay={decay}, got none; set 1")
+        exponents = jax.tree.map(lambda path, layers=layers: len(layers) + 1 - _layer_id(path, layers), names[subtree])
+        factors[subtree] = jax.tree.map(lambda exponent, decay=decay: decay**exponent, exponents)
+    return factors
+
+
+def _layer(path: str) -> tuple[int, ...]:
+    """Return the numbers of a parameter's layer; empty outside the layers."""
+    match = _LAYER.match(path.partition("/")[2])
+    return tuple(int(number) for number in match.groups() if number) if match else ()
+
+
+def _layer_id(path: str, layers: list[tuple[int, ...]]) -> int:
+    """Return l of `layer_decay_factors`."""
+    if layer := _layer(path):
+        return 1 + layers.index(layer)
+    name = path.partition("/")[2]
+    if _STEM.match(name):
+        return 0
+    return len(layers) + (0 if _FINAL_NORM.match(name) else 1)

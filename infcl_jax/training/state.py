@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.checks import check_choice
 from infcl_jax.models import TOWERS, clamp_logit_scale
+from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
@@ -24,17 +25,22 @@ class TrainState(train_state.TrainState):
     Attributes:
       batch_stats: running statistics of batch normalization; None for models without it.
       samples: sample state of a global contrastive loss (`infcl_jax.SampleState`); None for other losses.
+      ema: fp32 moving averages of the trained parameters and the running statistics; None without them.
+      ema_config: decay of `ema`.
       frozen: frozen towers, keys of `infcl_jax.models.TOWERS`. `opt_state` excludes their parameters.
     """
 
     batch_stats: Any = None
     samples: Any = None
+    ema: Any = None
+    ema_config: EMAConfig | None = struct.field(pytree_node=False, default=None)
     frozen: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @classmethod
     def create(cls, *, params: Any, frozen: tuple[str, ...] = (), **fields: Any) -> "TrainState":
-        """Create a state at step 0, with optimizer state for the trained parameters."""
-        return super().create(params=without_frozen(params, frozen), frozen=frozen, **fields).replace(params=params)
+        """Create a state at step 0, with optimizer state and averages for the trained parameters."""
+        state = super().create(params=without_frozen(params, frozen), frozen=frozen, **fields).replace(params=params)
+        return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -46,15 +52,28 @@ class TrainState(train_state.TrainState):
         """Flax variables of the model: parameters and running statistics."""
         return {"params": self.params} | ({} if self.batch_stats is None else {"batch_stats": self.batch_stats})
 
+    @property
+    def averaged(self) -> dict[str, Any]:
+        """Variables of which `ema` has the moving averages."""
+        return self.variables | {"params": self.trained}
+
+    @property
+    def evaluated_variables(self) -> dict[str, Any]:
+        """Flax variables to evaluate: the moving averages if the state has them."""
+        return evaluated_variables(self.variables, self.ema)
+
     def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
-        """Apply one optimizer step and clamp the logit scale to [1, 100].
+        """Apply one optimizer step, clamp the logit scale to [1, 100] and update the moving averages.
 
         Args:
           grads: gradients of the trained parameters.
           **changes: new values of other fields.
         """
         state = super(TrainState, self.replace(params=self.trained)).apply_gradients(grads=grads, **changes)
-        return state.replace(params=clamp_logit_scale({**self.params, **state.params}))
+        state = state.replace(params=clamp_logit_scale({**self.params, **state.params}))
+        if state.ema_config is None:
+            return state
+        return state.replace(ema=updated_ema(state.ema_config, state.ema, state.averaged, state.step))
 
 
 def without_frozen(params: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
@@ -72,6 +91,7 @@ def create_state(
     mesh: Mesh,
     parameter_sharding: str = "replicated",
     frozen: Collection[str] = (),
+    ema: EMAConfig | None = None,
 ) -> TrainState:
     """Initialize a train state on a mesh.
 
@@ -85,9 +105,10 @@ def create_state(
       seed: seed of the initial parameters.
       mesh: devices that hold the state.
       parameter_sharding: "replicated": every device holds the whole state. "fsdp": every large array, optimizer moments
-        included, is sharded over the devices; see `infcl_jax.training.sharding.sharded_axis`.
+        and moving averages included, is sharded over the devices; see `infcl_jax.training.sharding.sharded_axis`.
       frozen: towers to freeze, "image" or "text" (LiT, Zhai et al. 2022). They have no gradients, optimizer moments or
         weight decay.
+      ema: moving averages of the parameters; None: none.
 
     Raises:
       ValueError: `parameter_sharding` or a tower is unknown.
@@ -100,9 +121,8 @@ def create_state(
         image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
         variables = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))
         statistics = variables.get("batch_stats")
-        return TrainState.create(
-            apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=statistics, frozen=tuple(frozen)
-        )
+        fields = {"tx": tx, "batch_stats": statistics, "frozen": tuple(frozen), "ema_config": ema}
+        return TrainState.create(apply_fn=model.apply, params=variables["params"], **fields)
 
     return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh, parameter_sharding))()
 

@@ -99,8 +99,8 @@ def make_train_step(
             changes["samples"] = loss_fn.write(state.samples, *aux.samples)
         grads = constrain(grads, mesh, parameter_sharding)
         updated = state.apply_gradients(grads=grads, **changes)
-        params, opt_state = constrain((updated.params, updated.opt_state), mesh, parameter_sharding)
-        return updated.replace(params=params, opt_state=opt_state), _metrics(loss, aux, grads)
+        changed = {name: getattr(updated, name) for name in ("params", "opt_state", "ema")}
+        return updated.replace(**constrain(changed, mesh, parameter_sharding)), _metrics(loss, aux, grads)
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         gathered = state.replace(params=constrain(state.params, mesh, "replicated"))

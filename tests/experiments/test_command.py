@@ -12,7 +12,8 @@ from ml_collections import config_flags
 from configs import base, digits
 from experiments import command, console, train
 from infcl_jax import run
-from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides
+from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides, scaled_learning_rate
+from infcl_jax.training import OptimizerConfig
 
 
 @pytest.mark.parametrize(
@@ -56,14 +57,14 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
     [("total_steps", 0), ("log_every", 0), ("keep_checkpoints", 0), ("eval_every", -1), ("checkpoint_every", -1)],
 )
 def test_counts_out_of_range_are_named(name, value):
-    with pytest.raises(ValueError, match=f"^expected {name} >= {value + 1}, got {value}$"):
+    with pytest.raises(ValueError, match=rf"^expected {name} >= {value + 1}( or None)?, got {value}$"):
         train.train(runs.config(**{name: value}), "nowhere")
 
 
-def parsed(*arguments):
-    """`configs/base.py` with changes from the command line."""
+def parsed(*arguments, config=None):
+    """A configuration, by default `configs/base.py`, with changes from the command line."""
     values, argv = flags.FlagValues(), ["program", *arguments]
-    config = config_flags.DEFINE_config_dict("config", base.get_config(), flag_values=values, sys_argv=argv)
+    config = config_flags.DEFINE_config_dict("config", config or base.get_config(), flag_values=values, sys_argv=argv)
     values(argv)
     return config.value
 
@@ -81,12 +82,33 @@ OPTIONAL = {
     "global_contrastive.temperature_beta2": "0.5",
     "global_contrastive.temperature_eps": "0.5",
     "grad_cache.chunk_size": "32",
+    "total_steps": "10",
+    "samples_seen": "1000",
+    "epochs": "3",
+    "ema_decay": "0.5",
     "optimizer.temperature_learning_rate": "0.5",
     "optimizer.clip_norm": "0.5",
     "evaluation.retrieval_dataset": "digits",
     "evaluation.gallery": "50",
     "evaluation.zero_shot_dataset": "digits",
 }
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ((), 5e-4 * 256 / 1024),
+        (("--config.batch_size=2048",), 1e-3),
+        (("--config.batch_size=2048", "--config.optimizer.learning_rate=0.1"), 0.1),
+    ],
+)
+def test_a_scaled_learning_rate_follows_the_batch_size(flags, rate):
+    config = base.get_config()
+    config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 1024)
+    scaled = parsed(*flags, config=config)
+    check_config(scaled)
+    assert OptimizerConfig(**scaled.optimizer).learning_rate == pytest.approx(rate)
+    assert scaled.to_dict()["optimizer"]["learning_rate"] == pytest.approx(rate)
 
 
 def test_none_is_a_value_of_every_optional_setting():

@@ -4,13 +4,17 @@ import json
 import re
 import shutil
 
+import captioned
 import jax
 import pytest
 import runs
 
+from configs.saved import get_config as saved_config
 from experiments import evaluate, train
-from infcl_jax.evaluation import format_table
-from infcl_jax.training import load_config, read_metrics
+from infcl_jax import run as parts
+from infcl_jax.distributed import data_mesh
+from infcl_jax.evaluation import Suite, format_table
+from infcl_jax.training import Checkpointer, load_config, read_metrics
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 
@@ -129,6 +133,27 @@ def test_a_resumed_run_says_what_has_changed(run, capsys):
     assert [line for line in said if " -> " in line] == changes
     assert load_config(run)["total_steps"] == 3
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_moving_averages_are_evaluated_and_epochs_are_saved_as_steps(tmp_path, monkeypatch):
+    """Two epochs of 70 images in batches of 32; train and evaluate get the averages of the checkpoint."""
+    evaluated, jpeg = [], captioned.jpeg(0)
+    monkeypatch.setattr(Suite, "__call__", lambda self, variables, **_: evaluated.append(variables) or {})
+    captioned.write_folder(tmp_path / "images", [(f"{i}", {"jpg": jpeg, "txt": f"{i}".encode()}) for i in range(70)])
+    config = settings(dataset=str(tmp_path / "images"), total_steps=None, epochs=2, ema_decay=0.5, ema_warmup=True)
+    workdir = tmp_path / "run"
+    train.train(config, workdir)
+    evaluate.evaluate(workdir)
+    saved = load_config(workdir)
+    assert (saved["total_steps"], saved["epochs"]) == (4, None)
+    state = parts.initial_state(saved_config(str(workdir)), data_mesh())
+    with Checkpointer(workdir) as checkpoints:
+        state = checkpoints.restore_latest(state)
+    assert int(state.step) == 4 and not runs.equal_bits(state.ema["params"], state.params)
+    for variables in evaluated:
+        assert runs.equal_bits(variables, {"params": state.ema["params"]})
+    train.train(config, workdir)  # the same length again: there is nothing left to train
+    assert len(evaluated) == 3
 
 
 def test_evaluations_of_a_run_are_lines_and_the_last_is_a_table(run, capsys):

@@ -279,7 +279,7 @@ class Data:
 class State(int):
     """The number of steps taken, as a state."""
 
-    variables = None
+    evaluated_variables = None
 
     def __add__(self, other):
         return State(int(self) + other)

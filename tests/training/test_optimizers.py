@@ -1,6 +1,5 @@
-"""The schedule's values, what decays, and every optimizer against its equations in fp64."""
+"""What decays, rates by parameter, and every optimizer against its equations in fp64."""
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -14,46 +13,8 @@ import runs
 from flax.traverse_util import flatten_dict
 
 from infcl_jax.training import OptimizerConfig, learning_rate_schedule, make_optimizer
-from infcl_jax.training.optimizers import OPTIMIZERS, decay_factors
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 10), (4, 10), (9, 10)])
-@pytest.mark.parametrize(("peak", "final"), [(1e-3, 0.0), (2e-3, 5e-4)])
-def test_schedule_rises_in_a_line_and_falls_in_a_cosine(warmup, total, peak, final):
-    config = OptimizerConfig(learning_rate=peak, warmup_steps=warmup, final_learning_rate=final)
-    schedule = learning_rate_schedule(config, total)
-    rising = [peak * step / warmup for step in range(warmup)]
-    phase = np.pi * np.arange(total - warmup + 1) / (total - warmup)
-    falling = final + (peak - final) * (1 + np.cos(phase)) / 2
-    got = [float(schedule(step)) for step in range(total + 1)]
-    np.testing.assert_allclose(got, [*rising, *falling], rtol=1e-6, atol=1e-6 * peak)
-    constant = learning_rate_schedule(dataclasses.replace(config, schedule="constant"), total)
-    got = [float(constant(step)) for step in range(total + 1)]
-    np.testing.assert_allclose(got, [*rising, *(peak for _ in falling)], rtol=1e-6)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 4, 9])
-def test_warmup_from_one_step_is_that_of_open_clip(warmup, schedule):
-    peak, final, total = 2e-3, 5e-4, 10
-    config = OptimizerConfig(
-        learning_rate=peak, warmup_steps=warmup, final_learning_rate=final, schedule=schedule, warmup_start="one_step"
-    )
-
-    def expected(step):
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        falling = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) * (peak - final) + final
-        return falling if schedule == "cosine" else peak
-
-    rates = learning_rate_schedule(config, total)
-    np.testing.assert_allclose([float(rates(step)) for step in range(total)], list(map(expected, range(total))), 1e-6)
-
-
-@pytest.mark.parametrize("warmup", [10, 11])
-def test_a_warmup_as_long_as_the_run_is_refused(warmup):
-    with pytest.raises(ValueError, match=f"optimizer.warmup_steps < total_steps, got {warmup} and 10"):
-        make_optimizer(OptimizerConfig(warmup_steps=warmup), 10)
+from infcl_jax.training.optimizer_config import OPTIMIZERS
+from infcl_jax.training.optimizers import decay_factors
 
 
 def test_what_decays_of_a_clip_model():
@@ -234,6 +195,9 @@ def test_the_temperature_has_a_rate_of_its_own(schedule, rates):
     [
         ("learning_rate", (0.0, -1e-3, math.nan)),
         ("warmup_steps", (-1,)),
+        ("cooldown_steps", (-1,)),
+        ("cooldown_power", (0.0, math.nan)),
+        ("rsqrt_timescale", (0.0, math.nan)),
         ("final_learning_rate", (-1e-9, math.nan)),
         ("weight_decay", (-0.1, math.nan)),
         ("beta1", (-0.1, 1.0, math.nan)),

@@ -39,6 +39,7 @@ from infcl_jax.training import (
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
+    UnlockedGroups,
     create_state,
     loss_class,
     make_loss,
@@ -264,6 +265,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         mesh,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
     )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
@@ -309,6 +311,7 @@ def workload(
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         decoded_batches=_decoded_batches(config),
     )
     if not stores_most:

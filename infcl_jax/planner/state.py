@@ -40,12 +40,11 @@ class StateBytes(NamedTuple):
         Args:
           on_device: whether the batch is in device memory.
         """
-        if not on_device:
-            # `HostDriver`: copy of the trained parameters, accumulated gradients, and gradients of the loss's own use.
-            return self.trained + 2 * self.trained_gradients
-        if self.parameter_shard == self.parameters:
-            return self.trained_gradients
-        return self.trained_gradients + self.parameters  # "fsdp" gathers the parameters
+        sharded = self.parameter_shard != self.parameters  # "fsdp" gathers the parameters
+        if on_device:
+            return self.trained_gradients + (self.parameters if sharded else 0)
+        # `HostDriver`: copy of the trained parameters, accumulated gradients, and gradients of the loss's own use.
+        return (self.parameters if sharded else self.trained) + 2 * self.trained_gradients
 
 
 @functools.lru_cache(maxsize=32)

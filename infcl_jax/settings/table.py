@@ -257,6 +257,13 @@ _TRAINING = (
         PARAMETER_SHARDINGS,
         evaluated=True,
     ),
+    Setting(
+        "cache_frozen",
+        str | None,
+        None,
+        'folder for the features of frozen towers, computed once per sample; "workdir": in the work directory; None: '
+        "frozen towers encode every batch",
+    ),
 )
 
 _OPTIMIZER = _shaping(

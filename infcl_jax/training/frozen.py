@@ -24,17 +24,17 @@ from infcl_jax.models import TOWERS
 
 _SEPARATOR = "/"
 # Parameters before the first block: convolutions, embeddings and their normalization.
-_STEM = re.compile(r"conv\d|bn\d|ln_pre|(class|token|positional)_embedding")
+_STEM = re.compile(r"conv\d|bn\d|ln_(pre|embed)|(class|token|token_type|positional)_embedding")
 _BLOCK = re.compile(r"transformer/block_(\d+)|layer(\d+)_\d+")  # of transformers, of ResNets
 _FINAL_NORM = re.compile(r"ln_(post|final)")
 
 
 def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
-    """Group the parameters of a tower by depth, as OpenCLIP 3.3.0 does to lock them.
+    """Group the parameters of a tower by depth, as OpenCLIP 3.3.0.
 
     The first group of a transformer has the embeddings and the input LayerNorm. Each block is a group; that of the last
-    block has the final LayerNorm too. All other parameters, such as the projection, are the last group. The groups of a
-    ResNet are the stem, the four stages and the attention pool.
+    block has the final LayerNorm too. All other parameters, such as attention pool and projection, are the last group.
+    The groups of a ResNet, which OpenCLIP locks as a whole only, are the stem, the four stages and the attention pool.
 
     Args:
       tower: parameters of a tower.
@@ -59,7 +59,7 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _depth(match: re.Match[str]) -> int:
-    """Depth of a block below the stem, from 1; names of ResNet stages already count from 1."""
+    """Depth of a block, from 1; names of ResNet stages count from 1."""
     block, stage = match.groups()
     return int(stage) if block is None else int(block) + 1
 
@@ -141,7 +141,9 @@ def frozen_towers(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[s
 
 
 def partition(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split parameters, or a tree like them, into trained and frozen ones; `merge` joins them again.
+    """Split a tree of parameters into trained and frozen ones.
+
+    `merge` joins them again.
 
     Args:
       params: tree of nested dicts.

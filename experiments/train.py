@@ -22,6 +22,7 @@ from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
+from infcl_jax.frozen_features import cached_features
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import (
     SETTINGS,
@@ -89,17 +90,20 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
-        data = run.training_data(config, source, tokenizer, mesh)
         suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
         with name_changes(changed):  # adds the changed settings to an error of shapes
-            state = checkpoints.restore_latest(state, data)
+            state = checkpoints.restore_latest(state)
         start = int(state.step)
         if start > config.total_steps:
             raise ValueError(
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
+        features = cached_features(config, workdir, mesh, state, source, tokenizer, command.say)
+        data = run.training_data(config, source, tokenizer, mesh, features)
+        with name_changes(changed):
+            checkpoints.restore_position(data)
         if not resumed and is_lead():  # a copy, because the files that `config.tokenizer` names may move or change
             tokenizer.save(workdir / run.TOKENIZER_FOLDER)
         plan = plan_memory(workload, memory_limit)
@@ -134,8 +138,11 @@ def announce(
 ) -> None:
     """Print a summary of the run, its memory plan and how it reads data."""
     platform = mesh.devices.flat[0].platform
+    parameters = f"{parameter_count(state.params) / 1e6:.1f} M parameters"
+    if state.frozen:
+        parameters += f" ({parameter_count(state.trained) / 1e6:.1f} M trained)"
     command.say(
-        f"{config.model}, {parameter_count(state.params) / 1e6:.1f} M parameters, on {mesh.size} {platform} device(s), "
+        f"{config.model}, {parameters}, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
     command.say(describe_plan(plan))

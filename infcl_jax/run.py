@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from ml_collections import ConfigDict
 from infcl_jax.data import (
     Augmentation,
     BadRecordError,
+    FeatureStore,
     Source,
     Tokenizer,
     TrainIterator,
+    check_deterministic,
     check_vocabulary,
     load_source,
     load_tokenizer,
@@ -41,12 +44,14 @@ from infcl_jax.training import (
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
+    UnlockedGroups,
     create_state,
     loss_class,
     make_loss,
     make_optimizer,
     replayed,
 )
+from infcl_jax.training.frozen import PrecomputedFeatures
 
 TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
 
@@ -155,7 +160,11 @@ def _num_samples(config: ConfigDict, source: Source | None) -> int:
 
 
 def training_data(
-    config: ConfigDict, source: Source, tokenizer: Tokenizer | None = None, mesh: Mesh | None = None
+    config: ConfigDict,
+    source: Source,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
+    features: Mapping[str, FeatureStore] | None = None,
 ) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
@@ -164,12 +173,13 @@ def training_data(
       source: training data.
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
       mesh: devices over which the batch is sharded; None: all.
+      features: features of frozen towers, from `infcl_jax.frozen_features.cached_features`.
 
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
     mesh = data_mesh() if mesh is None else mesh
-    decoders = _device_decoders(config, source, mesh)
+    decoders = None if features and "image" in features else _device_decoders(config, source, mesh)
     local = local_processes()
     return train_iterator(
         source,
@@ -188,7 +198,27 @@ def training_data(
         augmentation=Augmentation(**config.augmentation),
         decoders=decoders,
         sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        features=features,
     )
+
+
+def precomputed_towers(config: ConfigDict) -> tuple[str, ...]:
+    """List the frozen towers whose features are cached.
+
+    Raises:
+      ValueError: `cache_frozen` is set without a frozen tower, or the images are augmented at random.
+    """
+    if config.cache_frozen is None:
+        return ()
+    towers = tuple(name for name in config.frozen if not config.unlocked_groups[name])
+    if not towers:
+        raise ValueError(
+            f"expected a frozen tower without unlocked groups with cache_frozen={config.cache_frozen!r}, got "
+            f"frozen={config.frozen}; freeze one, or set cache_frozen to None"
+        )
+    if "image" in towers:
+        check_deterministic(Augmentation(**config.augmentation))
+    return towers
 
 
 def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
@@ -242,13 +272,15 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 
     Returns:
       "image" (`ColorBatch` if colors are augmented), "text" and, for losses with sample state, "index" (int32 sample
-      indices). The values are global arrays on the devices, this process's NumPy arrays, or `Replay`.
+      indices). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the devices,
+      this process's NumPy arrays, or `Replay`.
     """
-    cache = config.grad_cache
+    cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":
-        return replayed(data.next_reader(), cache.chunk_size, mesh)
+        return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)
     batch = next(data)
     pairs = {"image": with_colors(batch), "text": batch["text"]}
+    pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
     if _loss_takes(config, "index"):
         pairs["index"] = batch["index"].astype(np.int32)
     if cache.residency == "host":
@@ -286,6 +318,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         mesh,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         ema=_ema(config),
     )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
@@ -333,7 +366,9 @@ def workload(
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
-        decoded_batches=_decoded_batches(config),
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
+        precomputed=precomputed_towers(config),
+        decoded_batches=0 if "image" in precomputed_towers(config) else _decoded_batches(config),
     )
     if not stores_most:
         return unresolved

@@ -1,7 +1,9 @@
 """Captioned images: sources, tokenizers, transforms, and batches for training and evaluation."""
 
+from infcl_jax.data.cached_features import TowerInput, cache_features, check_deterministic, feature_key
 from infcl_jax.data.convert import convert
 from infcl_jax.data.eval_batches import EvalBatches, eval_batches
+from infcl_jax.data.feature_store import FeatureStore
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import train_iterator
 from infcl_jax.data.prepare import prepare
@@ -18,13 +20,18 @@ __all__ = [
     "Classes",
     "EvalBatches",
     "Example",
+    "FeatureStore",
     "Source",
     "Tokenizer",
+    "TowerInput",
     "TrainIterator",
+    "cache_features",
+    "check_deterministic",
     "check_vocabulary",
     "classes",
     "convert",
     "eval_batches",
+    "feature_key",
     "load_source",
     "load_tokenizer",
     "prepare",

@@ -19,12 +19,14 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import UInt8
 
 from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import decode_crop
+from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
 from infcl_jax.data.iterator import STATS, TrainIterator
 from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.reader import RecordReader
@@ -45,13 +47,17 @@ _DEFAULT_AUGMENTATION = Augmentation()
 
 @dataclasses.dataclass(frozen=True)
 class _TrainChunk:
-    """Function that makes one chunk of a batch from (global row, sample index) pairs."""
+    """Function that makes one chunk of a batch from (global row, sample index) pairs.
+
+    With `precomputed`, the images of the source are rows of features.
+    """
 
     reader: RecordReader
-    tokenizer: Tokenizer
+    tokenizer: Callable[[list[Any]], np.ndarray]
     image_size: int
     augmentation: Augmentation | None
     seed: int
+    precomputed: bool = False
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
         chunk = self.read(rows, self.image)
@@ -102,14 +108,33 @@ class _TrainChunk:
 
     def image(self, row: int, example: Example) -> np.ndarray:
         """Decode and transform the image of a row."""
+        if self.precomputed:
+            return np.asarray(example["image"])
         if self.augmentation is None:
             return resize_center_crop(pixels(example), self.image_size)
-        if isinstance(example["image"], bytes):
-            return decode_crop(example["image"], self.draw(row, example), self.image_size)
-        return self.augmentation(pixels(example), self.image_size, self._caption(row, example)[1])
+        return transform_image(example, self.augmentation, self.image_size, self._caption(row, example)[1])
 
 
-def _truncated_captions(tokenizer: Tokenizer) -> int:
+def transform_image(
+    example: Example, augmentation: Augmentation, size: int, rng: np.random.Generator
+) -> UInt8[np.ndarray, "s s 3"]:
+    """Decode and augment the image of an example.
+
+    Args:
+      example: example of a source.
+      augmentation: transform; its colors are left to the device.
+      size: side S of the result, in pixels.
+      rng: random generator of the geometry.
+
+    Returns:
+      uint8 [S, S, 3].
+    """
+    if isinstance(example["image"], bytes):
+        return decode_crop(example["image"], functools.partial(augmentation.draw, rng=rng), size)
+    return augmentation(pixels(example), size, rng)
+
+
+def _truncated_captions(tokenizer: Any) -> int:
     """Return the number of captions that a tokenizer of this process has truncated."""
     return getattr(tokenizer, "truncated", 0)
 
@@ -175,6 +200,7 @@ def train_iterator(
     max_bad_records: int = 100,
     decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
     sharding: NamedSharding | None = None,
+    features: Mapping[str, FeatureStore] | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -201,6 +227,8 @@ def train_iterator(
       max_bad_records: maximum number of different bad records to replace, over all workers of this process.
       decoders: decoder of each device of this process; None: the host decodes.
       sharding: sharding of the rows over the devices, with `decoders`.
+      features: cached features by tower, "image" or "text", see `infcl_jax.data.cache_features`; they replace images
+        and token ids. Images with cached features are neither read nor decoded.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
@@ -224,6 +252,8 @@ def train_iterator(
     check_at_least(1, cores=cores, processes_per_host=processes_per_host)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if decoders is not None and features and "image" in features:
+        raise ValueError("expected no decoders with features of the images, got both; leave decoders out")
     if decoders is not None and (augmentation is None or sharding is None):
         raise ValueError("expected an augmentation and a sharding with decoders, got None; leave decoders out")
     chunk = _chunk_size(local_size)
@@ -235,7 +265,10 @@ def train_iterator(
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
     rows = _ProcessRows(order, batch_size, process_index, process_count)
-    host = _TrainChunk(RecordReader(source), tokenizer, image_size, augmentation, seed)
+    features = features or {}
+    reader = RecordReader(PrecomputedSource(source, features) if features else source)
+    encode = np.stack if "text" in features else tokenizer
+    host = _TrainChunk(reader, encode, image_size, augmentation, seed, precomputed="image" in features)
     make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),

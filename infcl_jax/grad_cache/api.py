@@ -92,9 +92,11 @@ def cached_value_and_grad(
         warning.
 
     Returns:
-      `f(params, batch, rng=None) -> (loss, gradients)`, or `((loss, aux), gradients)` with `has_aux`. `batch` is
-      `{name: pytree of arrays with one leading axis}`; entries may differ in length. Gradients have the floating dtypes
-      of `params` and are accumulated over chunks in at least fp32. Without `rng`, encoders get None as their key.
+      `f(params, batch, rng=None, frozen_params=None) -> (loss, gradients)`, or `((loss, aux), gradients)` with
+      `has_aux`. `batch` is `{name: pytree of arrays with one leading axis}`; entries may differ in length. Gradients
+      have the floating dtypes of `params` and are accumulated over chunks in at least fp32. Without `rng`, encoders get
+      None as their key. `frozen_params` are replicated parameters without gradient, such as the frozen layers of an
+      encoder: encoders and `loss_fn` get `(params, frozen_params)` in place of `params`.
 
     Raises:
       ValueError: arguments do not match each other. When called: the batch does not match the encoders, or the rows or
@@ -106,16 +108,19 @@ def cached_value_and_grad(
     loss = _with_aux(loss_fn, has_aux)
     driver = HostDriver(cached, loss, devices) if residency == "host" else None
 
-    def value_and_grad(params: Any, batch: Mapping[str, Any], rng: Array | None = None) -> tuple[Any, Any]:
+    def value_and_grad(
+        params: Any, batch: Mapping[str, Any], rng: Array | None = None, frozen_params: Any = None
+    ) -> tuple[Any, Any]:
         _check_call(cached, params, batch, rng)
         params = jax.tree.map(jnp.asarray, params)
         if driver is not None:
-            (value, aux), grads = driver(params, batch, rng)
+            (value, aux), grads = driver(params, batch, rng, frozen_params)
         else:
             _check_no_replay(batch, "with residency 'device'", batch)
             if sharding is None:
                 _warn_of_missing_sharding([batch[encoder.name] for encoder in cached])
-            (value, aux), grads = device.value_and_grad(cached, loss, devices, params, batch, rng)
+            arguments = params, batch, rng, frozen_params
+            (value, aux), grads = device.value_and_grad(cached, loss, devices, *arguments)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return ((value, aux) if has_aux else value), grads
 

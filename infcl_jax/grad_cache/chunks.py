@@ -107,6 +107,11 @@ def leading_rows(name: str, entry: Any) -> int:
     return shapes[0][0]
 
 
+def join_parameters(params: Any, frozen_params: Any) -> Any:
+    """Return the first argument of encoders and loss."""
+    return params if frozen_params is None else (params, frozen_params)
+
+
 def widen(tree: Any) -> Any:
     """Cast arrays to their accumulation dtype, at least fp32."""
     return jax.tree.map(lambda a: a.astype(accumulation_dtype(a.dtype)), tree)
@@ -149,7 +154,7 @@ class CachedEncoder:
         """Encode one device's shard of a chunk.
 
         Args:
-          params: model parameters.
+          params: first argument of the encoder, from `join_parameters`.
           chunk: this device's rows of the chunk.
           rng: PRNG key of the step, or None.
           shard: index of the shard in the order of the batch's rows, over all devices and chunks.

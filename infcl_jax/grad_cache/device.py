@@ -16,6 +16,7 @@ from infcl_jax.grad_cache.chunks import (
     EncodeFn,
     Layout,
     LossFn,
+    join_parameters,
     leading_rows,
     make_layout,
     widen,
@@ -23,7 +24,9 @@ from infcl_jax.grad_cache.chunks import (
 from infcl_jax.ops.linear import DERIVED
 
 
-def encode_batch(encoder: CachedEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None) -> Any:
+def encode_batch(
+    encoder: CachedEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None, frozen_params: Any = None
+) -> Any:
     """Encode a whole batch entry chunk by chunk.
 
     The result is differentiable in the parameters. Memory holds the activations of the stored chunks, the checkpointed
@@ -35,22 +38,31 @@ def encode_batch(encoder: CachedEncoder, devices: Devices, copies: Any, entry: A
       copies: per-device parameters from `devices.copies`.
       entry: pytree of arrays `[b, ...]`.
       rng: PRNG key of the step, or None.
+      frozen_params: replicated parameters without gradient, or None.
 
     Returns:
       Pytree of `[b, ...]` features in the order of the entry's rows, with its sharding.
     """
     layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
     copies = lax.stop_gradient(copies) if encoder.frozen else copies
-    return devices.run(functools.partial(_encode_block, encoder, layout), copies, entry, rng)
+    return devices.run(functools.partial(_encode_block, encoder, layout), copies, entry, (rng, frozen_params))
 
 
 def _encode_block(
-    encoder: CachedEncoder, layout: Layout, device: Array | int, params: Any, block: Any, rng: Array | None
+    encoder: CachedEncoder,
+    layout: Layout,
+    device: Array | int,
+    params: Any,
+    block: Any,
+    shared: tuple[Array | None, Any],
 ) -> Any:
-    """Encode one device's block.
+    """Encode one device's block, with the key of the step and the frozen parameters in `shared`.
 
     Each chunk is sliced from the block where it is used, so the batch is never copied.
     """
+
+    rng, frozen_params = shared
+    params = join_parameters(params, frozen_params)
 
     def encode(number: Array, size: int) -> Any:
         chunk = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, number * layout.size, size), block)
@@ -80,6 +92,7 @@ def value_and_grad(
     params: Any,
     batch: Mapping[str, Any],
     rng: Array | None,
+    frozen_params: Any,
 ) -> tuple[tuple[Array, Any], Any]:
     """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
@@ -88,15 +101,19 @@ def value_and_grad(
     loop and cast back inside.
     """
 
+    given = join_parameters(params, frozen_params)
+
     def narrow(wide: Any) -> Any:
-        return jax.tree.map(lambda a, p: a.astype(p.dtype), wide, params)
+        return jax.tree.map(lambda a, p: a.astype(p.dtype), wide, given)
 
     def loss_of_batch(wide: Any) -> tuple[Array, Any]:
         copies, features = devices.copies(wide), dict(batch)
         for encoder in encoders:
             encoder_of_wide = dataclasses.replace(encoder, encode=_compose(encoder.encode, narrow))
-            features[encoder.name] = encode_batch(encoder_of_wide, devices, copies, batch[encoder.name], rng)
-        return loss(narrow(wide), features)
+            features[encoder.name] = encode_batch(
+                encoder_of_wide, devices, copies, batch[encoder.name], rng, frozen_params
+            )
+        return loss(narrow(join_parameters(wide, frozen_params)), features)
 
     return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
 

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, LossFn, leading_rows, make_layout, widen
+from infcl_jax.grad_cache.chunks import (
+    Array,
+    CachedEncoder,
+    Devices,
+    LossFn,
+    join_parameters,
+    leading_rows,
+    make_layout,
+    widen,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +62,9 @@ class HostDriver:
         self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss))
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
 
-    def __call__(self, params: Any, batch: Mapping[str, Any], rng: Array | None) -> tuple[tuple[Array, Any], Any]:
+    def __call__(
+        self, params: Any, batch: Mapping[str, Any], rng: Array | None, frozen_params: Any
+    ) -> tuple[tuple[Array, Any], Any]:
         """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
         Returns before the computation is done. The host blocks only to bound the number of chunks in device memory.
@@ -66,12 +77,12 @@ class HostDriver:
         copies = self._copies(params)
         inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._compiled}
         passes = {
-            name: _Passes(compiled, self._devices, copies, batch[name], rng)
+            name: _Passes(compiled, self._devices, copies, batch[name], rng, frozen_params)
             for name, compiled in self._compiled.items()
         }
         features = {name: encoder_passes.encode() for name, encoder_passes in passes.items()}
         trained = {encoder.name: features.pop(encoder.name) for encoder in self._encoders if not encoder.frozen}
-        result, direct, cotangents = self._loss(params, trained, inputs | features)
+        result, direct, cotangents = self._loss(params, frozen_params, trained, inputs | features)
         del features, trained  # the second pass needs their cotangents only
         sums = self._zeros(copies)
         for name, cotangent in cotangents.items():
@@ -84,7 +95,9 @@ class HostDriver:
         return entry if on_device else self._devices.put(entry)
 
 
-def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -> tuple[tuple[Array, Any], Any, Any]:
+def _loss_and_cotangents(
+    loss: LossFn, params: Any, frozen_params: Any, trained: Any, inputs: Any
+) -> tuple[tuple[Array, Any], Any, Any]:
     """Compute the loss and its gradients.
 
     Returns:
@@ -92,7 +105,7 @@ def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -
     """
 
     def loss_of_trained(params: Any, trained: Any) -> tuple[Array, Any]:
-        return loss(params, inputs | trained)
+        return loss(join_parameters(params, frozen_params), inputs | trained)
 
     result, (direct, cotangents) = jax.value_and_grad(loss_of_trained, argnums=(0, 1), has_aux=True)(params, trained)
     return result, direct, cotangents
@@ -101,42 +114,43 @@ def _loss_and_cotangents(loss: LossFn, params: Any, trained: Any, inputs: Any) -
 class _CompiledEncoder:
     """Compiled functions of one encoder.
 
-    Their argument `rng_inputs` is `(rng, chunk number, number of chunks)`, from which the encoder's key is derived.
+    Their argument `shared` is `(rng, chunk number, number of chunks, frozen parameters)`. The encoder's key is derived
+    from the first three.
     """
 
     def __init__(self, encoder: CachedEncoder, devices: Devices) -> None:
         self.encoder = encoder
 
-        def encode_shard(device: Array | int, params: Any, chunk: Any, rng_inputs: Any) -> Any:
-            rng, number, count = rng_inputs
-            return encoder.features(params, chunk, rng, device * count + number)
+        def encode_shard(device: Array | int, params: Any, chunk: Any, shared: Any) -> Any:
+            rng, number, count, frozen_params = shared
+            return encoder.features(join_parameters(params, frozen_params), chunk, rng, device * count + number)
 
-        def encode(copies: Any, chunk: Any, rng_inputs: Any) -> Any:
-            return devices.run(encode_shard, copies, chunk, rng_inputs)
+        def encode(copies: Any, chunk: Any, shared: Any) -> Any:
+            return devices.run(encode_shard, copies, chunk, shared)
 
-        def encode_storing(copies: Any, chunk: Any, rng_inputs: Any) -> tuple[Any, Any]:
-            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, rng_inputs), copies)
-            return features, _remove_arrays(pullback, copies)
+        def encode_storing(copies: Any, chunk: Any, shared: Any) -> tuple[Any, Any]:
+            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, shared), copies)
+            return features, _remove_arrays(pullback, (copies, shared))
 
-        def encode_storing_names(copies: Any, chunk: Any, rng_inputs: Any) -> tuple[Any, Any]:
+        def encode_storing_names(copies: Any, chunk: Any, shared: Any) -> tuple[Any, Any]:
             checkpointed = encoder.checkpoint(encode)
-            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, rng_inputs), copies)
-            return features, _remove_arrays(pullback, (copies, chunk))
+            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, shared), copies)
+            return features, _remove_arrays(pullback, (copies, chunk, shared))
 
         def accumulate(sums: Any, pullback: Any, cotangents: Any) -> Any:
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, pullback(cotangents)[0])
 
-        def accumulate_stored(sums: Any, pullback: Any, copies: Any, cotangents: Any) -> Any:
-            return accumulate(sums, _restore_arrays(pullback, copies), cotangents)
+        def accumulate_stored(sums: Any, pullback: Any, copies: Any, shared: Any, cotangents: Any) -> Any:
+            return accumulate(sums, _restore_arrays(pullback, (copies, shared)), cotangents)
 
         def accumulate_recomputed(
-            sums: Any, pullback: Any, copies: Any, chunk: Any, rng_inputs: Any, cotangents: Any
+            sums: Any, pullback: Any, copies: Any, chunk: Any, shared: Any, cotangents: Any
         ) -> tuple[Any, Array]:
             if pullback is None:
-                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, rng_inputs), copies)
+                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, shared), copies)
             # The host waits for the second result, since the sums are donated to the next call. The result must be
             # computed: an argument returned unchanged would be ready at once.
-            return accumulate(sums, _restore_arrays(pullback, (copies, chunk)), cotangents), rng_inputs[1] + 1
+            return accumulate(sums, _restore_arrays(pullback, (copies, chunk, shared)), cotangents), shared[1] + 1
 
         def join(chunks: list[Any]) -> Any:
             return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
@@ -191,10 +205,17 @@ class _Passes:
     """First and second pass of one encoder over one batch."""
 
     def __init__(
-        self, compiled: _CompiledEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None
+        self,
+        compiled: _CompiledEncoder,
+        devices: Devices,
+        copies: Any,
+        entry: Any,
+        rng: Array | None,
+        frozen_params: Any,
     ) -> None:
         encoder = compiled.encoder
         self._compiled, self._devices, self._copies, self._rng, self._entry = compiled, devices, copies, rng, entry
+        self._frozen_params = frozen_params
         rows = entry.rows if isinstance(entry, Replay) else leading_rows(encoder.name, entry)
         global_rows = rows * devices.count // devices.local_count
         self._layout = make_layout(encoder.name, global_rows, encoder.chunk_size, devices.count)
@@ -218,12 +239,16 @@ class _Passes:
         """Add this encoder's gradients to `sums`, which is donated."""
         for number in range(self._keep):
             sums = self._compiled.accumulate_stored(
-                sums, self._pullbacks.pop(0), self._copies, self._slice_chunk(cotangents, number)
+                sums,
+                self._pullbacks.pop(0),
+                self._copies,
+                self._shared(number),
+                self._slice_chunk(cotangents, number),
             )
 
         def accumulate_one(number: int, chunk: Any) -> Any:
             nonlocal sums
-            arguments = self._copies, chunk, self._rng_inputs(number), self._slice_chunk(cotangents, number)
+            arguments = self._copies, chunk, self._shared(number), self._slice_chunk(cotangents, number)
             sums, done = self._compiled.accumulate_recomputed(sums, self._pullbacks.pop(0), *arguments)
             return done
 
@@ -236,7 +261,7 @@ class _Passes:
         Returns:
           Features and pullback; the pullback is None if no values are stored.
         """
-        arguments = self._copies, chunk, self._rng_inputs(number)
+        arguments = self._copies, chunk, self._shared(number)
         if number < self._keep:
             return self._compiled.encode_storing(*arguments)
         if self._compiled.encoder.keep_names:
@@ -270,8 +295,8 @@ class _Passes:
             raise ValueError(f"expected {rows} rows from load({number}) of batch entry {name!r}, got {got}")
         return self._devices.put(chunk)
 
-    def _rng_inputs(self, number: int) -> tuple[Array | None, np.int32, np.int32]:
-        return self._rng, np.int32(number), np.int32(self._layout.count)
+    def _shared(self, number: int) -> tuple[Array | None, np.int32, np.int32, Any]:
+        return self._rng, np.int32(number), np.int32(self._layout.count), self._frozen_params
 
     def _slice_chunk(self, cotangents: Any, number: int) -> Any:
         block_slice = self._layout.chunk_slice(number)

@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 
 from infcl_jax.models import CLIP, RESIDUAL, TOWERS
 from infcl_jax.ops.common.gpu import compute_capability
+from infcl_jax.training.frozen import frozen_towers, merge, module_modes, partition
 
 # Rows of the two traces from which a linear function of the rows is fitted.
 _FEW, _MANY = 64, 128
@@ -81,21 +82,34 @@ def row_shapes(model: CLIP, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-@functools.lru_cache(maxsize=32)
 def parameter_shapes(model: CLIP) -> Any:
     """Shapes of the model's parameters."""
-    return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())["params"]
-
-
-def encoder_memory(model: CLIP) -> tuple[EncoderMemory, ...]:
-    """Memory of the image and the text encoder on the device of the trace."""
-    return _encoder_memory(model, compute_capability())
+    return variable_shapes(model)["params"]
 
 
 @functools.lru_cache(maxsize=32)
-def _encoder_memory(model: CLIP, capability: str | None) -> tuple[EncoderMemory, ...]:
+def variable_shapes(model: CLIP) -> Any:
+    """Shapes of the model's variables: parameters and running statistics."""
+    return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())
+
+
+def encoder_memory(model: CLIP, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:
+    """Memory of the image and the text encoder on the device of the trace.
+
+    Args:
+      model: model of the encoders.
+      frozen: names of the frozen parameters, see `infcl_jax.training.frozen_parameters`. A tower without trained
+        parameters is traced as if it were trained; its `forward` does not depend on that.
+    """
+    towers = frozen_towers(parameter_shapes(model), frozen)
+    prefixes = tuple(f"{TOWERS[name]}/" for name in towers)
+    return _encoder_memory(model, frozenset(n for n in frozen if not n.startswith(prefixes)), compute_capability())
+
+
+@functools.lru_cache(maxsize=32)
+def _encoder_memory(model: CLIP, frozen: frozenset[str], capability: str | None) -> tuple[EncoderMemory, ...]:
     """Cache per compute capability, which selects the traced kernels."""
-    return tuple(_trace_encoder(model, name) for name in TOWERS)
+    return tuple(_trace_encoder(model, name, frozen) for name in TOWERS)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -103,23 +117,28 @@ def tree_bytes(tree: Any) -> int:
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _trace_encoder(model: CLIP, name: str) -> EncoderMemory:
+def _trace_encoder(model: CLIP, name: str, frozen: frozenset[str]) -> EncoderMemory:
     """Trace one encoder at two batch sizes and fit its memory to the rows."""
-    params, key = parameter_shapes(model), _key()
-    params = {TOWERS[name]: params[TOWERS[name]]}
+    variables, key = variable_shapes(model), _key()
+    params, fixed = partition({TOWERS[name]: variables["params"][TOWERS[name]]}, frozen)
+    constants = {**variables, "params": fixed}
 
-    def encode(params: Any, rows: Any, key: jax.Array) -> Any:
-        return model.apply({"params": params}, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
+    def encode(params: Any, constants: Any, rows: Any, key: jax.Array) -> Any:
+        whole = {**constants, "params": merge(constants["params"], params)}
+        with module_modes(whole["params"], frozen):
+            return model.apply(whole, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
 
-    def forward_backward(params: Any, rows: Any, key: jax.Array, cotangent: jax.Array) -> tuple[Any, Callable]:
-        _, pullback = jax.vjp(lambda params: encode(params, rows, key), params)
+    def forward_backward(
+        params: Any, constants: Any, rows: Any, key: jax.Array, cotangent: jax.Array
+    ) -> tuple[Any, Callable]:
+        _, pullback = jax.vjp(lambda params: encode(params, constants, rows, key), params)
         return pullback(cotangent), pullback  # the pullback makes the stored activations outputs of the jaxpr
 
     def measure(count: int) -> tuple[int, int, int, int]:
         """Measure stored, peak, forward and residual bytes for `count` rows."""
         rows = row_shapes(model, count)[name]
-        forward, features = jax.make_jaxpr(encode, return_shape=True)(params, rows, key)
-        jaxpr = jax.make_jaxpr(forward_backward)(params, rows, key, features).jaxpr
+        forward, features = jax.make_jaxpr(encode, return_shape=True)(params, constants, rows, key)
+        jaxpr = jax.make_jaxpr(forward_backward)(params, constants, rows, key, features).jaxpr
         gradients = len(jax.tree.leaves(params))  # the first outputs
         _, buffers = _operations(jaxpr)
         inputs = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}

@@ -10,11 +10,12 @@ import optax
 from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
-from infcl_jax.planner.activations import EncoderMemory, encoder_memory
+from infcl_jax.planner.activations import EncoderMemory, encoder_memory, parameter_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import state_bytes
 from infcl_jax.training import NO_CACHE, GradCacheConfig, loss_class
+from infcl_jax.training.frozen import ALL_LOCKED, UnlockedGroups, check_frozen, frozen_parameters, frozen_towers
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 
@@ -33,6 +34,8 @@ class Workload:
       loss: training loss, one of `infcl_jax.training.LOSSES`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: frozen towers, "image" or "text".
+      unlocked_groups: trained groups of the frozen towers.
+      precomputed: frozen towers whose features are read in place of their images or texts.
       ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
       decoded_batches: batches that the GPUs have decoded ahead, beside the current and the next one.
@@ -50,6 +53,8 @@ class Workload:
     loss: str = "clip"
     parameter_sharding: str = "replicated"
     frozen: tuple[str, ...] = ()
+    unlocked_groups: UnlockedGroups = ALL_LOCKED
+    precomputed: tuple[str, ...] = ()
     ema: bool = False
     sample_bytes: int = 0
     decoded_batches: int = 0
@@ -58,8 +63,7 @@ class Workload:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         supported = loss_class(self.loss).implementations
         check_choice("parameter_sharding", self.parameter_sharding, PARAMETER_SHARDINGS)
-        for name in self.frozen:
-            check_choice("frozen", name, tuple(TOWERS))
+        check_frozen(self.frozen, self.unlocked_groups)
         check_choice(f"implementation of the {self.loss} loss", self.implementation, supported)
         if self.devices < 1:
             raise ValueError(f"expected devices >= 1, got {self.devices}")
@@ -74,6 +78,11 @@ class Workload:
     def with_cache(self, **changes: Any) -> Self:
         """Return a copy with changed settings of gradient caching."""
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, **changes))
+
+    @property
+    def frozen_parameters(self) -> frozenset[str]:
+        """Names of the frozen parameters."""
+        return frozen_parameters(parameter_shapes(cast(CLIP, self.model)), self.frozen, self.unlocked_groups)
 
     @property
     def block_rows(self) -> int:
@@ -189,15 +198,20 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     """
     model, cache = cast(CLIP, workload.model), workload.cache
     block, shard, stored_rows = workload.block_rows, workload.shard_rows, workload.stored_rows
-    state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, workload.frozen)
+    width, dtype = model.visual.embed_dim, jnp.dtype(model.feature_dtype)  # type: ignore[attr-defined]
+    names = workload.frozen_parameters
+    state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, names)
     with planned_device():
-        encoders = dict(zip(TOWERS, encoder_memory(model), strict=True))
-    trained = [encoder for name, encoder in encoders.items() if name not in workload.frozen]
-    row_bytes = sum(encoder.row_bytes for encoder in encoders.values())
+        encoders = dict(zip(TOWERS, encoder_memory(model, names), strict=True))
+    frozen = frozen_towers(parameter_shapes(model), names)
+    trained = [encoder for name, encoder in encoders.items() if name not in frozen]
+    row_bytes = sum(
+        width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
+        for name, encoder in encoders.items()
+    )
     on_device = cache.residency == "device"
     recomputes = stored_rows < block
     residual_rows = block - stored_rows if cache.keep_residual else 0
-    width, dtype = model.visual.embed_dim, jnp.dtype(model.feature_dtype)  # type: ignore[attr-defined]
     return MemoryPlan(
         workload=workload,
         parameters=state.parameter_shard,
@@ -213,7 +227,8 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         stored=sum(encoder.stored(stored_rows) + encoder.residual(residual_rows) for encoder in trained),
         transient=max(
             *(_transient(encoder, shard, recomputes, cache.keep_residual) for encoder in trained),
-            *(encoders[name].forward(shard) for name in workload.frozen),
+            *(encoders[name].forward(shard) for name in frozen if name not in workload.precomputed),
+            0,
         ),
         loss=loss_workspace(workload.implementation, workload.batch_size, width, dtype, workload.devices),
         memory_limit=memory_limit,

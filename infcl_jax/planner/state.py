@@ -10,8 +10,8 @@ from infcl_jax.models import CLIP
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
 from infcl_jax.training.ema import initial_ema
+from infcl_jax.training.frozen import partition
 from infcl_jax.training.sharding import bytes_per_device
-from infcl_jax.training.state import without_frozen
 
 
 class StateBytes(NamedTuple):
@@ -21,7 +21,7 @@ class StateBytes(NamedTuple):
 
     Attributes:
       parameters: all parameters.
-      all_gradients: gradients of all parameters, in at least fp32.
+      trained: trained parameters.
       parameter_shard: shard of the parameters.
       updates: shard of the updates, which have the shapes and dtypes of the trained parameters.
       optimizer: shard of the optimizer state.
@@ -30,7 +30,7 @@ class StateBytes(NamedTuple):
     """
 
     parameters: int
-    all_gradients: int
+    trained: int
     parameter_shard: int
     updates: int
     optimizer: int
@@ -43,12 +43,11 @@ class StateBytes(NamedTuple):
         Args:
           on_device: whether the batch is in device memory.
         """
-        if not on_device:
-            # `HostDriver`: copy of the parameters, accumulated gradients, and gradients of the loss's own use of them.
-            return self.parameters + 2 * self.all_gradients
-        if self.parameter_shard == self.parameters:
-            return self.trained_gradients
-        return self.trained_gradients + self.parameters  # "fsdp" gathers the parameters
+        sharded = self.parameter_shard != self.parameters  # "fsdp" gathers the parameters
+        if on_device:
+            return self.trained_gradients + (self.parameters if sharded else 0)
+        # `HostDriver`: copy of the trained parameters, accumulated gradients, and gradients of the loss's own use.
+        return (self.parameters if sharded else self.trained) + 2 * self.trained_gradients
 
 
 @functools.lru_cache(maxsize=32)
@@ -57,7 +56,7 @@ def state_bytes(
     optimizer: optax.GradientTransformation,
     devices: int,
     parameter_sharding: str,
-    frozen: tuple[str, ...],
+    frozen: frozenset[str],
 ) -> StateBytes:
     """Count the bytes of the state that `infcl_jax.training.create_state` creates."""
 
@@ -65,11 +64,11 @@ def state_bytes(
         return tree_bytes(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), tree))
 
     params = parameter_shapes(model)
-    trained = without_frozen(params, frozen)
+    trained, _ = partition(params, frozen)
     opt_state, averages = jax.eval_shape(optimizer.init, trained), jax.eval_shape(initial_ema, trained)
     return StateBytes(
         parameters=tree_bytes(params),
-        all_gradients=gradient_bytes(params),
+        trained=tree_bytes(trained),
         parameter_shard=bytes_per_device(params, devices, parameter_sharding),
         updates=bytes_per_device(trained, devices, parameter_sharding),
         optimizer=bytes_per_device(opt_state, devices, parameter_sharding),

@@ -145,7 +145,21 @@ _MODEL = _shaping(
         'changes to the model, such as "vision.layers=6,dtype=bfloat16,vision.remat=dots"',
         evaluated=True,
     ),
-    Setting("frozen", tuple[str, ...], (), "frozen towers (LiT)", tuple(TOWERS)),
+    Setting("frozen", tuple[str, ...], (), "frozen towers (LiT), which run in inference mode", tuple(TOWERS)),
+    Setting(
+        "unlocked_groups.image",
+        int,
+        0,
+        "last groups of the frozen image tower that are trained, as --lock-image-unlocked-groups of OpenCLIP",
+        _FROM_ZERO,
+    ),
+    Setting(
+        "unlocked_groups.text",
+        int,
+        0,
+        "last groups of the frozen text tower that are trained, as --lock-text-unlocked-layers of OpenCLIP",
+        _FROM_ZERO,
+    ),
 )
 
 _LOSS = (
@@ -269,6 +283,13 @@ _TRAINING = (
         'sharding of parameters and optimizer state; "fsdp": over the devices',
         PARAMETER_SHARDINGS,
         evaluated=True,
+    ),
+    Setting(
+        "cache_frozen",
+        str | None,
+        None,
+        'folder for the features of frozen towers, computed once per sample; "workdir": in the work directory; None: '
+        "frozen towers encode every batch",
     ),
 )
 

@@ -3,6 +3,7 @@
 from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
 from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
+from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
@@ -31,9 +32,11 @@ __all__ = [
     "Preemption",
     "ProgressPrinter",
     "TrainState",
+    "UnlockedGroups",
     "check_finite",
     "create_state",
     "evaluated_variables",
+    "frozen_parameters",
     "learning_rate_schedule",
     "load_config",
     "loss_class",
@@ -41,6 +44,7 @@ __all__ = [
     "make_optimizer",
     "make_train_step",
     "parameter_count",
+    "parameter_groups",
     "prepare_workdir",
     "read_metrics",
     "replayed",

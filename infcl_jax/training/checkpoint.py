@@ -100,6 +100,17 @@ class Checkpointer:
             fields["samples"] = state.samples._replace(**fields["samples"])
         return state.replace(**fields)
 
+    def restore_position(self, data: DataIterator) -> None:
+        """Move `data` to the position of the latest checkpoint, if there is one.
+
+        Raises:
+          ValueError: `data` rejects the position.
+        """
+        step = self.latest_step()
+        if step is not None:
+            restored = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+            data.set_state(restored["data"])
+
     def wait(self) -> None:
         """Wait until all checkpoints are on disk."""
         self._manager.wait_until_finished()

@@ -1,12 +1,14 @@
 """Batches read chunk by chunk in each gradient-cache pass instead of stored."""
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.grad_cache import Replay
-from infcl_jax.ops.color import ColorBatch, with_colors
+from infcl_jax.ops.color import with_colors
+from infcl_jax.training.frozen import PrecomputedFeatures
 
 
 class Reader(Protocol):
@@ -20,7 +22,7 @@ class Reader(Protocol):
         """Read the concatenated rows of slices; repeated reads return the same rows."""
 
 
-def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
+def replayed(reader: Reader, chunk_size: int, mesh: Mesh, precomputed: Collection[str] = ()) -> dict[str, Replay]:
     """Make a batch for `cached_value_and_grad` that reads chunks on demand.
 
     Images are read again in each pass. Texts are small and stay in host memory after the first read.
@@ -29,6 +31,7 @@ def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
       reader: reader of this process's rows. Each local device gets one contiguous block of them.
       chunk_size: rows encoded at once, over all devices; a multiple of the device count.
       mesh: mesh of all devices.
+      precomputed: towers, "image" or "text", whose rows are features.
 
     Returns:
       `{"image": Replay, "text": Replay}`.
@@ -44,10 +47,12 @@ def replayed(reader: Reader, chunk_size: int, mesh: Mesh) -> dict[str, Replay]:
         texts[number] = chunk["text"]
         return chunk
 
-    def load_text(number: int) -> np.ndarray:
-        return texts[number] if number in texts else read(number)["text"]
+    def load_text(number: int) -> Any:
+        text = texts[number] if number in texts else read(number)["text"]
+        return PrecomputedFeatures(text) if "text" in precomputed else text
 
-    def load_image(number: int) -> np.ndarray | ColorBatch:
-        return with_colors(read(number))
+    def load_image(number: int) -> Any:
+        chunk = read(number)
+        return PrecomputedFeatures(chunk["image"]) if "image" in precomputed else with_colors(chunk)
 
     return {"image": Replay(reader.rows, load_image), "text": Replay(reader.rows, load_text)}

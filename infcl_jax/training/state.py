@@ -1,6 +1,6 @@
 """Train state of CLIP models: parameters, optimizer state and step."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import flax.linen as nn
@@ -12,8 +12,17 @@ from flax.training import train_state
 from jax.sharding import Mesh
 
 from infcl_jax.checks import check_choice
-from infcl_jax.models import TOWERS, clamp_logit_scale
+from infcl_jax.models import clamp_logit_scale
 from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
+from infcl_jax.training.frozen import (
+    ALL_LOCKED,
+    UnlockedGroups,
+    check_frozen,
+    frozen_parameters,
+    frozen_towers,
+    merge,
+    partition,
+)
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
@@ -27,25 +36,31 @@ class TrainState(train_state.TrainState):
       samples: sample state of a global contrastive loss (`infcl_jax.SampleState`); None for other losses.
       ema: fp32 moving averages of the trained parameters and the running statistics; None without them.
       ema_config: decay of `ema`.
-      frozen: frozen towers, keys of `infcl_jax.models.TOWERS`. `opt_state` excludes their parameters.
+      frozen: names of the frozen parameters, see `infcl_jax.training.frozen`. `opt_state` excludes them.
     """
 
     batch_stats: Any = None
     samples: Any = None
     ema: Any = None
     ema_config: EMAConfig | None = struct.field(pytree_node=False, default=None)
-    frozen: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    frozen: frozenset[str] = struct.field(pytree_node=False, default=frozenset())
 
     @classmethod
-    def create(cls, *, params: Any, frozen: tuple[str, ...] = (), **fields: Any) -> "TrainState":
+    def create(cls, *, params: Any, frozen: frozenset[str] = frozenset(), **fields: Any) -> "TrainState":
         """Create a state at step 0, with optimizer state and averages for the trained parameters."""
-        state = super().create(params=without_frozen(params, frozen), frozen=frozen, **fields).replace(params=params)
+        trained, _ = partition(params, frozen)
+        state = super().create(params=trained, frozen=frozen, **fields).replace(params=params)
         return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
     @property
     def trained(self) -> dict[str, Any]:
-        """Parameters outside the frozen towers."""
-        return without_frozen(self.params, self.frozen)
+        """Parameters that are not frozen."""
+        return partition(self.params, self.frozen)[0]
+
+    @property
+    def frozen_towers(self) -> tuple[str, ...]:
+        """Towers whose parameters are all frozen, keys of `infcl_jax.models.TOWERS`."""
+        return frozen_towers(self.params, self.frozen)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -70,16 +85,10 @@ class TrainState(train_state.TrainState):
           **changes: new values of other fields.
         """
         state = super(TrainState, self.replace(params=self.trained)).apply_gradients(grads=grads, **changes)
-        state = state.replace(params=clamp_logit_scale({**self.params, **state.params}))
+        state = state.replace(params=clamp_logit_scale(merge(self.params, state.params)))
         if state.ema_config is None:
             return state
         return state.replace(ema=updated_ema(state.ema_config, state.ema, state.averaged, state.step))
-
-
-def without_frozen(params: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
-    """Remove the frozen towers from parameters or gradients."""
-    frozen_names = [TOWERS[name] for name in frozen]
-    return {name: subtree for name, subtree in params.items() if name not in frozen_names}
 
 
 def create_state(
@@ -91,6 +100,7 @@ def create_state(
     mesh: Mesh,
     parameter_sharding: str = "replicated",
     frozen: Collection[str] = (),
+    unlocked_groups: UnlockedGroups = ALL_LOCKED,
     ema: EMAConfig | None = None,
 ) -> TrainState:
     """Initialize a train state on a mesh.
@@ -107,22 +117,23 @@ def create_state(
       parameter_sharding: "replicated": every device holds the whole state. "fsdp": every large array, optimizer moments
         and moving averages included, is sharded over the devices; see `infcl_jax.training.sharding.sharded_axis`.
       frozen: towers to freeze, "image" or "text" (LiT, Zhai et al. 2022). They have no gradients, optimizer moments or
-        weight decay.
+        weight decay, and run in inference mode.
+      unlocked_groups: trained groups at the end of each frozen tower.
       ema: moving averages of the parameters; None: none.
 
     Raises:
-      ValueError: `parameter_sharding` or a tower is unknown.
+      ValueError: `parameter_sharding` or a tower is unknown, or `unlocked_groups` names a tower that is not frozen.
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
-    for name in frozen:
-        check_choice("frozen", name, tuple(TOWERS))
+    check_frozen(frozen, unlocked_groups)
 
     def init() -> TrainState:
         image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
         variables = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))
-        statistics = variables.get("batch_stats")
-        fields = {"tx": tx, "batch_stats": statistics, "frozen": tuple(frozen), "ema_config": ema}
-        return TrainState.create(apply_fn=model.apply, params=variables["params"], **fields)
+        params, statistics = variables["params"], variables.get("batch_stats")
+        fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
+        fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
+        return TrainState.create(apply_fn=model.apply, params=params, **fields)
 
     return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh, parameter_sharding))()
 

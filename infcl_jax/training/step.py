@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,9 +17,10 @@ from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
 from infcl_jax.models import TOWERS, CLIPOutput
 from infcl_jax.ops.color import adjusted
+from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
-from infcl_jax.training.state import TrainState, without_frozen
+from infcl_jax.training.state import TrainState
 
 Metrics = dict[str, Any]
 TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
@@ -58,11 +60,12 @@ def make_train_step(
     colors, with gradient caching in each pass.
 
     Batch normalization normalizes over the global batch. With gradient caching it normalizes over one device's rows of
-    a chunk, and a further forward pass over `chunk_size` images of each step updates the running statistics. Running
-    statistics of a frozen tower do not change.
+    a chunk, and a further forward pass over `chunk_size` images of each step updates the running statistics.
 
-    Dropout and patch dropout keys depend on `seed` and the step alone, so a resumed run draws the same masks. Frozen
-    towers are encoded once, in training mode, and have no gradient.
+    Dropout and patch dropout keys depend on `seed` and the step alone, so a resumed run draws the same masks.
+
+    Modules with frozen parameters run in inference mode: batch normalization uses its running statistics, which do not
+    change, and dropout is off. Frozen towers are encoded once. A batch entry `PrecomputedFeatures` is not encoded.
 
     Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`, the global norm before
     clipping. `finite` says whether each stage of the step is finite, in order of computation. With per-sample
@@ -182,24 +185,21 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
         inputs = loss_inputs(loss_fn, state, batch)
 
-        def model(params: Any) -> tuple[CLIPOutput, Any]:
-            variables = state.variables | {"params": {**state.params, **params}}
-            return state.apply_fn(
-                variables,
-                adjusted(batch["image"]),
-                batch["text"],
-                train=True,
-                rngs={"dropout": key},
-                mutable=["batch_stats"],
-            )
+        def forward(model: nn.Module) -> CLIPOutput:
+            features = (encode_rows(model, name, batch[name], name in state.frozen_towers) for name in TOWERS)
+            return CLIPOutput(*features, *model.logit_scale_and_bias())  # type: ignore[attr-defined]
+
+        def model(trained: Any) -> tuple[CLIPOutput, Any]:
+            variables = state.variables | {"params": merge(state.params, trained)}
+            with module_modes(state.params, state.frozen):
+                return state.apply_fn(variables, method=forward, rngs={"dropout": key}, mutable=["batch_stats"])
 
         # The abstract mesh tells the encoders' ops how rows are sharded. The loss has its own mesh argument.
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             output, model_vjp, new_variables = jax.vjp(model, state.trained, has_aux=True)
         evaluate = functools.partial(evaluate_loss, loss_fn, inputs=inputs)
         (loss, aux), cotangents = jax.value_and_grad(evaluate, has_aux=True)(output)
-        statistics = None if "image" in state.frozen else new_variables.get("batch_stats")
-        return (loss, aux._replace(batch_stats=statistics)), model_vjp(cotangents)[0]
+        return (loss, aux._replace(batch_stats=new_variables.get("batch_stats"))), model_vjp(cotangents)[0]
 
     return gradients
 
@@ -209,44 +209,76 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     @functools.cache  # cached by model, so that the functions compiled for host chunks are reused
-    def value_and_grad(apply_fn: Callable, frozen: tuple[str, ...]) -> Callable:
-        def encoder(method: str) -> Callable:
-            def encode(params: Any, chunk: Any, key: jax.Array) -> jax.Array:
-                chunk = adjusted(chunk)  # texts have no colors
-                return apply_fn({"params": params}, chunk, train=True, method=method, rngs={"dropout": key})
+    def value_and_grad(apply_fn: Callable, frozen: frozenset[str], towers: tuple[str, ...]) -> Callable:
+        def encoder(name: str) -> Callable:
+            def encode(variables: tuple[Any, Any], chunk: Any, key: jax.Array) -> jax.Array:
+                whole = _whole_variables(*variables)
+                with module_modes(whole["params"], frozen):
+                    method = functools.partial(encode_rows, name=name, rows=chunk, frozen=name in towers)
+                    return apply_fn(whole, method=method, rngs={"dropout": key})
 
             return encode
 
-        def loss(params: Any, features: dict[str, Any]) -> tuple[jax.Array, Auxiliary]:
-            scalars = apply_fn({"params": params}, method="logit_scale_and_bias")
+        def loss(variables: tuple[Any, Any], features: dict[str, Any]) -> tuple[jax.Array, Auxiliary]:
+            scalars = apply_fn(_whole_variables(*variables), method="logit_scale_and_bias")
             return evaluate_loss(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
 
         return cached_value_and_grad(
-            {"image": encoder("encode_image"), "text": encoder("encode_text")},
+            {name: encoder(name) for name in TOWERS},
             loss,
-            frozen=frozen,
+            frozen=towers,
             has_aux=True,
             sharding=sharding,
             **cache.options,
         )
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        pairs = {name: batch[name] for name in ("image", "text")}
-        cached = value_and_grad(state.apply_fn, state.frozen)
-        (loss, aux), grads = cached(state.params, pairs | loss_inputs(loss_fn, state, batch), key)
-        if state.batch_stats is not None and "image" not in state.frozen:
+        pairs = {name: batch[name] for name in TOWERS}
+        cached = value_and_grad(state.apply_fn, state.frozen, state.frozen_towers)
+        trained, fixed = partition(state.params, state.frozen)
+        constants = state.variables | {"params": fixed}
+        if cache.residency != "device" and mesh is not None:
+            constants = jax.device_put(constants, NamedSharding(mesh, PartitionSpec()))  # gathered once, not by chunk
+        (loss, aux), grads = cached(trained, pairs | loss_inputs(loss_fn, state, batch), key, constants)
+        if updates_statistics(state.params, state.batch_stats, state.frozen):
             image = _statistics_images(batch["image"], cache, sharding)
-            aux = aux._replace(batch_stats=_new_statistics(state.apply_fn, state.variables, image, key))
-        return (loss, aux), without_frozen(grads, state.frozen)
+            statistics = _new_statistics(state.apply_fn, state.frozen, state.variables, image, key)
+            aux = aux._replace(batch_stats=statistics)
+        return (loss, aux), grads
 
     return gradients
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _new_statistics(apply_fn: Callable, variables: Any, image: Any, key: jax.Array) -> Any:
+def encode_rows(model: nn.Module, name: str, rows: Any, frozen: bool) -> jax.Array:
+    """Encode images or texts in training mode.
+
+    Args:
+      model: a `CLIP` module, bound to its variables.
+      name: tower, "image" or "text".
+      rows: images, `ColorBatch` or texts `[b, ...]`; `PrecomputedFeatures` are returned as they are.
+      frozen: whether the tower is frozen. XLA then compiles it apart from the loss, so that its features have the same
+        bits as precomputed ones.
+
+    Returns:
+      Features `[b, D]`.
+    """
+    if isinstance(rows, PrecomputedFeatures):
+        return rows.features
+    features = getattr(model, f"encode_{name}")(adjusted(rows), train=True)  # texts have no colors
+    return jax.lax.optimization_barrier(features) if frozen else features
+
+
+def _whole_variables(trained: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the trained parameters with the other variables of the model."""
+    return {**constants, "params": merge(constants["params"], trained)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _new_statistics(apply_fn: Callable, frozen: frozenset[str], variables: Any, image: Any, key: jax.Array) -> Any:
     """Update the running statistics of batch normalization with a batch of images."""
     settings = {"train": True, "method": "encode_image", "rngs": {"dropout": key}, "mutable": ["batch_stats"]}
-    return apply_fn(variables, adjusted(image), **settings)[1]["batch_stats"]
+    with module_modes(variables["params"], frozen):
+        return apply_fn(variables, adjusted(image), **settings)[1]["batch_stats"]
 
 
 def _statistics_images(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:

@@ -231,6 +231,28 @@ def test_frozen_tower(residency):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_frozen_parameters(residency, devices):
+    """The first layer of the image tower is frozen; the other gradients stay the same."""
+    whole, batch, sharding = mlp_params(), mlp_batch(32), batch_sharding(devices)
+    trained = {**whole, "image": {"out": whole["image"]["out"]}}
+
+    def joined(variables):
+        params, frozen = variables
+        return {**params, "image": params["image"] | frozen}
+
+    encoders = {name: lambda v, *args, f=encode: f(joined(v), *args) for name, encode in SEPARATE.items()}
+    loss = functools.partial(contrastive, mesh=None if sharding is None else sharding.mesh)
+    f = cached(encoders, lambda v, f: loss(joined(v), f), residency, chunk_size=8, keep=1, sharding=sharding)
+    placed, rows = place(trained, batch, residency, sharding)
+    value, grads = f(placed, rows, RNG, {"in": whole["image"]["in"]})
+    expected_value, expected = direct(SEPARATE, contrastive, 8, devices)(whole, batch, RNG)
+    assert value == pytest.approx(float(expected_value), rel=1e-6)
+    del expected["image"]["in"]
+    assert_equal(grads, expected)
+
+
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_features_computed_beforehand(residency):
     params, batch = mlp_params(), mlp_batch(32)

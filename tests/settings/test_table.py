@@ -10,7 +10,7 @@ from configs import base, digits, fastclip, quickstart
 from infcl_jax.data import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.settings import SETTINGS, Range, check_config, type_name
-from infcl_jax.training import GlobalContrastiveConfig, GradCacheConfig, OptimizerConfig
+from infcl_jax.training import GlobalContrastiveConfig, GradCacheConfig, OptimizerConfig, UnlockedGroups
 
 RANGES = [name for name, setting in SETTINGS.items() if setting.values is not None]
 REQUIRED = [name for name, setting in SETTINGS.items() if not setting.optional]
@@ -83,6 +83,7 @@ GROUPS = {
     "global_contrastive": GlobalContrastiveConfig,
     "grad_cache": GradCacheConfig,
     "optimizer": OptimizerConfig,
+    "unlocked_groups": UnlockedGroups,
 }
 NO_SETTING = {"augmentation.ratio"}
 OTHER_DEFAULT = {"optimizer.warmup_steps"}  # the library's own default is no warm-up

@@ -1,0 +1,244 @@
+"""Computation of the features of a frozen tower, once per sample of a source."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.feature_store import SEGMENT_SAMPLES, FeatureStore, pack_strings
+from infcl_jax.data.pipeline import transform_image
+from infcl_jax.data.sources.base import BadRecordError, OrderedSource, Source
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.transforms import Augmentation
+
+Encode = Callable[[np.ndarray], np.ndarray]
+
+_PROBES = 16  # samples whose contents are part of the hash
+_CHUNK = 64  # samples that a thread reads at once
+_PROGRESS_SECONDS = 10.0
+_VERSION = 1  # of the files
+
+_logger = logging.getLogger(__name__)
+
+
+def check_deterministic(augmentation: Augmentation) -> None:
+    """Check that every epoch shows a tower the same pixels of an image.
+
+    Raises:
+      ValueError: the augmentation is random; the message has the settings to change.
+    """
+    fixed = {"scale": (1.0, 1.0), "shift": 0, "flip": 0.0, "color_jitter_prob": 0.0, "gray_scale_prob": 0.0}
+    values = dataclasses.asdict(augmentation) | {"scale": tuple(map(float, augmentation.scale))}
+    random = [name for name, value in fixed.items() if values[name] != value]
+    if random:
+        got = ", ".join(f"augmentation.{name}={values[name]}" for name in random)
+        advice = ", ".join(f"augmentation.{name}={fixed[name]}" for name in random)
+        raise ValueError(f"expected images that are the same in every epoch with cache_frozen, got {got}; set {advice}")
+
+
+class TowerInput(NamedTuple):
+    """Input of a frozen tower.
+
+    Attributes:
+      name: tower, "image" or "text".
+      image_size: side of the square images, in pixels.
+      tokenizer: tokenizer of the captions.
+    """
+
+    name: str
+    image_size: int
+    tokenizer: BaseTokenizer
+
+    def fingerprint(self) -> str:
+        """Describe the transform of images, or hash the files of the tokenizer."""
+        if self.name == "image":
+            return f"central square, {self.image_size} pixels, Pillow"
+        digest = hashlib.sha256()
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()
+
+
+def feature_key(source: Source, tower: TowerInput, model: str, weights: Mapping[str, np.ndarray]) -> str:
+    """Hash all that determines the features: weights, model, transform or tokenizer, and dataset.
+
+    The dataset counts with its name, split, size and `_PROBES` of its samples.
+
+    Args:
+      source: source of the samples.
+      tower: input of the tower.
+      model: description of the tower, such as its `repr`.
+      weights: arrays of the tower by name.
+    """
+    order = source.fingerprint() if isinstance(source, OrderedSource) else 0
+    facts = [_VERSION, tower.name, tower.fingerprint(), model, source.name, source.split, len(source), order]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for index in np.linspace(0, len(source) - 1, _PROBES).astype(int).tolist():
+        try:
+            example = source[index]
+        except BadRecordError as error:
+            digest.update(str(error).encode())
+            continue
+        image = example["image"]
+        digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).tobytes())
+        digest.update(json.dumps(example["captions"]).encode())
+    for name in sorted(weights):
+        array = np.ascontiguousarray(weights[name])
+        digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
+        digest.update(array.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def cache_features(
+    source: Source,
+    tower: TowerInput,
+    encode: Encode,
+    rows: int,
+    folder: Path,
+    key: str,
+    *,
+    threads: int = 1,
+    process_index: int = 0,
+    process_count: int = 1,
+    segment_samples: int = SEGMENT_SAMPLES,
+    say: Callable[[str], None] = _logger.info,
+) -> FeatureStore:
+    """Compute the missing features of a tower, and check the others.
+
+    A killed computation continues after its last complete segment. Segments that are damaged, or of another tower or
+    dataset, are computed again, with one line each. Processes take turns in the segments, so `folder` must be the same
+    for all.
+
+    Args:
+      source: source of the samples.
+      tower: input of the tower.
+      encode: function from `rows` images, uint8 [rows, S, S, 3], or texts, int32 [rows, L], to features [rows, D].
+      rows: rows encoded at once.
+      folder: folder of the cache, in which the key names a folder.
+      key: hash from `feature_key`.
+      threads: threads that read and decode.
+      process_index: index of this process.
+      process_count: number of processes that share the segments.
+      segment_samples: samples per segment.
+      say: function that gets lines of progress.
+
+    Returns:
+      The features. Segments of other processes may not exist yet.
+    """
+    store = FeatureStore(folder / f"{tower.name}-{key[:16]}", key, len(source), segment_samples)
+    own = range(process_index, store.segments, process_count)
+    with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+        problems = dict(zip(own, executor.map(store.problem, own), strict=True))
+    pending = {segment: problem for segment, problem in problems.items() if problem is not None}
+    start = last = time.monotonic()
+    for count, (segment, problem) in enumerate(pending.items()):
+        if problem != "missing":
+            _logger.warning("%s is %s; its features are computed again", store.path(segment), problem)
+        arrays, bad = _segment_arrays(source, tower, encode, rows, store.segment_range(segment), threads)
+        store.write(segment, arrays)
+        if bad:
+            lines = store.path(segment), len(bad), bad[0]
+            _logger.warning("%s is without %d samples that cannot be read, such as %s; delete it to try again", *lines)
+        if time.monotonic() - last > _PROGRESS_SECONDS:
+            last = time.monotonic()
+            left = (last - start) / (count + 1) * (len(pending) - count - 1)
+            say(f"features of the {tower.name} tower: {count + 1} of {len(pending)} files, {left:.0f} s left")
+    return store
+
+
+def _segment_arrays(
+    source: Source, tower: TowerInput, encode: Encode, rows: int, samples: range, threads: int
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Compute the arrays of a segment, see `FeatureStore`, and the messages of its bad samples."""
+    messages: list[str] = []  # "" for good samples
+    captions: list[tuple[str, ...]] = []
+
+    def inputs() -> Iterator[np.ndarray]:
+        """Yield the input of each row of features; collect captions and bad samples."""
+        for example in _read(source, tower, samples, threads):
+            messages.append(example if isinstance(example, str) else "")
+            captions.append(() if isinstance(example, str) else example["captions"])
+            if isinstance(example, str):
+                continue
+            if tower.name == "image":
+                yield example["image"]
+            else:
+                yield from tower.tokenizer(captions[-1])
+
+    features = np.concatenate([*_encode_rows(encode, rows, inputs())] or [_no_features(tower, encode, rows)])
+    caption_starts = np.cumsum([0, *map(len, captions)], dtype=np.int64)
+    bad = [message for message in messages if message]
+    if tower.name == "text":
+        return {"features": features, "starts": caption_starts}, bad
+    arrays = {
+        "features": features,
+        "starts": np.cumsum([0, *(not message for message in messages)], dtype=np.int64),
+        "caption_starts": caption_starts,
+        **pack_strings("captions", [caption for texts in captions for caption in texts]),
+        **pack_strings("bad", messages),
+    }
+    return arrays, bad
+
+
+def _encode_rows(encode: Encode, rows: int, inputs: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Encode `rows` inputs at a time, the last ones padded to the compiled shape."""
+    batch: list[np.ndarray] = []
+    for item in inputs:
+        batch.append(item)
+        if len(batch) == rows:
+            yield encode(np.stack(batch))
+            batch = []
+    if batch:
+        yield encode(np.stack([*batch, *[np.zeros_like(batch[0])] * (rows - len(batch))]))[: len(batch)]
+
+
+def _no_features(tower: TowerInput, encode: Encode, rows: int) -> np.ndarray:
+    """Return an array without rows, for a segment whose samples are all bad."""
+    size = tower.image_size
+    empty = np.zeros((rows, size, size, 3), np.uint8) if tower.name == "image" else tower.tokenizer([""] * rows)
+    return encode(empty)[:0]
+
+
+def _read(source: Source, tower: TowerInput, samples: range, threads: int) -> Iterator[DecodedExample | str]:
+    """Read samples in order; a sample that cannot be read gives its message."""
+    to_image: Callable = _nothing
+    if tower.name == "image":
+        center, rng = Augmentation(scale=(1.0, 1.0)), np.random.default_rng(0)  # nothing is drawn
+        to_image = functools.partial(transform_image, augmentation=center, size=tower.image_size, rng=rng)
+
+    def read(chunk: int) -> list[DecodedExample | str]:
+        examples: list[DecodedExample | str] = []
+        for index in samples[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
+            try:
+                examples.append(decode_example(source, index, to_image=to_image))
+            except BadRecordError as error:
+                examples.append(str(error))
+        return examples
+
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+    chunks = iter(grain.MapDataset.range(-(-len(samples) // _CHUNK)).map(read).to_iter_dataset(options))
+    try:
+        for chunk in chunks:
+            yield from chunk
+    finally:
+        chunks.close()
+
+
+def _nothing(example: Any) -> None:
+    """Decode nothing: captions need no image."""

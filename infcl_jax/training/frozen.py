@@ -1,0 +1,253 @@
+"""Frozen parameters: whole towers, or all but the last groups of a tower.
+
+A module with a frozen parameter runs in inference mode: batch normalization uses its running statistics, and dropout
+and patch dropout are off. The other modules run in training mode.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from infcl_jax.checks import check_choice
+from infcl_jax.distributed import data_mesh
+from infcl_jax.models import TOWERS
+
+_SEPARATOR = "/"
+# Parameters before the first block: convolutions, embeddings and their normalization.
+_STEM = re.compile(r"conv\d|bn\d|ln_(pre|embed)|(class|token|token_type|positional)_embedding")
+_BLOCK = re.compile(r"transformer/block_(\d+)|layer(\d+)_\d+")  # of transformers, of ResNets
+_FINAL_NORM = re.compile(r"ln_(post|final)")
+
+
+def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
+    """Group the parameters of a tower by depth, as OpenCLIP 3.3.0.
+
+    The first group of a transformer has the embeddings and the input LayerNorm. Each block is a group; that of the last
+    block has the final LayerNorm too. All other parameters, such as attention pool and projection, are the last group.
+    The groups of a ResNet, which OpenCLIP locks as a whole only, are the stem, the four stages and the attention pool.
+
+    Args:
+      tower: parameters of a tower.
+
+    Returns:
+      Names of the parameters of each group, such as "proj/kernel".
+    """
+    names = flatten_dict(tower, sep=_SEPARATOR)
+    depths = {name: _depth(match) for name in names if (match := _BLOCK.match(name))}
+    last = max(depths.values(), default=0)
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        module = name.split(_SEPARATOR)[0]
+        if _STEM.fullmatch(module):
+            depth = 0
+        elif _FINAL_NORM.fullmatch(module):
+            depth = last
+        else:
+            depth = depths.get(name, last + 1)
+        groups.setdefault(depth, []).append(name)
+    return [groups[depth] for depth in sorted(groups)]
+
+
+def _depth(match: re.Match[str]) -> int:
+    """Depth of a block, from 1; names of ResNet stages count from 1."""
+    block, stage = match.groups()
+    return int(stage) if block is None else int(block) + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnlockedGroups:
+    """Number of trained groups at the end of each frozen tower, see `parameter_groups`.
+
+    Attributes:
+      image: groups of the image tower, as `--lock-image-unlocked-groups` of OpenCLIP; all if it has fewer.
+      text: groups of the text tower, as `--lock-text-unlocked-layers` of OpenCLIP; all if it has fewer.
+
+    Raises:
+      ValueError: a number is negative.
+    """
+
+    image: int = 0
+    text: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count in dataclasses.asdict(self).items():
+            if count < 0:
+                raise ValueError(f"expected unlocked_groups.{name} >= 0, got {count}")
+
+
+ALL_LOCKED = UnlockedGroups()
+
+
+def check_frozen(frozen: Collection[str], unlocked: UnlockedGroups) -> None:
+    """Check the frozen towers and their unlocked groups.
+
+    Raises:
+      ValueError: a tower is unknown, or a tower with unlocked groups is not frozen.
+    """
+    for name in frozen:
+        check_choice("frozen", name, tuple(TOWERS))
+    for name, count in dataclasses.asdict(unlocked).items():
+        if count and name not in frozen:
+            raise ValueError(
+                f"expected {name!r} in frozen with unlocked_groups.{name}={count}, got {tuple(frozen)}; "
+                "only a frozen tower has unlocked groups"
+            )
+
+
+def frozen_parameters(
+    params: Mapping[str, Any], frozen: Collection[str], unlocked: UnlockedGroups = ALL_LOCKED
+) -> frozenset[str]:
+    """List the frozen parameters of a model.
+
+    Args:
+      params: parameters of a `CLIP` model, arrays or shapes.
+      frozen: frozen towers, "image" or "text" (LiT, Zhai et al. 2022).
+      unlocked: trained groups of the frozen towers.
+
+    Returns:
+      Names such as "visual/proj/kernel".
+
+    Raises:
+      ValueError: see `check_frozen`.
+    """
+    check_frozen(frozen, unlocked)
+    names = []
+    for tower in frozen:
+        groups = parameter_groups(params[TOWERS[tower]])
+        for group in groups[: max(0, len(groups) - getattr(unlocked, tower))]:
+            names += [f"{TOWERS[tower]}{_SEPARATOR}{name}" for name in group]
+    return frozenset(names)
+
+
+def frozen_towers(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[str, ...]:
+    """List the towers whose parameters are all frozen.
+
+    Args:
+      params: parameters of a `CLIP` model, arrays or shapes.
+      frozen: names of the frozen parameters, see `frozen_parameters`.
+    """
+    trained, _ = partition(params, frozen)
+    return tuple(name for name, subtree in TOWERS.items() if subtree not in trained)
+
+
+def partition(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a tree of parameters into trained and frozen ones.
+
+    `merge` joins them again.
+
+    Args:
+      params: tree of nested dicts.
+      frozen: names of the frozen parameters, see `frozen_parameters`.
+    """
+    trained: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
+    for name, leaf in flatten_dict(params, sep=_SEPARATOR).items():
+        (fixed if name in frozen else trained)[name] = leaf
+    return unflatten_dict(trained, sep=_SEPARATOR), unflatten_dict(fixed, sep=_SEPARATOR)
+
+
+def merge(*trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Join trees of nested dicts; later trees replace leaves of earlier ones."""
+    flat: dict[str, Any] = {}
+    for tree in trees:
+        flat |= flatten_dict(tree, sep=_SEPARATOR)
+    return unflatten_dict(flat, sep=_SEPARATOR)
+
+
+def updates_statistics(params: Mapping[str, Any], statistics: Any, frozen: Collection[str]) -> bool:
+    """Return whether a batch normalization is in training mode.
+
+    Args:
+      params: parameters of the model.
+      statistics: running statistics; None without batch normalization.
+      frozen: names of the frozen parameters.
+    """
+    modules = {path[:-1] for path in flatten_dict(statistics or {})}
+    return bool(modules - _prefixes(partition(params, frozen)[1]))
+
+
+def module_modes(params: Mapping[str, Any], frozen: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """Set the mode of each module of a Flax model by its parameters.
+
+    Inside the context, calls of the model in training mode pass `train=False` to modules with a frozen parameter and
+    `train=True` to those with trained parameters alone. Modules without parameters get the value of their caller.
+
+    Args:
+      params: parameters of the model.
+      frozen: names of the frozen parameters.
+    """
+    if not frozen:
+        return contextlib.nullcontext()
+    trained_modules, frozen_modules = (_prefixes(tree) for tree in partition(params, frozen))
+
+    def call(next_fun: Callable, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        path, signature = context.module.path, inspect.signature(context.orig_method)
+        if "train" in signature.parameters and path in trained_modules | frozen_modules:
+            bound = signature.bind(*args, **kwargs)  # `nn.remat` needs `train` at its position
+            bound.arguments["train"] = path not in frozen_modules
+            args, kwargs = bound.args, bound.kwargs
+        return next_fun(*args, **kwargs)
+
+    return nn.intercept_methods(call)
+
+
+def _prefixes(params: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """Return the paths of the modules above the parameters."""
+    return {path[:depth] for path in flatten_dict(params) for depth in range(len(path))}
+
+
+class PrecomputedFeatures(NamedTuple):
+    """Batch entry of a frozen tower, with features in place of images or texts.
+
+    Attributes:
+      features: [b, D], normalized, in the model's feature dtype.
+    """
+
+    features: Any
+
+
+def frozen_encoder(
+    apply_fn: Callable[..., Any], variables: Mapping[str, Any], name: str, devices: Sequence[jax.Device]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Create the encoder of a frozen tower on devices of this process.
+
+    Args:
+      apply_fn: `apply` of a `CLIP` model.
+      variables: variables of the tower on the host.
+      name: tower, "image" or "text".
+      devices: devices that share the rows.
+
+    Returns:
+      A function from rows, which the devices can share evenly, to features [rows, D] in the model's feature dtype.
+    """
+    mesh = data_mesh(devices)
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    placed = jax.device_put(variables, NamedSharding(mesh, PartitionSpec()))
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def encode(variables: Any, rows: jax.Array) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return apply_fn(variables, rows, method=f"encode_{name}")
+
+    return lambda rows: np.asarray(encode(placed, jax.device_put(rows, sharding)))
+
+
+def tower_variables(variables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Select the variables of a tower: parameters and running statistics.
+
+    Args:
+      variables: variables of a `CLIP` model by collection.
+      name: tower, "image" or "text".
+    """
+    subtree = TOWERS[name]
+    return {collection: {subtree: tree[subtree]} for collection, tree in variables.items() if subtree in tree}

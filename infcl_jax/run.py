@@ -25,11 +25,12 @@ from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
-from infcl_jax.models import CLIPConfig, build_model, model_config
+from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, build_model, model_config
 from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
@@ -99,11 +100,22 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
       ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
     """
     text, default = read_model_config(config).text, model_config(config.model).text
-    spec = config.tokenizer or ("clip" if default.vocab_size == CLIP_VOCAB_SIZE else "bytes")
+    spec = config.tokenizer or {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(default.vocab_size)
     if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
         spec = str(copy)
+    if spec is None:
+        raise ValueError(
+            f"expected a tokenizer for the {default.vocab_size} token ids of the model {config.model!r}, got None; "
+            "set tokenizer"
+        )
     tokenizer = load_tokenizer(spec, text.context_length, clean=config.text_cleaning)
-    check_vocabulary(tokenizer, text.vocab_size, text.end_token)
+    end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
+    check_vocabulary(tokenizer, text.vocab_size, end_token)
+    if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
+        raise ValueError(
+            f"expected text.pad_id={tokenizer.pad_id}, as in the tokenizer {tokenizer.kind!r}, got {text.pad_id}; "
+            "set it in model_overrides, or choose another tokenizer"
+        )
     return tokenizer
 
 

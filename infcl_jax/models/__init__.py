@@ -1,5 +1,6 @@
-"""CLIP models: image and text towers, dual encoder and named configurations."""
+"""CLIP models: image and text towers, dual encoder and configurations."""
 
+from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import (
     CLIP,
     MAX_LOGIT_SCALE,
@@ -11,16 +12,10 @@ from infcl_jax.models.clip import (
     l2_normalize,
     normalize_image,
 )
+from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.convert import Certificate, config_of, load_pretrained, save_pretrained
-from infcl_jax.models.registry import (
-    CLIPConfig,
-    TextConfig,
-    VisionConfig,
-    build_model,
-    create_model,
-    model_config,
-    model_names,
-)
+from infcl_jax.models.open_clip_config import read_open_clip_config
+from infcl_jax.models.registry import build_model, create_model, model_config, model_names
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.transformer import RESIDUAL
@@ -33,6 +28,8 @@ __all__ = [
     "OPENAI_IMAGE_STD",
     "RESIDUAL",
     "TOWERS",
+    "Bert",
+    "BertConfig",
     "CLIPConfig",
     "CLIPOutput",
     "Certificate",
@@ -51,5 +48,6 @@ __all__ = [
     "model_config",
     "model_names",
     "normalize_image",
+    "read_open_clip_config",
     "save_pretrained",
 ]

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from infcl_jax.ops.bias_activation.api import Activation, activate
-from infcl_jax.ops.layer_norm.api import normalize, normalize_with_residual
+from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON, normalize, normalize_with_residual
 from infcl_jax.ops.linear import Arrays, Biases, affine
 
 # Checkpoint name of the results of GEMMs with weights, for the policies of `jax.checkpoint`.
@@ -48,10 +48,12 @@ class LayerNorm(nn.Module):
     Attributes:
       dtype: dtype of the result.
       param_dtype: dtype of the parameters.
+      epsilon: constant added to the variance.
     """
 
     dtype: Any
     param_dtype: Any
+    epsilon: float = LAYER_NORM_EPSILON
 
     @nn.compact
     def _weights(self, width: int) -> tuple[Float[Array, "{width}"], Float[Array, "{width}"]]:
@@ -60,13 +62,14 @@ class LayerNorm(nn.Module):
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalize [..., width] to [..., width] in `dtype`."""
-        return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype))
+        return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype), None, self.epsilon)
 
     def with_residual(
         self, x: Float[Array, "*batch width"], deferred_bias: Float[Array, "width"] | None
     ) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]]:
         """Return the normalized input and the residual input, see `normalize_with_residual`."""
-        return normalize_with_residual(x, *self._weights(x.shape[-1]), deferred_bias, jnp.dtype(self.dtype))
+        weights, dtype = self._weights(x.shape[-1]), jnp.dtype(self.dtype)
+        return normalize_with_residual(x, *weights, deferred_bias, dtype, None, self.epsilon)
 
 
 class Dense(nn.Module):

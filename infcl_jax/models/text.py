@@ -1,11 +1,16 @@
-"""CLIP's text tower: a causal transformer pooled at the end token."""
+"""Text tower of CLIP and SigLIP: a transformer pooled at one token."""
+
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Integer
 
-from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
+from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
+from infcl_jax.models.transformer_config import Projection, TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
+
+TextPool = Literal["end", "first", "last"]
 
 
 def end_position(tokens: Integer[Array, "b t"], end_token: int | None = None) -> Int32[Array, "b"]:
@@ -22,12 +27,13 @@ def end_position(tokens: Integer[Array, "b t"], end_token: int | None = None) ->
 
 
 class TextTransformer(nn.Module):
-    """Text tower of CLIP (Radford et al. 2021, section 2.4).
+    """Text tower of CLIP (Radford et al. 2021, section 2.4) and SigLIP (Zhai et al. 2023).
 
     Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [context_length, width], `transformer`,
-    `ln_final`, `text_projection`.
+    `ln_final`, `text_projection` (absent with the projection "none").
 
-    Attention is causal and the features are those of the end token, so later tokens have no effect and need no mask.
+    With causal attention and the pool "end", as in CLIP, later tokens have no effect and need no mask. Other towers
+    attend to padding, as in SigLIP, and texts must be padded as in training.
 
     Attributes:
       config: shape and numerics of the transformer.
@@ -35,6 +41,9 @@ class TextTransformer(nn.Module):
       vocab_size: number of token ids.
       context_length: largest number of tokens; shorter sequences use the first positional embeddings.
       end_token: id of the end token; None: the largest id of each text.
+      pool: position whose states are projected to features: "end" (first end token), "first" or "last".
+      projection: "linear", or "none" if the pooled states of size `embed_dim` are the features.
+      projection_bias: whether the projection has a bias.
     """
 
     config: TransformerConfig
@@ -42,6 +51,9 @@ class TextTransformer(nn.Module):
     vocab_size: int
     context_length: int
     end_token: int | None = None
+    pool: TextPool = "end"
+    projection: Projection = "linear"
+    projection_bias: bool = False
 
     @nn.compact
     def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
@@ -55,10 +67,17 @@ class TextTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalized.
         """
-        end = end_position(tokens, self.end_token)
-        x = Transformer(self.config, name="transformer")(self._embed(tokens), end, train=train)
+        x = Transformer(self.config, name="transformer")(self._embed(tokens), self._position(tokens), train=train)
         x = layer_norm(self.config, "ln_final", jnp.float32)(x)
-        return feature_projection(self.config, self.embed_dim, "text_projection")(x)
+        if self.projection == "none":
+            return x
+        return feature_projection(self.config, self.embed_dim, "text_projection", use_bias=self.projection_bias)(x)
+
+    def _position(self, tokens: Integer[Array, "b t"]) -> Int32[Array, "b"]:
+        """Return the pooled position of each sequence."""
+        if self.pool == "end":
+            return end_position(tokens, self.end_token)
+        return jnp.full(len(tokens), 0 if self.pool == "first" else tokens.shape[1] - 1, jnp.int32)
 
     def _embed(self, tokens: Integer[Array, "b t"]) -> Float[Array, "b t {self.config.width}"]:
         """Return token plus positional embeddings, [b, t, width] in the compute dtype."""

@@ -7,135 +7,22 @@ Layers are unrolled (`block_00`, `block_01`, ...), not scanned. A scan compiles 
 layers into one array. Per-layer rules (learning rate, freezing) and weight conversion address layers by name.
 """
 
-import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
-from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
-from infcl_jax.ops.attention.api import (
-    AttentionImplementation,
-    attend,
-    attend_from,
-    cudnn_accepts,
-    mosaic_gpu_accepts,
-    padding_for,
-    prefers_packed,
-)
-from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.models.transformer_config import Remat, TransformerConfig
+from infcl_jax.ops.attention.api import AttentionImplementation, attend, attend_from, padding_for, prefers_packed
+from infcl_jax.ops.layer_norm.api import broadcast_vector
 from infcl_jax.ops.linear import route_gradient
-
-Remat = Literal["full", "dots"]
 
 # Checkpoint name of the residual stream after each attention and each MLP, for the policies of `jax.checkpoint`.
 RESIDUAL = "residual"
-
-
-def float_dtype_name(name: str, value: Any) -> str:
-    """Return the canonical name of a floating dtype.
-
-    Args:
-      name: name of the setting, for the error message.
-      value: dtype as a string, a NumPy dtype or a JAX scalar type.
-
-    Raises:
-      ValueError: the dtype is not float32, bfloat16 or float16.
-    """
-    try:
-        dtype = jnp.dtype(value).name
-    except TypeError:
-        dtype = str(value)
-    check_choice(name, dtype, ("float32", "bfloat16", "float16"))
-    return dtype
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Shape and numerics of one transformer.
-
-    Attributes:
-      width: size of the residual stream.
-      layers: number of blocks.
-      heads: number of attention heads; divides `width`.
-      mlp_ratio: ratio of the MLP's hidden units to `width`.
-      causal: whether a position attends only to itself and the positions before it.
-      activation: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`, with which OpenAI's weights were
-        trained).
-      dropout: rate of dropout in training, on the outputs of attention and MLP before the residual sum.
-      remat: activations recomputed in the backward pass. None: none. "full": every block, from its input. "dots": all
-        but the results of GEMMs with weights, so softmax weights (quadratic in the sequence length) are not stored.
-      attention: "xla" runs on every device; it stores the softmax weights for the backward pass unless `remat` is set.
-        "cudnn" is the fused kernel for NVIDIA GPUs from Ampere on, with memory linear in the sequence length. It needs
-        `dtype` "bfloat16" or "float16" and heads of a multiple of 8 channels, at most 128. With several key tiles, its
-        gradients are deterministic only under `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true`.
-        "mosaic_gpu" selects kernels for Hopper GPUs. They need sequences of at most 320 positions, heads of 64 channels
-        and `dtype` "bfloat16" or "float16". Their gradients are deterministic.
-        None: `best_attention` of the device.
-      dtype: dtype of activations and GEMMs: "float32", "bfloat16" or "float16".
-      param_dtype: dtype of the stored parameters: "float32", "bfloat16" or "float16".
-
-    Raises:
-      ValueError: a field has a value other than those above.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    mlp_ratio: float = 4.0
-    causal: bool = False
-    activation: Activation = "gelu"
-    dropout: float = 0.0
-    remat: Remat | None = None
-    attention: AttentionImplementation | None = None
-    dtype: str = "float32"
-    param_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads"):
-            check_positive_int(name, getattr(self, name))
-        if self.width % self.heads:
-            raise ValueError(f"expected width to be a multiple of heads, got width {self.width} and heads {self.heads}")
-        if int(self.width * self.mlp_ratio) < 1:
-            raise ValueError(f"expected mlp_ratio to give at least one hidden unit, got {self.mlp_ratio!r}")
-        check_choice("activation", self.activation, get_args(Activation))
-        check_rate("dropout", self.dropout)
-        check_choice("remat", self.remat, (None, *get_args(Remat)))
-        check_choice("attention", self.attention, (None, *get_args(AttentionImplementation)))
-        for name in ("dtype", "param_dtype"):
-            object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
-        if self.attention == "cudnn" and not cudnn_accepts(self.dtype, self.width // self.heads):
-            raise ValueError(
-                "expected dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most 128, for "
-                f"attention 'cudnn', got {self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
-            )
-        if self.attention == "mosaic_gpu" and not mosaic_gpu_accepts(1, self.width // self.heads, self.dtype):
-            raise ValueError(
-                "expected dtype 'bfloat16' or 'float16' and 64 channels per head for attention 'mosaic_gpu', got "
-                f"{self.dtype!r} and {self.width // self.heads}; use attention None or 'xla'"
-            )
-
-    @property
-    def input_std(self) -> float:
-        """Initial standard deviation of the attention's input projection, `width^-1/2`."""
-        return self.width**-0.5
-
-    @property
-    def residual_std(self) -> float:
-        """Initial standard deviation of projections into the residual stream.
-
-        It is `(2 width layers)^-1/2`, because the variances of the 2 `layers` residual sums add up.
-        """
-        return self.width**-0.5 * (2 * self.layers) ** -0.5
-
-    @property
-    def mlp_std(self) -> float:
-        """Initial standard deviation of the MLP's first projection, `(2 width)^-1/2`."""
-        return (2 * self.width) ** -0.5
 
 
 def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> LayerNorm:
@@ -149,7 +36,7 @@ def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> Layer
     Returns:
       The module, for activations [..., width] of any floating dtype.
     """
-    return LayerNorm(dtype or config.dtype, config.param_dtype, name=name)
+    return LayerNorm(dtype or config.dtype, config.param_dtype, config.norm_epsilon, name=name)
 
 
 def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
@@ -157,14 +44,11 @@ def projection(config: TransformerConfig, features: int, std: float, name: str) 
     return Dense(features, std, config.dtype, config.param_dtype, name=name)
 
 
-def feature_projection(config: TransformerConfig, embed_dim: int, name: str) -> nn.Dense:
-    """Build the float32 projection of pooled states to features, without bias.
-
-    Its cost is negligible.
-    """
+def feature_projection(config: TransformerConfig, features: int, name: str, *, use_bias: bool = False) -> nn.Dense:
+    """Build a float32 projection of pooled states, whose cost is negligible."""
     return nn.Dense(
-        embed_dim,
-        use_bias=False,
+        features,
+        use_bias=use_bias,
         dtype=jnp.float32,
         param_dtype=config.param_dtype,
         kernel_init=nn.initializers.normal(config.input_std),
@@ -194,13 +78,17 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "tokens width"], position: Integer[Array, "b"] | None = None
+        self,
+        x: Float[Array, "tokens width"],
+        position: Integer[Array, "b"] | None = None,
+        key_mask: Bool[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "rows width"], Float[Array, "width"]]:
         """Apply self-attention to all tokens or to one token of each sequence.
 
         Args:
           x: [b * t, width], tokens, floating.
           position: integer [b], position of the only token to compute in each sequence; None for all tokens.
+          key_mask: bool [b, t], False for tokens that no token attends to; None for none. Only without `position`.
 
         Returns:
           [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] added to it under
@@ -212,8 +100,8 @@ class SelfAttention(nn.Module):
         query_bias, _, value_bias = jnp.split(in_bias, 3)
         out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
         if position is None:
-            qkv = self._project(x, kernel, query_bias)
-            y = attend(*qkv, causal=c.causal, padding=self.padding, implementation=c.attention)
+            qkv = self._project(x, kernel, query_bias, c.attention if key_mask is None else "xla")
+            y = attend(*qkv, causal=c.causal, padding=self.padding, key_mask=key_mask, implementation=c.attention)
         else:
             query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
             tokens = x.reshape(-1, self.positions, c.width)
@@ -226,12 +114,16 @@ class SelfAttention(nn.Module):
         return y, bias
 
     def _project(
-        self, x: Float[Array, "tokens width"], kernel: Float[Array, "width _"], query_bias: Float[Array, "width"]
+        self,
+        x: Float[Array, "tokens width"],
+        kernel: Float[Array, "width _"],
+        query_bias: Float[Array, "width"],
+        implementation: AttentionImplementation | None,
     ) -> tuple[Float[Array, "b {self.positions} heads d"], ...]:
         """Project all tokens to queries, keys and values, packed if `prefers_packed`."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
-        if prefers_packed((len(x) // positions, positions, c.heads, channels), c.dtype, c.attention):
+        if prefers_packed((len(x) // positions, positions, c.heads, channels), c.dtype, implementation):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
             (packed,) = checkpointed_affine(x, (kernel,), (bias,))
             return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)
@@ -262,6 +154,9 @@ class Mlp(nn.Module):
 
 class TransformerBlock(nn.Module):
     """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`.
+
+    Parameters: `ln_1`, `attn`, `ln_2`, `mlp`; with layer scale `ls_1` and `ls_2` [width], the factors of the outputs of
+    attention and MLP.
 
     Attributes:
       config: transformer configuration.
@@ -296,28 +191,40 @@ class TransformerBlock(nn.Module):
         """
         c = self.config
 
-        def drop(y: jax.Array, bias: jax.Array, name: str) -> tuple[jax.Array, jax.Array | None]:
-            if not (train and c.dropout):
+        def scale_and_drop(y: jax.Array, bias: jax.Array, number: int) -> tuple[jax.Array, jax.Array | None]:
+            if c.layer_scale is None and not (train and c.dropout):
                 return y, bias
-            # Dropout changes the cotangent of `y`, so the gradient of the bias must be routed before it.
-            return nn.Dropout(c.dropout, deterministic=False, name=name)(route_gradient(y, bias)), None
+            # Both change the cotangent of `y`, so the gradient of the bias must be routed before them.
+            y = route_gradient(y, bias)
+            if c.layer_scale is not None:
+                init = nn.initializers.constant(c.layer_scale)
+                factors = self.param(f"ls_{number}", init, (c.width,), c.param_dtype)
+                y = (y.astype(jnp.float32) * broadcast_vector(factors, y)).astype(y.dtype)
+            return nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(y), None
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
         y, x = layer_norm(c, "ln_1").with_residual(x, deferred_bias)
-        y, deferred_bias = drop(*attention(y, position), "drop_1")
+        y, deferred_bias = scale_and_drop(*attention(y, position), 1)
         if position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
         x = checkpoint_name(x + y, RESIDUAL)
         y, x = layer_norm(c, "ln_2").with_residual(x, deferred_bias)
-        y, deferred_bias = drop(*Mlp(c, name="mlp")(y), "drop_2")
+        y, deferred_bias = scale_and_drop(*Mlp(c, name="mlp")(y), 2)
         return x + y, deferred_bias
 
 
-def _block_class(remat: Remat | None) -> type[TransformerBlock]:
+def rematerialized[Block: nn.Module](block: type[Block], remat: Remat | None, train_argument: int) -> type[Block]:
+    """Return the class of blocks that recompute activations.
+
+    Args:
+      block: class of the blocks.
+      remat: activations to recompute, see `TransformerConfig`; None for none.
+      train_argument: index of the argument `train` of the block's call, with `self` as 0.
+    """
     if remat is None:
-        return TransformerBlock
+        return block
     policies = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
-    return nn.remat(TransformerBlock, policy=policies[remat], static_argnums=(4,))  # `train`, with `self` as 0
+    return nn.remat(block, policy=policies[remat], static_argnums=(train_argument,))
 
 
 class Transformer(nn.Module):
@@ -341,7 +248,7 @@ class Transformer(nn.Module):
           [b, t, width], or [b, width] with `position`, in `config.dtype`, not normalized.
         """
         c, (b, t, _) = self.config, x.shape
-        block = _block_class(c.remat)
+        block = rematerialized(TransformerBlock, c.remat, train_argument=4)
         padding = padding_for((b, t, c.heads, c.width // c.heads), c.dtype, c.attention)
         positions = t + padding
         # Batch and sequence are one axis: with a separate batch axis, XLA selects layouts that need transposes.

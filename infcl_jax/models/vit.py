@@ -1,42 +1,75 @@
-"""Vision Transformer image tower of CLIP."""
+"""Vision Transformer image tower of CLIP and SigLIP."""
 
+import math
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 
-from infcl_jax.models.transformer import Transformer, TransformerConfig, feature_projection, layer_norm
+from infcl_jax.models.pooling import MapPool
+from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
+from infcl_jax.models.transformer_config import Projection, TransformerConfig
+from infcl_jax.ops.layer_norm.api import broadcast_vector
 
-Pool = Literal["tok", "avg"]
+Pool = Literal["tok", "avg", "map"]
+PosEmbed = Literal["learnable", "sin_cos_2d"]
 
 
 class PatchEmbedding(nn.Module):
-    """Patch embedding: convolution without bias, with stride equal to kernel size.
+    """Patch embedding: convolution with stride equal to kernel size.
 
     It is computed as one GEMM over unfolded patches, which avoids a convolution over only three channels.
 
-    Parameters: `kernel` [patch, patch, 3, width].
+    Parameters: `kernel` [patch, patch, 3, width]; `bias` [width] with `use_bias`.
     """
 
     config: TransformerConfig
     patch_size: int
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, image: Float[Array, "b h w c"]) -> Float[Array, "b patches {self.config.width}"]:
-        """Map [b, H, W, 3] to [b, (H / patch) (W / patch), width].
+        """Map [b, H, W, 3] to [b, (H // patch) (W // patch), width].
 
-        Patches are in row-major order. The result is in the compute dtype.
+        Patches are in row-major order. Pixels beyond the last whole patch are ignored. The result is in the compute
+        dtype.
         """
         c, p = self.config, self.patch_size
         # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = self.param("kernel", init, (p, p, image.shape[-1], c.width), c.param_dtype)
-        b, height, width, channels = image.shape
-        patches = image.astype(c.dtype).reshape(b, height // p, p, width // p, p, channels)
+        b, (rows, columns), channels = len(image), (size // p for size in image.shape[1:3]), image.shape[-1]
+        patches = image[:, : rows * p, : columns * p].astype(c.dtype).reshape(b, rows, p, columns, p, channels)
         patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, p * p * channels)
-        return patches @ kernel.reshape(-1, c.width).astype(c.dtype)
+        x = patches @ kernel.reshape(-1, c.width).astype(c.dtype)
+        if not self.use_bias:
+            return x
+        bias = self.param("bias", nn.initializers.zeros, (c.width,), c.param_dtype)
+        return (x.astype(jnp.float32) + broadcast_vector(bias, x)).astype(c.dtype)
+
+
+def sin_cos_positions(width: int, grid: int) -> np.ndarray:
+    """Return the fixed sine-cosine positional embeddings of a square grid of patches.
+
+    Args:
+      width: size of the embeddings; a multiple of 4.
+      grid: number of patches per side.
+
+    Returns:
+      float32 [grid^2, width], patches in row-major order. The first half of the channels encodes the column, the second
+      the row: sines, then cosines, of `position / 10000^(4 i / width)`.
+
+    Source: MoCo v3, Chen et al. 2021, section 4.1.
+    """
+    frequencies = 10000.0 ** (-np.arange(width // 4) * 4 / width)
+    angles = np.arange(grid)[:, None] * frequencies
+    line = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    shape = (grid, grid, width // 2)
+    columns, rows = np.broadcast_to(line[None], shape), np.broadcast_to(line[:, None], shape)
+    return np.concatenate([columns, rows], axis=2).reshape(-1, width).astype(np.float32)
 
 
 def drop_patches(rng: jax.Array, tokens: Shaped[Array, "b n width"], rate: float) -> Shaped[Array, "b kept width"]:
@@ -59,12 +92,13 @@ def drop_patches(rng: jax.Array, tokens: Shaped[Array, "b n width"], rate: float
 
 
 class VisionTransformer(nn.Module):
-    """Vision Transformer of CLIP, with a class token and an input LayerNorm.
+    """Vision Transformer of CLIP, and of SigLIP without class token and input LayerNorm.
 
-    Sources: Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1.
+    Sources: Radford et al. 2021, section 2.4; Dosovitskiy et al. 2021, section 3.1; Zhai et al. 2023.
 
-    Parameters: `conv1`, `class_embedding` [width], `positional_embedding` [1 + patches, width], `ln_pre`,
-    `transformer`, `ln_post`, `proj`.
+    Parameters: `conv1`, `class_embedding` [width], `positional_embedding` [1 + patches, width] ([patches, width]
+    without class token), `ln_pre`, `transformer`, `ln_post`, `attn_pool` (of the pool "map"), `proj`. Those of absent
+    parts are absent.
 
     Initial weights are normal, scaled by width and depth, and biases are zero. OpenAI's implementation initializes its
     text tower this way, but most of its image tower with PyTorch's defaults.
@@ -72,10 +106,18 @@ class VisionTransformer(nn.Module):
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.
-      image_size: height and width of the input in pixels; a multiple of `patch_size`.
+      image_size: height and width of the input in pixels; pixels beyond the last whole patch are ignored.
       patch_size: height and width of a patch in pixels.
-      pool: input of the projection to features, "tok" (class token) or "avg" (mean over patches).
+      pool: input of the projection to features, "tok" (class token), "avg" (mean over patches) or "map" (`MapPool` of
+        all tokens).
       patch_dropout: fraction of patches dropped from each training sample; the class token is always kept.
+      class_token: whether the sequence starts with a class token; "tok" needs it.
+      pos_embed: "learnable" or "sin_cos_2d" (fixed, see `sin_cos_positions`; zero for the class token).
+      patch_bias: whether the patch embedding has a bias.
+      ln_pre: whether a LayerNorm precedes the transformer.
+      final_ln_after_pool: whether the final LayerNorm follows the pool instead of preceding it.
+      projection: "linear", or "none" if the pooled states of size `embed_dim` are the features.
+      projection_bias: whether the projection has a bias.
     """
 
     config: TransformerConfig
@@ -84,6 +126,13 @@ class VisionTransformer(nn.Module):
     patch_size: int
     pool: Pool = "tok"
     patch_dropout: float = 0.0
+    class_token: bool = True
+    pos_embed: PosEmbed = "learnable"
+    patch_bias: bool = False
+    ln_pre: bool = True
+    final_ln_after_pool: bool = False
+    projection: Projection = "linear"
+    projection_bias: bool = False
 
     @nn.compact
     def __call__(self, image: Float[Array, "b h w 3"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
@@ -96,29 +145,50 @@ class VisionTransformer(nn.Module):
         Returns:
           float32 [b, embed_dim], not normalized.
         """
-        x = layer_norm(self.config, "ln_pre")(self._embed(image, train))
+        x = self._embed(image, train)
+        if self.ln_pre:
+            x = layer_norm(self.config, "ln_pre")(x)
+        x = self._pooled(x, train)
+        if self.projection == "none":
+            return x
+        return feature_projection(self.config, self.embed_dim, "proj", use_bias=self.projection_bias)(x)
+
+    def _pooled(
+        self, x: Float[Array, "b t {self.config.width}"], train: bool
+    ) -> Float32[Array, "b {self.config.width}"]:
+        """Run transformer, final LayerNorm and pool."""
         transformer = Transformer(self.config, name="transformer")
         normalize = layer_norm(self.config, "ln_post", jnp.float32)
         if self.pool == "tok":
-            x = normalize(transformer(x, jnp.zeros(len(x), jnp.int32), train=train))
+            return normalize(transformer(x, jnp.zeros(len(x), jnp.int32), train=train))
+        x = transformer(x, train=train)
+        x = x if self.final_ln_after_pool else normalize(x)
+        if self.pool == "map":
+            x = MapPool(self.config, name="attn_pool")(x)
         else:
-            x = normalize(transformer(x, train=train)[:, 1:]).mean(axis=1)
-        return feature_projection(self.config, self.embed_dim, "proj")(x)
+            x = x[:, int(self.class_token) :].astype(jnp.float32).mean(axis=1)
+        return normalize(x) if self.final_ln_after_pool else x
 
     def _embed(self, image: Float[Array, "b h w 3"], train: bool) -> Float[Array, "b positions {self.config.width}"]:
         """Embed patches and class token; sums and gradients are float32.
 
         Returns:
-          [b, 1 + kept patches, width] in the compute dtype.
+          [b, 1 + kept patches, width], or [b, kept patches, width] without class token, in the compute dtype.
         """
         c = self.config
-        patches = PatchEmbedding(c, self.patch_size, name="conv1")(image).astype(jnp.float32)
+        patches = PatchEmbedding(c, self.patch_size, self.patch_bias, name="conv1")(image).astype(jnp.float32)
         b, n, _ = patches.shape
-        init = nn.initializers.normal(c.width**-0.5)
-        class_embedding = self.param("class_embedding", init, (c.width,), c.param_dtype).astype(jnp.float32)
-        positions = self.param("positional_embedding", init, (1 + n, c.width), c.param_dtype).astype(jnp.float32)
-        patches = patches + positions[None, 1:]
+        init, prefix = nn.initializers.normal(c.width**-0.5), int(self.class_token)
+        if self.pos_embed == "learnable":
+            positions = self.param("positional_embedding", init, (prefix + n, c.width), c.param_dtype)
+        else:
+            positions = jnp.pad(sin_cos_positions(c.width, math.isqrt(n)), ((prefix, 0), (0, 0)))
+        positions = positions.astype(jnp.float32)
+        patches = patches + positions[None, prefix:]
         if train and self.patch_dropout > 0:
             patches = drop_patches(self.make_rng("dropout"), patches, self.patch_dropout)
+        if not self.class_token:
+            return patches.astype(c.dtype)
+        class_embedding = self.param("class_embedding", init, (c.width,), c.param_dtype).astype(jnp.float32)
         class_token = jnp.broadcast_to(class_embedding + positions[0], (b, 1, c.width))
         return jnp.concatenate([class_token, patches], axis=1).astype(c.dtype)

@@ -4,7 +4,7 @@ import dataclasses
 
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
-from infcl_jax.models import TOWERS, model_names
+from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES
@@ -115,7 +115,7 @@ _TEXT = (
         str | None,
         None,
         "bytes, clip, clip:PATH, hf:PATH, sentencepiece:PATH or the folder of a trained tokenizer, see "
-        "docs/training.md; None: clip for models with its vocabulary of 49408 ids, else bytes",
+        "docs/training.md; None: clip for models with its vocabulary of 49408 ids, bytes for those with 259",
         fixed=True,
     ),
     Setting(
@@ -130,7 +130,14 @@ _TEXT = (
 )
 
 _MODEL = _shaping(
-    Setting("model", str, "tiny-shapes", "model name", model_names(), fixed=True),
+    Setting(
+        "model",
+        str,
+        "tiny-shapes",
+        "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
+        "of a folder with open_clip_config.json), see docs/training.md",
+        fixed=True,
+    ),
     Setting(
         "model_overrides",
         str,

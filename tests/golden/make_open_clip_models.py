@@ -1,11 +1,11 @@
 """Write open_clip_*.safetensors: small OpenCLIP models with random weights, features and gradients.
 
-    pip install open_clip_torch timm safetensors
+    pip install open_clip_torch timm transformers safetensors
     OMP_NUM_THREADS=1 python tests/golden/make_open_clip_models.py [NAME ...]
 
-Written with open_clip_torch 3.3.0, timm 1.0.31 and torch 2.13.0. Each file holds the tensors `weights/*`, `inputs/*`,
-`features/*` (normalized) and `gradients/*` of the objective in `record`. Its metadata holds the JSON configuration and,
-for towers of timm, the overrides that shrink the named model.
+Written with open_clip_torch 3.3.0, timm 1.0.31, transformers 5.23.0 and torch 2.13.0. Each file holds the tensors
+`weights/*`, `inputs/*`, `features/*` (normalized) and `gradients/*` of the objective in `record`. Its metadata holds
+the JSON configuration. The towers "vit_tiny_patch8_siglip_32" of timm and "bert-tiny" of transformers are defined here.
 """
 
 import json
@@ -16,87 +16,85 @@ from unittest import mock
 import open_clip
 import timm
 import torch
+import transformers
 from safetensors.torch import save_file
 
 ROWS, SEED = 3, 0
 VIT = {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 8, "mlp_ratio": 2.0}
 TEXT = {"context_length": 12, "vocab_size": 64, "width": 16, "heads": 2, "layers": 2, "mlp_ratio": 2.0}
-SMALL_TIMM = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 32, "mlp_ratio": 2.0}
-SMALL = {
-    "vision.mlp_ratio": 2.0,
-    "vision.width": 16,
-    "vision.layers": 2,
-    "vision.heads": 2,
-    "vision.patch_size": 8,
-    "vision.image_size": 32,
-}
-SIGLIP = {
-    "image_size": 224,
-    "timm_model_name": "vit_base_patch16_siglip_224",
-    "timm_model_pretrained": False,
-    "timm_pool": "map",
-    "timm_proj": "none",
-}
 CASES = {
-    "vit": ({"embed_dim": 8, "vision_cfg": VIT, "text_cfg": TEXT}, {}),
-    "quick_gelu": ({"embed_dim": 8, "quick_gelu": True, "vision_cfg": VIT, "text_cfg": TEXT}, {}),
-    "average_pool": (
-        {
-            "embed_dim": 8,
-            "vision_cfg": VIT | {"pool_type": "avg", "no_ln_pre": True},
-            "text_cfg": TEXT | {"ls_init_value": 0.1},
+    "vit": {"embed_dim": 8, "vision_cfg": VIT, "text_cfg": TEXT},
+    "quick_gelu": {"embed_dim": 8, "quick_gelu": True, "vision_cfg": VIT, "text_cfg": TEXT},
+    "average_pool": {
+        "embed_dim": 8,
+        "vision_cfg": VIT | {"pool_type": "avg", "no_ln_pre": True},
+        "text_cfg": TEXT | {"ls_init_value": 0.1},
+    },
+    "layer_scale": {
+        "embed_dim": 8,
+        "vision_cfg": VIT | {"ls_init_value": 0.1, "pos_embed_type": "sin_cos_2d"},
+        "text_cfg": TEXT | {"no_causal_mask": True, "pool_type": "first"},
+        "custom_text": True,
+    },
+    "text_eos": {
+        "embed_dim": 8,
+        "vision_cfg": VIT | {"pool_type": "avg", "final_ln_after_pool": True},
+        "text_cfg": TEXT | {"pool_type": "eos", "eos_id": 61, "proj_bias": True, "no_causal_mask": True},
+        "custom_text": True,
+    },
+    "resnet": {
+        "embed_dim": 8,
+        "vision_cfg": {"image_size": 32, "layers": [1, 2, 1, 1], "width": 2, "head_width": 16},
+        "text_cfg": TEXT,
+    },
+    "siglip": {
+        "embed_dim": 16,
+        "init_logit_bias": -10,
+        "custom_text": True,
+        "vision_cfg": {
+            "image_size": 32,
+            "timm_model_name": "vit_tiny_patch8_siglip_32",
+            "timm_model_pretrained": False,
+            "timm_pool": "map",
+            "timm_proj": "none",
         },
-        {},
-    ),
-    "layer_scale": (
-        {
-            "embed_dim": 8,
-            "vision_cfg": VIT | {"ls_init_value": 0.1, "pos_embed_type": "sin_cos_2d"},
-            "text_cfg": TEXT | {"no_causal_mask": True, "pool_type": "first"},
-            "custom_text": True,
+        "text_cfg": TEXT
+        | {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}},
+    },
+    "bert": {
+        "embed_dim": 8,
+        "custom_text": True,
+        "vision_cfg": VIT,
+        "text_cfg": {
+            "hf_model_name": "bert-tiny",
+            "hf_model_pretrained": False,
+            "hf_proj_type": "mlp",
+            "hf_pooler_type": "mean_pooler",
+            "context_length": 12,
         },
-        {},
-    ),
-    "text_eos": (
-        {
-            "embed_dim": 8,
-            "vision_cfg": VIT | {"pool_type": "avg", "final_ln_after_pool": True},
-            "text_cfg": TEXT | {"pool_type": "eos", "eos_id": 61, "proj_bias": True, "no_causal_mask": True},
-            "custom_text": True,
+    },
+    "bert_pooler": {
+        "embed_dim": 8,
+        "custom_text": True,
+        "vision_cfg": VIT,
+        "text_cfg": {
+            "hf_model_name": "bert-tiny",
+            "hf_model_pretrained": False,
+            "hf_proj_type": "linear",
+            "hf_pooler_type": "cls_pooler",
+            "context_length": 12,
         },
-        {},
-    ),
-    "resnet": (
-        {
-            "embed_dim": 8,
-            "vision_cfg": {"image_size": 32, "layers": [1, 2, 1, 1], "width": 2, "head_width": 16},
-            "text_cfg": TEXT,
-        },
-        {},
-    ),
-    "siglip": (
-        {
-            "embed_dim": 16,
-            "init_logit_bias": -10,
-            "custom_text": True,
-            "vision_cfg": SIGLIP,
-            "text_cfg": TEXT
-            | {
-                "no_causal_mask": True,
-                "proj_bias": True,
-                "pool_type": "last",
-                "norm_kwargs": {"eps": 1e-6},
-            },
-        },
-        SMALL,
-    ),
+    },
 }
 
 
 def random_tensors(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Move every floating tensor of the model away from its initial value."""
+    """Move every floating tensor but fixed position embeddings away from its initial value."""
+    fixed = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     with torch.no_grad():
         for name, value in sorted(model.state_dict().items()):
+            if name in fixed:
+                continue
             noise = 0.1 * torch.randn(value.shape, generator=generator) if value.is_floating_point() else 0
             value += noise.abs() if name.endswith("running_var") else noise
 
@@ -117,31 +115,44 @@ def record(model: torch.nn.Module, image: torch.Tensor, text: torch.Tensor) -> d
     return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
 
 
-def build(config: dict, overrides: dict) -> torch.nn.Module:
-    """Build a model of an OpenCLIP configuration, with a small timm tower where it names one."""
+def build(config: dict) -> torch.nn.Module:
+    """Build a model of an OpenCLIP configuration, with small towers of timm and transformers."""
     config = json.loads(json.dumps(config))
-    custom = config.pop("custom_text", False)
-    create = timm.create_model
-    shrunk = mock.patch.object(timm, "create_model", lambda *args, **kwargs: create(*args, **SMALL_TIMM, **kwargs))
-    if not overrides:
-        return (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**config)
-    with shrunk:
-        return open_clip.CustomTextCLIP(**config)
+    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+    bert = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=20,
+    )
+    with mock.patch.object(transformers.AutoConfig, "from_pretrained", lambda name: bert):
+        return kind(**config)
+
+
+@timm.models.register_model
+def vit_tiny_patch8_siglip_32(pretrained: bool = False, **kwargs) -> torch.nn.Module:
+    """Build timm's SigLIP tower with small sizes."""
+    sizes = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 32, "mlp_ratio": 2.0}
+    return timm.create_model("vit_base_patch16_siglip_224", pretrained=False, **(sizes | kwargs))
 
 
 def main(names: list[str]) -> None:
     """Write the named cases, or all."""
     for name in names or CASES:
         torch.manual_seed(SEED)
-        config, overrides = CASES[name]
-        model = build(config, overrides)
+        config = CASES[name]
+        model = build(config)
         random_tensors(model, torch.Generator().manual_seed(SEED))
-        size = overrides.get("vision.image_size", config["vision_cfg"]["image_size"])
+        size, words = config["vision_cfg"]["image_size"], config["text_cfg"]
         text = torch.randint(1, 60, (ROWS, TEXT["context_length"]))
-        positions = torch.tensor([5, 11, 8])
-        text[torch.arange(ROWS), positions] = config["text_cfg"].get("eos_id", TEXT["vocab_size"] - 1)
+        ends = torch.tensor([5, 11, 8])
+        text[torch.arange(ROWS), ends] = words.get("eos_id", TEXT["vocab_size"] - 1)
+        if "hf_model_name" in words:  # pad with the id 0
+            text[torch.arange(TEXT["context_length"])[None] > ends[:, None]] = 0
         tensors = record(model, torch.randn(ROWS, 3, size, size), text)
-        metadata = {"config": json.dumps(config), "overrides": json.dumps(overrides)}
+        metadata = {"config": json.dumps(config)}
         save_file(tensors, Path(__file__).with_name(f"open_clip_{name}.safetensors"), metadata=metadata)
 
 

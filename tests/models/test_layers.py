@@ -1,5 +1,6 @@
 """Gradients written by hand against those that JAX derives from the formulas."""
 
+import functools
 from typing import get_args
 
 import jax
@@ -16,19 +17,25 @@ from infcl_jax.ops.layer_norm import api
 SHAPES = {"x": (5, 7, 12), "kernel": (12, 6), "scale": (12,), "bias": (12,), "short": (6,)}
 
 
-def plain_norm(x, scale, bias):
+def plain_norm(x, scale, bias, epsilon=api.LAYER_NORM_EPSILON):
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + api.LAYER_NORM_EPSILON) * scale + bias
+    return (x - mean) / jnp.sqrt(variance + epsilon) * scale + bias
 
 
 LAYERS = {
     "gelu": (lambda *a: activate(*a, "gelu"), lambda x, b: jax.nn.gelu(x + b, approximate=False), ("x", "bias")),
+    "gelu_tanh": (lambda *a: activate(*a, "gelu_tanh"), lambda x, b: jax.nn.gelu(x + b), ("x", "bias")),
     "quick_gelu": (
         lambda *a: activate(*a, "quick_gelu"),
         lambda x, b: (x + b) * jax.nn.sigmoid(1.702 * (x + b)),
         ("x", "bias"),
     ),
     "layer norm": (lambda *a: api.normalize(*a, a[0].dtype), plain_norm, ("x", "scale", "bias")),
+    "layer norm with another epsilon": (
+        lambda *a: api.normalize(*a, a[0].dtype, None, 0.5),
+        functools.partial(plain_norm, epsilon=0.5),
+        ("x", "scale", "bias"),
+    ),
     "affine": (
         lambda x, *arrays: jnp.subtract(*linear.affine(x, arrays[:2], arrays[2:])),
         lambda x, one, other, first, second: x @ (one - other) + first - second,

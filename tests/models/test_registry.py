@@ -30,7 +30,7 @@ def test_every_name_builds_a_model_of_its_configuration(name):
     assert hash(model) == hash(build_model(config))
     assert model.visual.config.width == config.vision.width
     assert not getattr(model.visual.config, "causal", False)
-    assert model.text.config.layers == config.text.layers and model.text.config.causal
+    assert model.text.config.layers == config.text.layers and model.text.config.causal == config.text.causal
 
 
 @pytest.mark.parametrize("name", ["ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"])
@@ -92,7 +92,11 @@ def test_patch_size_changes_the_number_of_positions():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("ViT-B/17", {}, r"expected model to be one of \('tiny', 'tiny-shapes', 'ViT-S/16', .* got 'ViT-B/17'"),
+        (
+            "ViT-B/17",
+            {},
+            r"expected model to be one of \('tiny', 'tiny-shapes', 'ViT-S-16', .* got 'ViT-B/17'; did you mean",
+        ),
         (
             "tiny",
             {"vision.witdh": 64},
@@ -102,8 +106,12 @@ def test_patch_size_changes_the_number_of_positions():
         ("tiny", {"zzz": 1}, "expected model overrides among .* got 'zzz'$"),
         ("tiny", {"vision.heads": 5}, "vision: expected width to be a multiple of heads, got width 64 and heads 5"),
         ("tiny", {"text.width": 63}, "text: expected width to be a multiple of heads"),
-        ("tiny", {"vision.patch_size": 7}, "multiple of vision.patch_size, got 32 and 7"),
-        ("tiny", {"vision.pool": "max"}, r"expected vision.pool to be one of \('tok', 'avg'\), got 'max'"),
+        (
+            "tiny",
+            {"vision.patch_size": 64},
+            "expected vision.image_size to be at least vision.patch_size, got 32 and 64",
+        ),
+        ("tiny", {"vision.pool": "max"}, r"expected vision.pool to be one of \('tok', 'avg', 'map'\), got 'max'"),
         ("tiny", {"vision.patch_dropout": -0.1}, "vision.patch_dropout"),
         ("tiny", {"text.vocab_size": 0}, "expected text.vocab_size to be a positive integer"),
         ("tiny", {"text.end_token": 259}, r"expected text.end_token in \[0, 259\) .* or None, got 259"),

@@ -203,7 +203,7 @@ def test_attention_parameters_split_by_query_key_value():
         ({"width": 16.0}, "expected width to be a positive integer, got 16.0"),
         ({"mlp_ratio": 0.01}, "mlp_ratio"),
         ({"dropout": 1.0}, r"expected dropout to be a number in \[0, 1\), got 1.0"),
-        ({"activation": "relu"}, r"expected activation to be one of \('gelu', 'quick_gelu'\), got 'relu'"),
+        ({"activation": "relu"}, r"expected activation to be one of \('gelu', 'gelu_tanh', 'quick_gelu'\), got 'relu'"),
         ({"remat": "dot"}, r"expected remat to be one of \(None, 'full', 'dots'\), got 'dot'"),
         ({"attention": "flash"}, r"attention to be one of \(None, 'xla', 'cudnn', 'mosaic_gpu'\), got 'flash'"),
         ({"attention": "cudnn"}, "expected dtype 'bfloat16' or 'float16' .* for attention 'cudnn'"),

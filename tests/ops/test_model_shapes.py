@@ -1,4 +1,4 @@
-"""Hopper kernels are lowered at every shape of the registry's models."""
+"""Hopper kernels are lowered at the shapes of models of every size."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from gpus import ALONE, count_kernels, lowered
 
 from infcl_jax import clip_loss
-from infcl_jax.models import create_model, model_names
+from infcl_jax.models import create_model
 from infcl_jax.models.registry import model_config
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.ops.attention import pallas_mosaic_gpu as attention
@@ -20,7 +20,15 @@ from infcl_jax.ops.layer_norm import pallas_mosaic_gpu as layer_norm
 
 BATCH = 1024
 MODULES = {"attention": attention, "bias_activation": bias_activation, "layer_norm": layer_norm}
-TINY = ("tiny", "tiny-shapes")  # heads of 32 channels and widths of 64 and 96, which have no kernels
+# Ops of each model with kernels.
+OPS = {
+    # Heads of 32 channels and widths of 64 and 96 have none.
+    **{key: {"bias_activation"} for key in ("tiny", "tiny-shapes")},
+    **{key: set(MODULES) for key in ("ViT-S-16", "ViT-B-32", "ViT-B-16", "ViT-L-14", "RN50")},
+    "ViT-B-16-SigLIP2": set(MODULES),
+    "ViT-H-14": set(MODULES),  # heads of 80 channels have none, those of the text tower do
+    "ViT-SO400M-14-SigLIP": {"layer_norm"},  # heads of 72 channels, 4304 hidden units
+}
 FP16 = pytest.param("float16", marks=pytest.mark.slow)  # the layouts are those of bf16
 
 
@@ -82,18 +90,18 @@ def count_lowered(launch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", FP16, "float32"])
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", OPS)
 def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
     trace_gradients(name, dtype)
-    with_kernels = {"bias_activation"} if name in TINY else set(MODULES)
+    with_kernels = OPS[name]
     if dtype == "float32":  # the other ops run in XLA
-        with_kernels &= {"layer_norm"}
+        with_kernels = with_kernels & {"layer_norm"}
     assert {launch.op for launch in launches} == with_kernels
     for launch in launches:
         assert count_lowered(launch) == 1
 
 
-SIZES = sorted({model_config(name).embed_dim for name in model_names()})
+SIZES = sorted({model_config(name).embed_dim for name in OPS})
 FAST = [(768, "float16")]  # the other dtypes are in pairwise_lse/test_pallas_mosaic_gpu.py
 
 

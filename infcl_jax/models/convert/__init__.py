@@ -1,7 +1,26 @@
 """Weights of OpenCLIP and Hugging Face models, both ways."""
 
-from infcl_jax.models.convert.api import ExportFormat, convert, load_pretrained, save_pretrained
+from infcl_jax.models.convert.api import (
+    ExportFormat,
+    convert,
+    load_pretrained,
+    resize_variables,
+    save_pretrained,
+    variable_shapes,
+)
 from infcl_jax.models.convert.certificate import Certificate
-from infcl_jax.models.convert.configs import config_of
+from infcl_jax.models.convert.configs import config_of, inference_config
+from infcl_jax.models.convert.sources import open_source
 
-__all__ = ["Certificate", "ExportFormat", "config_of", "convert", "load_pretrained", "save_pretrained"]
+__all__ = [
+    "Certificate",
+    "ExportFormat",
+    "config_of",
+    "convert",
+    "inference_config",
+    "load_pretrained",
+    "open_source",
+    "resize_variables",
+    "save_pretrained",
+    "variable_shapes",
+]

@@ -14,16 +14,20 @@ from flax.traverse_util import unflatten_dict
 
 from infcl_jax.checks import check_choice
 from infcl_jax.models.clip import CLIP
-from infcl_jax.models.convert import hugging_face, open_clip
+from infcl_jax.models.config import CLIPConfig
+from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
 from infcl_jax.models.convert.certificate import Certificate, feature_difference
-from infcl_jax.models.convert.configs import change_config, config_of
+from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.position_embeddings import resize_positions
 from infcl_jax.models.convert.sources import Source, open_source
 from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
 from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
-from infcl_jax.models.registry import CLIPConfig, build_model
+from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
+from infcl_jax.models.registry import build_model, change_config
 
 ExportFormat = Literal["open_clip", "hf"]
+
+_NAMES: dict[str, Any] = {"open_clip": open_clip, "hf": hugging_face}
 
 _logger = logging.getLogger(__name__)
 
@@ -74,13 +78,18 @@ def load_pretrained(
 
 
 def save_pretrained(
-    path: str | Path, model: CLIP, variables: Any, format: ExportFormat = "open_clip", *, compare_features: bool = True
+    path: str | Path,
+    model: CLIP | CLIPConfig,
+    variables: Any,
+    format: ExportFormat = "open_clip",
+    *,
+    compare_features: bool = True,
 ) -> Certificate:
     """Write a model for OpenCLIP or Hugging Face.
 
     Args:
       path: folder, created if missing.
-      model: the model.
+      model: the model, or its configuration, which also has the preprocessing of images.
       variables: its variables.
       format: "open_clip": files for `open_clip.create_model_and_transforms("local-dir:PATH")`. "hf": files for
         `transformers.AutoModel.from_pretrained(PATH)`.
@@ -94,36 +103,38 @@ def save_pretrained(
       ValueError: the format has no such model.
     """
     check_choice("format", format, get_args(ExportFormat))
-    config, shapes = config_of(model), flat_shapes(jax.device_get(variables))
+    config, arrays = config_of(model) if isinstance(model, CLIP) else model, flat_shapes(jax.device_get(variables))
     if format == "open_clip":
-        custom_text = open_clip.needs_custom_text(config)
-        weights, files = open_clip.weight_map(shapes, custom_text), open_clip.export_files(config, custom_text)
-        weight_file = open_clip.WEIGHT_FILES[0]
+        weights = open_clip.weight_map(config, arrays, open_clip.export_names(config))
+        files, weight_file = open_clip_files.export_files(config), open_clip.WEIGHT_FILES[0]
     else:
-        weights, files = hugging_face.weight_map(shapes), hugging_face.export_files(config)
-        weight_file = hugging_face.WEIGHT_FILES[0]
+        files, weight_file = hugging_face_files.export_files(config), hugging_face.WEIGHT_FILES[0]
+        weights = hugging_face.weight_map(config, arrays, ())
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    write_tensors(folder / weight_file, to_tensors(weights, shapes))
+    write_tensors(folder / weight_file, to_tensors(weights, arrays))
     source = open_source(folder)
-    _, converted, certificate = convert(source, {})
+    _, converted, certificate = convert(source)
     back = flat_shapes(converted)
-    if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in shapes.items()):
+    if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in arrays.items()):
         raise ValueError(f"expected the export in {folder} to hold the variables in {config.param_dtype}, got others")
     if compare_features:
-        certificate = feature_difference(certificate, source, model, variables)
+        certificate = feature_difference(certificate, source, build_model(config), variables)
     certificate.save(folder / "certificate.json")
     return certificate
 
 
-def convert(source: Source, overrides: Mapping[str, Any]) -> tuple[CLIPConfig, dict[str, Any], Certificate]:
+def convert(
+    source: Source, overrides: Mapping[str, Any] | None = None, default: CLIPConfig | None = None
+) -> tuple[CLIPConfig, dict[str, Any], Certificate]:
     """Convert the tensors of a source to variables.
 
     Args:
       source: files of the model.
       overrides: changes to the configuration by dotted name.
+      default: configuration of a source without one.
 
     Returns:
       Configuration, variables and certificate, without the comparison of features.
@@ -132,16 +143,12 @@ def convert(source: Source, overrides: Mapping[str, Any]) -> tuple[CLIPConfig, d
       ValueError: see `load_pretrained`.
     """
     tensors = source.tensors()
-    original = change_config(read_config(source), param_dtype=_common_dtype(tensors))
-    config = change_config(original, **overrides)
-    old, new = variable_shapes(original), variable_shapes(config)
-    weights = weight_map(source, old, tensors)
-    arrays = flat_shapes(to_variables(weights, tensors, old, source.name))
-    resized = tuple(path for path in arrays if arrays[path].shape != new[path].shape)
-    for path in resized:
-        arrays[path] = resize_positions(path, arrays[path], original, new[path].shape)
-    arrays = {path: np.asarray(array).astype(new[path].dtype, copy=False) for path, array in arrays.items()}
-    variables = unflatten_dict(arrays, sep="/")
+    original = change_config(read_config(source, default), param_dtype=_common_dtype(tensors))
+    config = change_config(original, **(overrides or {}))
+    shapes = variable_shapes(original)
+    weights = _NAMES[source.format].weight_map(original, shapes, tensors)
+    arrays = flat_shapes(to_variables(weights, tensors, shapes, source.name))
+    arrays, resized = resize_variables(arrays, original, config)
     certificate = Certificate(
         source=source.name,
         format=source.format,
@@ -152,29 +159,54 @@ def convert(source: Source, overrides: Mapping[str, Any]) -> tuple[CLIPConfig, d
         dtype=config.param_dtype if config.param_dtype != original.param_dtype else None,
         reexport_equal=_equals(weights, tensors, arrays, resized),
     )
-    return config, variables, certificate
+    return config, unflatten_dict(arrays, sep="/"), certificate
 
 
-def read_config(source: Source) -> CLIPConfig:
+def resize_variables(
+    arrays: Mapping[str, np.ndarray], original: CLIPConfig, config: CLIPConfig
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Resize position embeddings for the sizes of a configuration, and cast to its dtypes.
+
+    Args:
+      arrays: variables by path.
+      original: their configuration.
+      config: configuration with other sizes or dtypes.
+
+    Returns:
+      The variables by path, and the paths of the resized ones.
+
+    Raises:
+      ValueError: another parameter changes its shape.
+    """
+    shapes, resized = variable_shapes(config), []
+    if changed := arrays.keys() ^ shapes.keys():
+        raise ValueError(f"expected changes that keep the parameters, got {min(changed)} before or after only")
+    new = {}
+    for path, array in arrays.items():
+        if array.shape != shapes[path].shape:
+            resized.append(path)
+            array = resize_positions(path, array, original, shapes[path].shape)
+        new[path] = array.astype(shapes[path].dtype, copy=False)
+    return new, tuple(resized)
+
+
+def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig:
     """Read the configuration of a source.
 
-    Raises:
-      ValueError: it has a field that is not supported.
-    """
-    if source.format == "open_clip":
-        return open_clip.read_config(source.config)
-    return hugging_face.read_config(source.config, source.preprocessor)
-
-
-def weight_map(source: Source, shapes: Mapping[str, Any], tensors: Tensors) -> WeightMap:
-    """Map the parameters of a model to the tensors of a source.
+    Args:
+      source: files of the model.
+      default: configuration of a source without one.
 
     Raises:
-      ValueError: the format has no such parameter.
+      ValueError: it has a field that is not supported, or there is none.
     """
+    if source.config is None:
+        if default is None:
+            raise ValueError(f"expected {CONFIG_FILE} or {hugging_face.CONFIG_FILE} beside {source.name}")
+        return default
     if source.format == "open_clip":
-        return open_clip.weight_map(shapes, open_clip.has_custom_text(tensors))
-    return hugging_face.weight_map(shapes)
+        return read_open_clip_config(source.config)
+    return hugging_face.read_config(source.config, source.preprocessor, default)
 
 
 @functools.lru_cache(maxsize=16)

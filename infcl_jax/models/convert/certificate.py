@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from infcl_jax.models.clip import CLIP
+from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.reference import installed_reference, reference_features
 from infcl_jax.models.convert.sources import Source
-from infcl_jax.models.registry import CLIPConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def feature_difference(certificate: Certificate, source: Source, model: CLIP, va
         if reference is None:
             return certificate
         image, text = fixed_inputs(config_of(model))
-        expected = reference_features(certificate.format, source.folder, image, text)
+        expected = reference_features(certificate.format, source.weights.parent, image, text)
     except Exception as error:  # of another library, whose versions differ in what they load
         _logger.warning("no features to compare with: %r", error)
         return certificate
@@ -103,7 +103,8 @@ def fixed_inputs(config: CLIPConfig) -> tuple[np.ndarray, np.ndarray]:
     """
     rng = np.random.default_rng(0)
     image = rng.standard_normal((2, config.vision.image_size, config.vision.image_size, 3), np.float32)
-    end = config.text.vocab_size - 1 if config.text.end_token is None else config.text.end_token
+    end_token = getattr(config.text, "end_token", None)
+    end = config.text.vocab_size - 1 if end_token is None else end_token
     text = rng.integers(1, max(2, config.text.vocab_size - 2), (2, config.text.context_length), dtype=np.int32)
     text[text == end] = 1 if end != 1 else 2
     text[:, -1] = end

@@ -1,150 +1,129 @@
-"""Names of tensors and JSON configurations of Hugging Face's CLIP."""
+"""Names of tensors and JSON configurations of transformers' CLIP, SigLIP and BERT."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
+from infcl_jax.models.convert import bert
 from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
-from infcl_jax.models.registry import CLIPConfig, TextConfig, VisionConfig
-from infcl_jax.models.resnet import ResNetConfig
 
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 _LEGACY_END = 2  # eos_token_id of configurations that pool the largest id, in transformers' `CLIPTextModel`
-_NORM_EPSILON = 1e-5
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # of Pillow
+_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_SMALL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+# Defaults of transformers, which `config.json` leaves out.
+_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("clip", "vision"): _SHAPE
+    | {"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    ("clip", "text"): _SMALL
+    | {"vocab_size": 49408, "max_position_embeddings": 77, "eos_token_id": 49407}
+    | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    ("siglip", "vision"): _SHAPE
+    | {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    ("siglip", "text"): _SHAPE
+    | {"vocab_size": 32000, "max_position_embeddings": 64}
+    | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+}
 
 
-def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> CLIPConfig:
-    """Read the configuration of a CLIP model.
+def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], default: CLIPConfig | None) -> CLIPConfig:
+    """Read the configuration of a CLIP or SigLIP model, or of a BERT as the text tower of another model.
 
     Args:
       config: content of `config.json`.
       preprocessor: content of `preprocessor_config.json`; empty without one.
+      default: configuration of the model with a BERT.
 
     Raises:
       ValueError: the model is of another type, or has a field that is not supported.
     """
     kind = config.get("model_type")
-    if kind != "clip":
-        raise ValueError(f"expected model_type 'clip' in {CONFIG_FILE}, got {kind!r}")
-    vision, text = (_with_defaults(config, tower) for tower in ("vision", "text"))
-    for name, tower in (("vision", vision), ("text", text)):
-        if tower["layer_norm_eps"] != _NORM_EPSILON:
-            raise ValueError(f"expected {name}_config.layer_norm_eps={_NORM_EPSILON}, got {tower['layer_norm_eps']}")
-    if vision["hidden_act"] != text["hidden_act"]:
-        raise ValueError(f"expected one hidden_act, got {vision['hidden_act']!r} and {text['hidden_act']!r}")
-    end = text["eos_token_id"]
-    statistics: Any = {
-        f"image_{name}": tuple(preprocessor[f"image_{name}"])
-        for name in ("mean", "std")
-        if f"image_{name}" in preprocessor
-    }
+    if kind in bert.KINDS:
+        if default is None or not isinstance(default.text, BertConfig):
+            raise ValueError(
+                f"expected a model with two towers, got a {kind} alone; load it as init.text of a model with a BERT"
+            )
+        return dataclasses.replace(default, text=bert.read_config(config, default.text))
+    if kind not in ("clip", "siglip"):
+        raise ValueError(f"expected model_type clip, siglip, {', '.join(bert.KINDS)} in {CONFIG_FILE}, got {kind!r}")
+    vision, text = (_DEFAULTS[kind, tower] | config.get(f"{tower}_config", {}) for tower in ("vision", "text"))
+    shape = {"image_size": vision["image_size"], "patch_size": vision["patch_size"]}
+    words = {"vocab_size": text["vocab_size"], "context_length": text["max_position_embeddings"]}
+    if kind == "clip":
+        end = text["eos_token_id"]
+        return CLIPConfig(
+            embed_dim=config.get("projection_dim", 512),
+            vision=VisionConfig(**_tower(vision), **shape),
+            text=TextConfig(
+                **_tower(text), **words, end_token=None if end in (_LEGACY_END, text["vocab_size"] - 1) else end
+            ),
+            init_logit_scale=config.get("logit_scale_init_value", math.log(1 / 0.07)),
+            **_images(preprocessor, {}),
+        )
+    if not vision.get("vision_use_head", True):
+        raise ValueError("expected vision_config.vision_use_head=True, got False; other values are not supported")
     return CLIPConfig(
-        embed_dim=config.get("projection_dim", 512),
-        vision=VisionConfig(**_shape(vision), image_size=vision["image_size"], patch_size=vision["patch_size"]),
-        text=TextConfig(
-            **_shape(text),
-            vocab_size=text["vocab_size"],
-            context_length=text["max_position_embeddings"],
-            end_token=None if end in (_LEGACY_END, text["vocab_size"] - 1) else end,
+        embed_dim=vision["hidden_size"],
+        vision=VisionConfig(
+            **_tower(vision), **shape, pool="map", class_token=False, ln_pre=False, patch_bias=True, projection="none"
         ),
-        activation=text["hidden_act"],
-        init_logit_scale=config.get("logit_scale_init_value", math.log(1 / 0.07)),
-        **statistics,
+        text=TextConfig(**_tower(text), **words, causal=False, pool="last", projection_bias=True),
+        init_logit_scale=math.log(10),  # Zhai et al. 2023, section 3.2
+        init_logit_bias=-10.0,
+        **_images(preprocessor, {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resize_mode": "squash"}),
     )
 
 
-def export_files(config: CLIPConfig) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a model by name.
+def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
+    """Map the parameters of a model to the tensors of transformers' `CLIPModel`, `SiglipModel` or `BertModel`.
+
+    Args:
+      config: configuration of the model.
+      shapes: arrays or shapes by path.
+      names: tensors of the source; empty for an export.
 
     Raises:
-      ValueError: transformers' CLIP has no such model.
+      ValueError: transformers has no such parameter.
     """
-    return {CONFIG_FILE: write_config(config), PREPROCESSOR_FILE: write_preprocessor(config)}
-
-
-def write_config(config: CLIPConfig) -> dict[str, Any]:
-    """Write the configuration of a model as `config.json`.
-
-    Raises:
-      ValueError: transformers' CLIP has no such model.
-    """
-    vision, text = config.vision, config.text
-    if isinstance(vision, ResNetConfig) or vision.pool != "tok" or config.init_logit_bias is not None:
-        raise ValueError(
-            "expected a Vision Transformer that pools the class token, without a logit bias, for format 'hf'; "
-            "use format 'open_clip'"
-        )
-    end = text.vocab_size - 1 if text.end_token is None else text.end_token
-    common = {"hidden_act": config.activation, "layer_norm_eps": _NORM_EPSILON, "projection_dim": config.embed_dim}
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": config.embed_dim,
-        "logit_scale_init_value": config.init_logit_scale,
-        "dtype": config.param_dtype,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            **_hugging_face_shape(vision),
-            **common,
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-        },
-        "text_config": {
-            "model_type": "clip_text_model",
-            **_hugging_face_shape(text),
-            **common,
-            "vocab_size": text.vocab_size,
-            "max_position_embeddings": text.context_length,
-            "bos_token_id": max(0, end - 1),
-            "eos_token_id": end,
-        },
-    }
-
-
-def write_preprocessor(config: CLIPConfig) -> dict[str, Any]:
-    """Write the image preprocessing of a model as `preprocessor_config.json`."""
-    size = config.vision.image_size
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": size},
-        "resample": 3,  # bicubic
-        "do_center_crop": True,
-        "crop_size": {"height": size, "width": size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "do_convert_rgb": True,
-        "image_mean": list(config.image_mean),
-        "image_std": list(config.image_std),
-    }
-
-
-def weight_map(shapes: Mapping[str, Any]) -> WeightMap:
-    """Map the parameters of a model to the tensors of transformers' `CLIPModel`.
-
-    Raises:
-      ValueError: transformers' CLIP has no such parameter.
-    """
+    if isinstance(config.text, BertConfig):
+        tower = {path: shape for path, shape in shapes.items() if _is_bert_path(path)}
+        return bert.weight_map(config.text, tower, names)
     vision, text = "vision_model", "text_model"
+    siglip = config.vision.pool == "map"  # type: ignore[union-attr]
     rules = (
-        Rule(r"params/logit_scale", ("logit_scale",)),
-        Rule(r"params/visual/conv1/kernel", (f"{vision}.embeddings.patch_embedding.weight",)),
+        Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "unit_axis" if siglip else None),
         Rule(r"params/visual/class_embedding", (f"{vision}.embeddings.class_embedding",)),
         Rule(r"params/visual/positional_embedding", (f"{vision}.embeddings.position_embedding.weight",)),
+        *_module("visual/conv1", f"{vision}.embeddings.patch_embedding"),
         *_module("visual/ln_pre", f"{vision}.pre_layrnorm"),
         *_module("visual/ln_post", f"{vision}.post_layernorm"),
-        Rule(r"params/visual/proj/kernel", ("visual_projection.weight",)),
+        *_module("visual/proj", "visual_projection"),
+        Rule(r"params/visual/attn_pool/probe", (f"{vision}.head.probe",), "unit_axes"),
+        Rule(r"params/visual/attn_pool/attn/in_proj/kernel", (f"{vision}.head.attention.in_proj_weight",)),
+        Rule(r"params/visual/attn_pool/attn/in_proj/bias", (f"{vision}.head.attention.in_proj_bias",)),
+        *_module("visual/attn_pool/attn/out_proj", f"{vision}.head.attention.out_proj"),
+        *_module("visual/attn_pool/ln", f"{vision}.head.layernorm"),
+        *_module("visual/attn_pool/mlp/c_fc", f"{vision}.head.mlp.fc1"),
+        *_module("visual/attn_pool/mlp/c_proj", f"{vision}.head.mlp.fc2"),
         Rule(r"params/text/token_embedding", (f"{text}.embeddings.token_embedding.weight",)),
         Rule(r"params/text/positional_embedding", (f"{text}.embeddings.position_embedding.weight",)),
         *_module("text/ln_final", f"{text}.final_layer_norm"),
-        Rule(r"params/text/text_projection/kernel", ("text_projection.weight",)),
+        *_module("text/text_projection", f"{text}.head" if siglip else "text_projection"),
         *_block_rules("visual", vision),
         *_block_rules("text", text),
     )
     return WeightMap(match_rules(rules, shapes), r".*\.position_ids", {})
+
+
+def _is_bert_path(path: str) -> bool:
+    """Return whether a parameter is one of transformers' BERT, which has no projection to features."""
+    return path.startswith("params/text/") and not path.startswith("params/text/text_projection/")
 
 
 def _block_rules(path: str, prefix: str) -> tuple[Rule, ...]:
@@ -163,39 +142,32 @@ def _block_rules(path: str, prefix: str) -> tuple[Rule, ...]:
 
 
 def _module(path: str, name: str) -> tuple[Rule, Rule]:
-    """Return the rules of weight and bias of a dense layer or LayerNorm."""
-    return Rule(rf"params/{path}/(?:.*/)?(?:kernel|scale)", (f"{name}.weight",)), Rule(
-        rf"params/{path}/bias", (f"{name}.bias",)
+    """Return the rules of weight and bias of a convolution, dense layer or LayerNorm."""
+    return (
+        Rule(rf"params/{path}/(?:kernel|scale)", (f"{name}.weight",)),
+        Rule(rf"params/{path}/bias", (f"{name}.bias",)),
     )
 
 
-def _with_defaults(config: Mapping[str, Any], tower: str) -> dict[str, Any]:
-    """Return the configuration of a tower with transformers' defaults, which `config.json` leaves out."""
-    defaults: dict[str, Any] = {"layer_norm_eps": _NORM_EPSILON, "hidden_act": "quick_gelu"}
-    if tower == "vision":
-        defaults |= {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-        defaults |= {"image_size": 224, "patch_size": 32}
-    else:
-        defaults |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-        defaults |= {"vocab_size": 49408, "max_position_embeddings": 77, "eos_token_id": 49407}
-    return defaults | config.get(f"{tower}_config", {})
-
-
-def _shape(tower: Mapping[str, Any]) -> dict[str, Any]:
+def _tower(tower: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `TowerConfig` of a tower of transformers."""
+    if tower["hidden_act"] not in _ACTIVATIONS:
+        raise ValueError(f"expected hidden_act among {', '.join(_ACTIVATIONS)}, got {tower['hidden_act']!r}")
     return {
         "width": tower["hidden_size"],
         "layers": tower["num_hidden_layers"],
         "heads": tower["num_attention_heads"],
         "mlp_ratio": tower["intermediate_size"] / tower["hidden_size"],
+        "activation": _ACTIVATIONS[tower["hidden_act"]],
+        "norm_epsilon": tower["layer_norm_eps"],
     }
 
 
-def _hugging_face_shape(tower: VisionConfig | TextConfig) -> dict[str, Any]:
-    """Return the inverse of `_shape`."""
-    return {
-        "hidden_size": tower.width,
-        "num_hidden_layers": tower.layers,
-        "num_attention_heads": tower.heads,
-        "intermediate_size": int(tower.width * tower.mlp_ratio),
-    }
+def _images(preprocessor: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `CLIPConfig` of the image preprocessing."""
+    fields = {name: tuple(preprocessor[name]) for name in ("image_mean", "image_std") if name in preprocessor}
+    interpolation = {"interpolation": _RESAMPLE[preprocessor["resample"]]} if "resample" in preprocessor else {}
+    size = preprocessor.get("size", {})
+    squashed = isinstance(size, Mapping) and "height" in size and not preprocessor.get("do_center_crop", False)
+    resizing = {"resize_mode": "squash" if squashed else "shortest"} if size else {}
+    return {**default, **fields, **interpolation, **resizing}

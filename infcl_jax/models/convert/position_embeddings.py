@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from infcl_jax.models.registry import CLIPConfig
+from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.resnet import ResNetConfig
 
 REDUCTION = 32  # pixels per position of the ResNet's last stage

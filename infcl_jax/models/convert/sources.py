@@ -2,15 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infcl_jax.models.convert import hugging_face, open_clip
 from infcl_jax.models.convert.tensor_files import Tensors, read_tensors
+from infcl_jax.models.open_clip_config import CONFIG_FILE
 
 HUB_PREFIX = "hf-hub:"
 
-_FORMATS = ((open_clip.CONFIG_FILE, open_clip.WEIGHT_FILES), (hugging_face.CONFIG_FILE, hugging_face.WEIGHT_FILES))
+_FORMATS = (
+    ("open_clip", CONFIG_FILE, open_clip.WEIGHT_FILES),
+    ("hf", hugging_face.CONFIG_FILE, hugging_face.WEIGHT_FILES),
+)
 
 
 class Source(NamedTuple):
@@ -18,18 +23,16 @@ class Source(NamedTuple):
 
     Attributes:
       name: path or Hub name, for messages.
-      config: content of `open_clip_config.json` or `config.json`.
+      config: content of `open_clip_config.json` or `config.json`; None for a file of weights alone.
       preprocessor: content of `preprocessor_config.json`; empty without one.
       format: names of the tensors, "open_clip" or "hf".
-      folder: local folder of the files.
-      weights: file of the tensors.
+      weights: local file of the tensors, beside the other files.
     """
 
     name: str
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     preprocessor: dict[str, Any]
     format: str
-    folder: Path
     weights: Path
 
     def tensors(self) -> Tensors:
@@ -45,36 +48,31 @@ def open_source(path: str | Path) -> Source:
     """Find the configuration and the weights of a pretrained model.
 
     Args:
-      path: a folder, or `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of `huggingface_hub`.
+      path: a folder, a file of weights, or `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of
+        `huggingface_hub`. The configuration is beside a file. Without one, its names are OpenCLIP's.
 
     Raises:
-      FileNotFoundError: no such folder or Hub repository, or a file is missing.
+      FileNotFoundError: no such folder, file or Hub repository, or a file is missing.
       ValueError: a configuration is not JSON.
       ImportError: `huggingface_hub` is not installed (extra "hub").
     """
-    hub = str(path).startswith(HUB_PREFIX)
-    if not hub and not Path(path).is_dir():
-        raise FileNotFoundError(f"expected a folder of a pretrained model or {HUB_PREFIX}OWNER/NAME, got {str(path)!r}")
-    find = _hub_finder(str(path)) if hub else _local_finder(Path(path))
-    for config_file, weight_files in _FORMATS:
+    find = _hub_finder(str(path)) if str(path).startswith(HUB_PREFIX) else _local_finder(Path(path))
+    for format, config_file, weight_files in _FORMATS:
         if (config := find(config_file)) is None:
             continue
-        if (weights := next((file for name in weight_files if (file := find(name))), None)) is None:
-            raise FileNotFoundError(f"expected one of {', '.join(weight_files)} in {path}, got none")
+        candidates = (Path(path).name,) if Path(path).is_file() else weight_files
+        if (weights := next((file for name in candidates if (file := find(name))), None)) is None:
+            raise FileNotFoundError(f"expected one of {', '.join(candidates)} in {path}, got none")
         if weights.name.endswith(".index.json"):
             for shard in set(read_json(weights)["weight_map"].values()):
                 if find(shard) is None:
                     raise FileNotFoundError(f"expected {shard} in {path}, which {weights.name} names, got none")
         preprocessor = find(hugging_face.PREPROCESSOR_FILE)
-        return Source(
-            str(path),
-            read_json(config),
-            read_json(preprocessor) if preprocessor else {},
-            "open_clip" if config_file == open_clip.CONFIG_FILE else "hf",
-            config.parent,
-            weights,
-        )
-    names = " or ".join(name for name, _ in _FORMATS)
+        content = read_json(preprocessor) if preprocessor else {}
+        return Source(str(path), read_json(config), content, format, weights)
+    if Path(path).is_file():
+        return Source(str(path), None, {}, "open_clip", Path(path))
+    names = " or ".join(name for _, name, _ in _FORMATS)
     raise FileNotFoundError(f"expected {names} in {path}, got neither; give the folder of an OpenCLIP or CLIP model")
 
 
@@ -93,11 +91,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _local_finder(folder: Path) -> Any:
+def _local_finder(path: Path) -> Callable[[str], Path | None]:
+    """Return a function that finds a file in a folder, or beside a file."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected a pretrained model, got {str(path)!r}, which does not exist; give its folder, a file of weights "
+            f"or {HUB_PREFIX}OWNER/NAME"
+        )
+    folder = path if path.is_dir() else path.parent
     return lambda name: folder / name if (folder / name).is_file() else None
 
 
-def _hub_finder(path: str) -> Any:
+def _hub_finder(path: str) -> Callable[[str], Path | None]:
     """Return a function that downloads a file of a Hub repository, or returns None if it has no such file."""
     match = re.fullmatch(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path)
     if not match:

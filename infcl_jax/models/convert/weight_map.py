@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -23,14 +24,13 @@ class Rule(NamedTuple):
       layout: change of layout from PyTorch. "linear": [out, in] to [in, out]. "conv": [out, in, h, w] to
         [h, w, in, out]. "unit_axis", "unit_axes": remove one or two leading axes of size 1. "scalar": one element to
         shape (). "same": none. None: "linear" or "conv" for kernels, by their dimensions, else "same".
-      share: (index, count) for a parameter that is one of `count` equal shares of the tensor's first axis, as of fused
-        projections; None for the whole tensor.
+      shares: relative sizes of the tensors on the concatenated axis; None for equal ones.
     """
 
     pattern: str
     names: tuple[str, ...]
     layout: Layout | None = None
-    share: tuple[int, int] | None = None
+    shares: tuple[int, ...] | None = None
 
 
 class Entry(NamedTuple):
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     path: str
     names: tuple[str, ...]
     layout: Layout
-    share: tuple[int, int] | None
+    shares: tuple[int, ...]
 
 
 class WeightMap(NamedTuple):
@@ -47,8 +47,8 @@ class WeightMap(NamedTuple):
 
     Attributes:
       entries: one entry for each parameter and running statistic.
-      unused: regular expression of tensors without a parameter: buffers, and heads of other tasks.
-      buffers: constant tensors of an export that the other library expects, by name.
+      unused: regular expression of tensors without a parameter, such as counters and heads of other tasks.
+      buffers: constant tensors that the other library stores, by name; floating ones must be equal in a source.
     """
 
     entries: tuple[Entry, ...]
@@ -80,7 +80,8 @@ def match_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> tuple[Entry
         for rule in rules:
             if match := re.fullmatch(rule.pattern, path):
                 names = tuple(name.format(*match.groups()) for name in rule.names)
-                entries.append(Entry(path, names, rule.layout or _default_layout(path, array), rule.share))
+                layout = rule.layout or _default_layout(path, array)
+                entries.append(Entry(path, names, layout, rule.shares or (1,) * len(names)))
                 break
         else:
             unmatched.append(path)
@@ -106,7 +107,8 @@ def to_variables(weights: WeightMap, tensors: Tensors, shapes: Mapping[str, Any]
     """
     known = weights.names()
     missing = sorted(known - tensors.keys())
-    unknown = sorted(name for name in tensors.keys() - known if not re.fullmatch(weights.unused, name))
+    unused = [name for name in sorted(tensors.keys() - known) if not re.fullmatch(weights.unused, name)]
+    unknown = [name for name in unused if not _is_buffer(tensors[name], weights.buffers.get(name))]
     problems = [f"{kind} {_listed(names)}" for kind, names in (("without", missing), ("with", unknown)) if names]
     if problems:
         raise ValueError(f"expected the tensors of the model in {source}, got one {' and '.join(problems)}")
@@ -133,16 +135,13 @@ def to_tensors(weights: WeightMap, arrays: Mapping[str, np.ndarray]) -> Tensors:
       NumPy arrays by name, with the buffers of the format.
     """
     tensors: Tensors = dict(weights.buffers)
-    shares: dict[str, dict[int, np.ndarray]] = {}
     for entry in weights.entries:
         array, (_, to_torch) = arrays[entry.path], _LAYOUTS[entry.layout]
-        parts = [array] if len(entry.names) == 1 else np.split(array, len(entry.names), axis=-1)
-        for name, part in zip(entry.names, parts, strict=True):
-            tensors[name] = to_torch(part)
-            if entry.share is not None:
-                shares.setdefault(name, {})[entry.share[0]] = tensors[name]
-    for name, by_index in shares.items():
-        tensors[name] = np.concatenate([by_index[index] for index in sorted(by_index)])
+        parts = [array]
+        if len(entry.names) > 1:
+            bounds = np.cumsum(entry.shares) * array.shape[-1] // sum(entry.shares)
+            parts = np.split(array, bounds[:-1], axis=-1)
+        tensors |= {name: to_torch(part) for name, part in zip(entry.names, parts, strict=True)}
     return tensors
 
 
@@ -159,14 +158,19 @@ _LAYOUTS: dict[Layout, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.nd
 def _to_parameter(entry: Entry, tensors: Sequence[np.ndarray]) -> np.ndarray | None:
     """Convert the tensors of one parameter; None if their dimensions do not fit the layout."""
     to_jax, _ = _LAYOUTS[entry.layout]
-    if entry.share is not None:
-        index, count = entry.share
-        tensors = [np.split(tensor, count)[index] for tensor in tensors if len(tensor) % count == 0]
     try:
         arrays = [to_jax(tensor) for tensor in tensors]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
     except ValueError:
         return None
+
+
+def _is_buffer(array: np.ndarray, buffer: np.ndarray | None) -> bool:
+    """Return whether a tensor is the constant of a format, up to rounding."""
+    if buffer is None or array.shape != buffer.shape:
+        return False
+    rounding = 2 * float(jnp.finfo(array.dtype).eps) if jnp.issubdtype(array.dtype, jnp.floating) else 0.0
+    return np.allclose(np.float32(array), buffer, rtol=0, atol=rounding)
 
 
 def _default_layout(path: str, array: Any) -> Layout:

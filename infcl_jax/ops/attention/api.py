@@ -191,6 +191,7 @@ def attend(
     *qkv: Float[Array, "b t qkv_heads d"],
     causal: bool,
     padding: int = 0,
+    key_mask: Bool[Array, "b t"] | None = None,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "b t heads d"]:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
@@ -200,6 +201,8 @@ def attend(
         with their heads in that order. `prefers_packed` says which form is faster.
       causal: whether position i attends only to positions up to i.
       padding: number of trailing positions that are masked as keys, see `padding_for`; their results are arbitrary.
+      key_mask: bool [b, t], False for keys that no query attends to; None for none. Only XLA supports it, and every
+        query needs a key.
       implementation: "xla", "cudnn" for the kernel of `jax.nn.dot_product_attention`, or "mosaic_gpu" for the Hopper
         kernels of `pallas_mosaic_gpu`; None for `best_attention`.
 
@@ -207,11 +210,14 @@ def attend(
       [b, t, heads, d] in the dtype of the inputs.
 
     Raises:
-      ValueError: padding with an implementation other than cuDNN; or "mosaic_gpu" on another device, or with a shape or
-        dtype that its kernels do not support.
+      ValueError: padding with an implementation other than cuDNN; a mask with one other than XLA; or "mosaic_gpu" on
+        another device, or with a shape or dtype that its kernels do not support.
     """
     b, t, heads, channels = qkv[0].shape
     shape = (b, t, heads // 3 if len(qkv) == 1 else heads, channels)
+    if key_mask is not None:
+        _check_masked(implementation, shape, qkv[0].dtype)
+        implementation = "xla"
     implementation = implementation or best_attention(shape, qkv[0].dtype)
     if padding and implementation != "cudnn":
         raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}; see padding_for")
@@ -222,6 +228,8 @@ def attend(
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
     mask = jnp.tri(t, dtype=bool)[None, None] if causal else None
+    if key_mask is not None:
+        mask = key_mask[:, None, None] if mask is None else mask & key_mask[:, None, None]
     return _xla_attention(query, key, value, mask, channels**-0.5)
 
 
@@ -260,6 +268,14 @@ def attend_from(
     queries = contract("bhd,whd->bhw", query, key_kernel)[:, :, None]
     weighted_tokens = _xla_attention(queries, tokens, tokens, mask, d**-0.5)[:, :, 0]
     return contract("bhw,whd->bhd", weighted_tokens, value_kernel)
+
+
+def _check_masked(implementation: AttentionImplementation | None, shape: tuple[int, ...], dtype: Any) -> None:
+    """Check that attention with a mask of keys runs in XLA, and log once where kernels would be faster."""
+    if implementation not in (None, "xla"):
+        raise ValueError(f"expected attention 'xla' or None with a mask of keys, got {implementation!r}; choose None")
+    if implementation is None and best_attention(shape, dtype) != "xla":
+        log_fallback("attention", "sequences with a mask of keys", "sequences without one")
 
 
 def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:

@@ -16,7 +16,7 @@ from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.layer_norm.api import broadcast_vector, flat_rows
 
-Activation = Literal["gelu", "quick_gelu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 ActivationImplementation = Literal["xla", "mosaic_gpu"]
 
 
@@ -56,7 +56,8 @@ def activate(
     Args:
       x: [..., width], floating.
       bias: [width].
-      name: "gelu" (exact, with erf) or "quick_gelu" (`x * sigmoid(1.702 x)`), Hendrycks & Gimpel 2016, section 2.
+      name: "gelu" (exact, with erf), "gelu_tanh" (with a tanh) or "quick_gelu" (`x * sigmoid(1.702 x)`), Hendrycks &
+        Gimpel 2016, section 2.
       implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_activation`.
 
     Returns:
@@ -139,9 +140,24 @@ def _quick_gelu_derivative(x: jax.Array) -> jax.Array:
     return s * (1.0 + 1.702 * x * (1.0 - s))
 
 
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return x * _gelu_tanh_sigmoid(x)
+
+
+def _gelu_tanh_derivative(x: jax.Array) -> jax.Array:
+    s = _gelu_tanh_sigmoid(x)
+    return s * (1.0 + (1.0 - s) * x * (2 + 6 * 0.044715 * x * x) * math.sqrt(2 / math.pi))
+
+
+def _gelu_tanh_sigmoid(x: jax.Array) -> jax.Array:
+    """Compute `(1 + tanh(u)) / 2 = sigmoid(2 u)`, the cubic approximation of the normal distribution function."""
+    return jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
 _Function = Callable[[jax.Array], jax.Array]
 # Activation functions and their derivatives.
 _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
     "gelu": (lambda x: x * _normal_cdf(x), _gelu_derivative),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
     "quick_gelu": (lambda x: x * jax.nn.sigmoid(1.702 * x), _quick_gelu_derivative),
 }

@@ -45,7 +45,7 @@ def forward(
     Args:
       x: [rows, width], see `SUPPORTED`.
       bias: float32 [width].
-      name: activation, "gelu" or "quick_gelu".
+      name: activation, a key of `_ACTIVATIONS`.
       sm_count: number of SMs of the GPU.
       tiling: tiling of the quarters of rows.
 
@@ -95,7 +95,7 @@ def backward(
       x: [rows, width], argument of `forward`.
       bias: float32 [width].
       dy: [rows, width], cotangent of the result, in the dtype of `x`.
-      name: activation, "gelu" or "quick_gelu".
+      name: activation, a key of `_ACTIVATIONS`.
       sm_count: number of SMs of the GPU.
       tiling: tiling of the quarters of rows.
 
@@ -167,4 +167,12 @@ def _quick_gelu(x: jax.Array) -> tuple[jax.Array, Callable[[], jax.Array]]:
     return x * sigmoid, lambda: sigmoid * (1.0 + 1.702 * x * (1.0 - sigmoid))
 
 
-_ACTIVATIONS: dict[str, _Activation] = {"gelu": _gelu, "quick_gelu": _quick_gelu}
+def _gelu_tanh(x: jax.Array) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """GELU with a tanh, as `x * sigmoid(2 a (x + c x^3))`; the sigmoid is rsqrt squared, without a division."""
+    a, c = math.sqrt(2 / math.pi), 0.044715
+    root = lax.rsqrt(1.0 + jnp.exp2(x * (1.0 + c * x * x) * (-2 * a * math.log2(math.e))))
+    sigmoid = root * root
+    return x * sigmoid, lambda: sigmoid * (1.0 + (1.0 - sigmoid) * x * (2 * a + 6 * a * c * x * x))
+
+
+_ACTIVATIONS: dict[str, _Activation] = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}

@@ -41,13 +41,14 @@ def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *
     return "mosaic_gpu" if rows >= pallas_mosaic_gpu.FEWEST else "xla"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def normalize(
     x: Float[Array, "*batch width"],
     scale: Float[Array, "width"],
     bias: Float[Array, "width"],
     dtype: Any,
     implementation: NormImplementation | None = None,
+    epsilon: float = LAYER_NORM_EPSILON,
 ) -> Float[Array, "*batch width"]:
     """LayerNorm over the last axis (Ba et al. 2016), computed in float32.
 
@@ -57,14 +58,15 @@ def normalize(
       bias: [width].
       dtype: dtype of the result.
       implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_normalization`.
+      epsilon: constant added to the variance.
 
     Returns:
       [..., width] in `dtype`.
     """
-    return _forward(x, scale, bias, dtype, implementation)[0]
+    return _forward(x, scale, bias, dtype, implementation, epsilon)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normalize_with_residual(
     x: Float[Array, "*batch width"],
     scale: Float[Array, "width"],
@@ -72,6 +74,7 @@ def normalize_with_residual(
     deferred_bias: Float[Array, "width"] | None,
     dtype: Any,
     implementation: NormImplementation | None = None,
+    epsilon: float = LAYER_NORM_EPSILON,
 ) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]]:
     """LayerNorm and residual input; the backward pass fuses both cotangents.
 
@@ -87,11 +90,12 @@ def normalize_with_residual(
         no bias.
       dtype: dtype of the normalized result.
       implementation: "xla", or "mosaic_gpu" for the Hopper kernels; None for `best_normalization`.
+      epsilon: constant added to the variance.
 
     Returns:
       The result of `normalize` in `dtype`, and `x`, both [..., width].
     """
-    return _forward(x, scale, bias, dtype, implementation)[0], x
+    return _forward(x, scale, bias, dtype, implementation, epsilon)[0], x
 
 
 def _forward(
@@ -100,19 +104,21 @@ def _forward(
     bias: Float[Array, "width"],
     dtype: Any,
     implementation: NormImplementation | None,
+    epsilon: float,
 ) -> tuple[Float[Array, "*batch width"], tuple[jax.Array, ...]]:
     run = _forward_xla if _chosen(implementation, x, dtype) == "xla" else _forward_kernel
-    y, mean, inv_std = run(x, scale, bias, dtype)
+    y, mean, inv_std = run(x, scale, bias, dtype, epsilon)
     return y, (x, mean, inv_std, scale, bias)
 
 
 def _backward(
     dtype: Any,
     implementation: NormImplementation | None,
+    epsilon: float,
     saved: tuple[jax.Array, ...],
     dy: Float[Array, "*batch width"],
 ) -> tuple[jax.Array | None, ...]:
-    return _backward_with_residual(dtype, implementation, (*saved, None), (dy, None))[:3]
+    return _backward_with_residual(dtype, implementation, epsilon, (*saved, None), (dy, None))[:3]
 
 
 def _forward_with_residual(
@@ -129,6 +135,7 @@ def _forward_with_residual(
 def _backward_with_residual(
     dtype: Any,
     implementation: NormImplementation | None,
+    epsilon: float,
     saved: tuple[Any, ...],
     cotangents: tuple[Float[Array, "*batch width"], Float[Array, "*batch width"] | None],
 ) -> tuple[jax.Array | None, ...]:
@@ -148,7 +155,11 @@ def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any)
 
 
 def _forward_xla(
-    x: Float[Array, "*batch width"], scale: Float[Array, "width"], bias: Float[Array, "width"], dtype: Any
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    dtype: Any,
+    epsilon: float,
 ) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
     """Compute the result, and the float32 mean and inverse standard deviation [..., 1].
 
@@ -157,7 +168,7 @@ def _forward_xla(
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
     variance = jnp.maximum(jnp.mean(x32 * x32, axis=-1, keepdims=True) - mean * mean, 0.0)
-    inv_std = lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    inv_std = lax.rsqrt(variance + epsilon)
     y = (x32 - mean) * inv_std * broadcast_vector(scale, x) + broadcast_vector(bias, x)
     return y.astype(dtype), mean, inv_std
 
@@ -204,12 +215,16 @@ def _backward_xla(
 
 
 def _forward_kernel(
-    x: Float[Array, "*batch width"], scale: Float[Array, "width"], bias: Float[Array, "width"], dtype: Any
+    x: Float[Array, "*batch width"],
+    scale: Float[Array, "width"],
+    bias: Float[Array, "width"],
+    dtype: Any,
+    epsilon: float,
 ) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(
-        pallas_mosaic_gpu.forward, dtype=jnp.dtype(dtype), epsilon=LAYER_NORM_EPSILON, sm_count=gpu.multiprocessors()
+        pallas_mosaic_gpu.forward, dtype=jnp.dtype(dtype), epsilon=epsilon, sm_count=gpu.multiprocessors()
     )
 
     def local(x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:

@@ -41,8 +41,12 @@ def expected(x, bias, dy, name):
         cdf = 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2))
         slope = cdf + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     else:
-        cdf = 1 / (1 + np.exp(-1.702 * x))
-        slope = cdf * (1 + 1.702 * x * (1 - cdf))
+        u, du = 1.702 * x, 1.702
+        if name == "gelu_tanh":
+            a = 2 * math.sqrt(2 / math.pi)
+            u, du = a * (x + 0.044715 * x**3), a * (1 + 3 * 0.044715 * x**2)
+        cdf = 0.5 * (1 + np.tanh(u / 2))
+        slope = cdf * (1 + du * x * (1 - cdf))
     return x * cdf, dy * slope, (dy * slope).sum(0)
 
 
@@ -66,6 +70,7 @@ def with_gradients(x, bias, dy, name, implementation):
     [
         *(("gelu", 37, 768, BF16), ("gelu", 30, 512, FP16)),
         *(("quick_gelu", 2, 256, BF16), ("quick_gelu", 30, 512, FP16)),
+        *(("gelu_tanh", 2, 256, BF16), ("gelu_tanh", 30, 512, FP16)),
     ],
 )
 def test_kernels_match_float64(capsys, name, rows, width, dtype):
@@ -87,7 +92,7 @@ def test_any_tiling(capsys, tiling):
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", ["gelu", "quick_gelu"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "quick_gelu"])
 def test_what_is_not_finite_stays_so(capsys, value, name):
     x, bias = jnp.full((4, 256), value, BF16), jnp.zeros(256)
     with interpreted(capsys):
@@ -152,7 +157,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gelu", "quick_gelu"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "quick_gelu"])
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [(2, 256, BF16), (999, 768, BF16), (4097, 3072, BF16), (4097, 4096, FP16), (2051, 5120, BF16), (3001, 2048, BF16)],

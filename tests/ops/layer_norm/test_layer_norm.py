@@ -175,7 +175,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 
     def forward(x, scale, bias, *, dtype, epsilon, sm_count):
         assert x.shape == (10, 128)
-        y, *statistics = api._forward_xla(x, scale, bias, dtype)
+        y, *statistics = api._forward_xla(x, scale, bias, dtype, epsilon)
         return y, *(s[:, 0] for s in statistics)
 
     def backward(x, mean, inverse, scale, dy, dx_residual, *, sum_rows, sm_count):

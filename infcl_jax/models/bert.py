@@ -1,0 +1,175 @@
+"""BERT and RoBERTa text towers: post-LayerNorm encoders that mask padding."""
+
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Integer
+
+from infcl_jax.models.transformer import (
+    RESIDUAL,
+    Mlp,
+    SelfAttention,
+    feature_projection,
+    layer_norm,
+    rematerialized,
+)
+from infcl_jax.models.transformer_config import TransformerConfig
+from infcl_jax.ops.embedding import embed_tokens
+from infcl_jax.ops.linear import route_gradient
+
+BertPool = Literal["cls", "pooler", "mean"]
+BertProjection = Literal["linear", "mlp", "none"]
+
+
+class BertBlock(nn.Module):
+    """One post-LayerNorm block: `y = LN(x + attention(x))`, then `LN(y + MLP(y))`.
+
+    Parameters: `attn`, `ln_1`, `mlp`, `ln_2`.
+
+    Attributes:
+      config: transformer configuration.
+      positions: sequence length t.
+    """
+
+    config: TransformerConfig
+    positions: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "tokens width"], key_mask: Bool[Array, "b {self.positions}"], train: bool
+    ) -> Float[Array, "tokens width"]:
+        """Run the block.
+
+        Args:
+          x: [b * t, width] in the compute dtype.
+          key_mask: bool [b, t], False for padding.
+          train: whether dropout is on.
+
+        Returns:
+          [b * t, width] in the compute dtype.
+        """
+        c = self.config
+
+        def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
+            y = nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(route_gradient(y, bias))
+            return layer_norm(c, f"ln_{number}")(x + y)
+
+        attended = SelfAttention(c, self.positions, name="attn")(x, key_mask=key_mask)
+        x = checkpoint_name(add_and_normalize(x, *attended, 1), RESIDUAL)
+        return add_and_normalize(x, *Mlp(c, name="mlp")(x), 2)
+
+
+class Bert(nn.Module):
+    """BERT text tower (Devlin et al. 2019) with a projection to features.
+
+    Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [max_positions, width],
+    `token_type_embedding` [token_types, width], `ln_embed`, `transformer` with `block_00`, `block_01`, ..., `pooler`
+    (of the pool "pooler"), `text_projection` {kernel} or, with the projection "mlp", {`fc1`, `fc2`}.
+
+    All tokens are of the first type. Texts are padded at their ends.
+
+    Attributes:
+      config: shape and numerics of the transformer.
+      embed_dim: size of the features.
+      vocab_size: number of token ids.
+      context_length: largest number of tokens.
+      max_positions: number of positional embeddings.
+      position_offset: index of the first token's positional embedding (`pad_id + 1` in RoBERTa).
+      token_types: number of token types.
+      pad_id: id of padding tokens, to which no token attends.
+      pool: "cls" (states of the first token), "pooler" (BERT's dense layer with a tanh on them) or "mean" (over tokens
+        that are not padding).
+      projection: "linear" or "mlp" (with GELU and `(width + embed_dim) / 2` hidden units), both without bias, or "none"
+        if the pooled states of size `embed_dim` are the features.
+    """
+
+    config: TransformerConfig
+    embed_dim: int
+    vocab_size: int
+    context_length: int
+    max_positions: int = 512
+    position_offset: int = 0
+    token_types: int = 2
+    pad_id: int = 0
+    pool: BertPool = "mean"
+    projection: BertProjection = "mlp"
+
+    @nn.compact
+    def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
+        """Encode token ids.
+
+        Args:
+          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. Larger ids give NaN features.
+          train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
+
+        Returns:
+          float32 [b, embed_dim], not normalized.
+        """
+        # The first token counts, or a text of padding alone would have no key.
+        is_token = (tokens != self.pad_id) | (jnp.arange(tokens.shape[1]) == 0)[None]
+        x = BertEncoder(self.config, name="transformer")(self._embed(tokens, train), is_token, train)
+        x = self._pooled(x.astype(jnp.float32), is_token)
+        if self.projection == "none":
+            return x
+        if self.projection == "linear":
+            return feature_projection(self.config, self.embed_dim, "text_projection")(x)
+        return _ProjectionMlp(self.config, self.embed_dim, name="text_projection")(x)
+
+    def _embed(self, tokens: Integer[Array, "b t"], train: bool) -> Float[Array, "b t {self.config.width}"]:
+        """Return the normalized sum of token, position and type embeddings."""
+        c = self.config
+
+        def table(name: str, rows: int) -> jax.Array:
+            return self.param(name, nn.initializers.normal(0.02), (rows, c.width), c.param_dtype)
+
+        positions = table("positional_embedding", self.max_positions).astype(jnp.float32)
+        token_type = table("token_type_embedding", self.token_types)[:1].astype(jnp.float32)
+        shifts = positions[self.position_offset :][: tokens.shape[1]] + token_type
+        x = embed_tokens(table("token_embedding", self.vocab_size), shifts, tokens, c.dtype)
+        x = layer_norm(c, "ln_embed")(x)
+        return nn.Dropout(c.dropout, deterministic=not train, name="drop_embed")(x)
+
+    def _pooled(
+        self, x: Float32[Array, "b t {self.config.width}"], is_token: Bool[Array, "b t"]
+    ) -> Float32[Array, "b {self.config.width}"]:
+        if self.pool == "mean":
+            weights = is_token.astype(jnp.float32)[:, :, None]
+            return (x * weights).sum(1) / jnp.maximum(weights.sum(1), 1.0)
+        x = x[:, 0]
+        if self.pool == "cls":
+            return x
+        return jnp.tanh(feature_projection(self.config, self.config.width, "pooler", use_bias=True)(x))
+
+
+class BertEncoder(nn.Module):
+    """Stack of `config.layers` post-LayerNorm blocks, named `block_00`, `block_01`, ..."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b t width"], key_mask: Bool[Array, "b t"], train: bool
+    ) -> Float[Array, "b t width"]:
+        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding."""
+        c, (b, t, width) = self.config, x.shape
+        block = rematerialized(BertBlock, c.remat, train_argument=3)
+        x = x.reshape(b * t, width)
+        for i in range(c.layers):
+            x = block(c, t, name=f"block_{i:02d}")(x, key_mask, train)
+            x = checkpoint_name(x, RESIDUAL)  # outside the block, whose own remat policy would hide the name
+        return x.reshape(b, t, width)
+
+
+class _ProjectionMlp(nn.Module):
+    """Projection of pooled states through one hidden layer with GELU, without biases, in float32."""
+
+    config: TransformerConfig
+    embed_dim: int
+
+    @nn.compact
+    def __call__(self, x: Float32[Array, "b width"]) -> Float32[Array, "b {self.embed_dim}"]:
+        hidden = feature_projection(self.config, (x.shape[-1] + self.embed_dim) // 2, "fc1")(x)
+        return feature_projection(self.config, self.embed_dim, "fc2")(nn.gelu(hidden, approximate=False))

@@ -1,0 +1,242 @@
+"""Configurations of towers and dual encoders, and their checks."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from infcl_jax.checks import check_choice, check_positive_int, check_rate
+from infcl_jax.models.bert import BertPool, BertProjection
+from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
+from infcl_jax.models.resnet import ResNetConfig
+from infcl_jax.models.text import TextPool
+from infcl_jax.models.transformer_config import Projection, Remat, TransformerConfig, float_dtype_name
+from infcl_jax.models.vit import Pool, PosEmbed
+from infcl_jax.ops.attention.api import AttentionImplementation
+from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
+
+Interpolation = Literal["bicubic", "bilinear"]
+ResizeMode = Literal["shortest", "longest", "squash"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """Configuration of one tower's transformer.
+
+    `TransformerConfig` describes the fields and their valid values.
+
+    Attributes:
+      activation: activation of the MLPs; None for the model's.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    mlp_ratio: float = 4.0
+    activation: Activation | None = None
+    norm_epsilon: float = LAYER_NORM_EPSILON
+    layer_scale: float | None = None
+    dropout: float = 0.0
+    remat: Remat | None = None
+    attention: AttentionImplementation | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig(TowerConfig):
+    """Configuration of the Vision Transformer image tower.
+
+    `VisionTransformer` describes the fields.
+
+    Raises:
+      ValueError: a field has an invalid value.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    pool: Pool = "tok"
+    patch_dropout: float = 0.0
+    class_token: bool = True
+    pos_embed: PosEmbed = "learnable"
+    patch_bias: bool = False
+    ln_pre: bool = True
+    final_ln_after_pool: bool = False
+    projection: Projection = "linear"
+    projection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive_int("vision.image_size", self.image_size)
+        check_positive_int("vision.patch_size", self.patch_size)
+        if self.image_size < self.patch_size:
+            raise ValueError(
+                "expected vision.image_size to be at least vision.patch_size, "
+                f"got {self.image_size} and {self.patch_size}"
+            )
+        check_choice("vision.pool", self.pool, get_args(Pool))
+        if self.pool == "tok" and not self.class_token:
+            raise ValueError("expected vision.pool 'avg' or 'map' without class token, got 'tok'; choose one of them")
+        check_choice("vision.pos_embed", self.pos_embed, get_args(PosEmbed))
+        if self.pos_embed == "sin_cos_2d" and self.width % 4:
+            raise ValueError(
+                f"expected vision.width to be a multiple of 4 with vision.pos_embed 'sin_cos_2d', got {self.width}"
+            )
+        check_choice("vision.projection", self.projection, get_args(Projection))
+        check_rate("vision.patch_dropout", self.patch_dropout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(TowerConfig):
+    """Configuration of the text tower of CLIP and SigLIP.
+
+    Attributes:
+      vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
+      context_length: largest number of tokens, including the start and end tokens.
+      causal: whether a token attends only to itself and the tokens before it.
+      pool: position whose states are projected to features: "end" (first end token), "first" or "last".
+      end_token: id of the end token; None: the largest id of each text, as in CLIP.
+      projection: "linear", or "none" if the pooled states are the features.
+      projection_bias: whether the projection has a bias.
+
+    Raises:
+      ValueError: a field has an invalid value.
+    """
+
+    vocab_size: int = 49408
+    context_length: int = 77
+    causal: bool = True
+    pool: TextPool = "end"
+    end_token: int | None = None
+    projection: Projection = "linear"
+    projection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive_int("text.vocab_size", self.vocab_size)
+        check_positive_int("text.context_length", self.context_length)
+        check_choice("text.pool", self.pool, get_args(TextPool))
+        check_choice("text.projection", self.projection, get_args(Projection))
+        if self.end_token is not None and not 0 <= self.end_token < self.vocab_size:
+            raise ValueError(
+                f"expected text.end_token in [0, {self.vocab_size}) (text.vocab_size) or None, got {self.end_token}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertConfig(TowerConfig):
+    """Configuration of a BERT or RoBERTa text tower; the defaults are those of BERT.
+
+    `Bert` describes the fields. Attention runs in XLA, since the kernels have no mask of padding.
+
+    Raises:
+      ValueError: a field has an invalid value.
+    """
+
+    norm_epsilon: float = 1e-12
+    vocab_size: int = 30522
+    context_length: int = 77
+    max_positions: int = 512
+    position_offset: int = 0
+    token_types: int = 2
+    pad_id: int = 0
+    pool: BertPool = "mean"
+    projection: BertProjection = "mlp"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_length", "max_positions", "token_types"):
+            check_positive_int(f"text.{name}", getattr(self, name))
+        if self.context_length > self.max_positions - self.position_offset:
+            raise ValueError(
+                f"expected text.context_length of at most {self.max_positions - self.position_offset} positions, "
+                f"got {self.context_length}"
+            )
+        check_choice("text.pool", self.pool, get_args(BertPool))
+        check_choice("text.projection", self.projection, get_args(BertProjection))
+        check_choice("text.attention", self.attention, (None, "xla"))
+        if self.layer_scale is not None:
+            raise ValueError(f"expected no text.layer_scale in a BERT text tower, got {self.layer_scale}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPConfig:
+    """Configuration of a dual encoder.
+
+    Attributes:
+      embed_dim: size of the shared features.
+      vision: image tower, a Vision Transformer or a ResNet.
+      text: text tower, a CLIP or BERT transformer.
+      activation: activation of the MLPs of towers without their own: "gelu", "gelu_tanh" or "quick_gelu" (for OpenAI's
+        weights).
+      dtype: dtype of activations and GEMMs.
+      param_dtype: dtype of the towers' parameters; the logit scale and bias are always float32.
+      feature_dtype: dtype of the normalized features; None for `dtype`.
+      image_mean: mean of each channel, for images in [0, 1].
+      image_std: standard deviation of each channel, for images in [0, 1], positive.
+      interpolation: interpolation that resizes evaluated images, "bicubic" or "bilinear".
+      resize_mode: how evaluated images become squares: "shortest" (resize the shorter side, crop the center), "longest"
+        (resize the longer side, pad) or "squash" (ignore the aspect ratio).
+      init_logit_scale: initial logarithm of the logit scale (log 10 in SigLIP).
+      init_logit_bias: initial logit bias (-10 in SigLIP); None for no bias.
+
+    Raises:
+      ValueError: a field has an invalid value.
+    """
+
+    embed_dim: int
+    vision: VisionConfig | ResNetConfig
+    text: TextConfig | BertConfig
+    activation: Activation = "gelu"
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    feature_dtype: str | None = None
+    image_mean: tuple[float, float, float] = OPENAI_IMAGE_MEAN
+    image_std: tuple[float, float, float] = OPENAI_IMAGE_STD
+    interpolation: Interpolation = "bicubic"
+    resize_mode: ResizeMode = "shortest"
+    init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive_int("embed_dim", self.embed_dim)
+        for name in ("dtype", "param_dtype", "feature_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
+        for name in ("image_mean", "image_std"):
+            values = tuple(getattr(self, name))
+            if len(values) != 3 or (name == "image_std" and min(values) <= 0):
+                positive = ", all positive" if name == "image_std" else ""
+                raise ValueError(f"expected {name} to be three numbers{positive}, got {values}")
+            object.__setattr__(self, name, values)  # a list from a config file would not hash
+        check_choice("interpolation", self.interpolation, get_args(Interpolation))
+        check_choice("resize_mode", self.resize_mode, get_args(ResizeMode))
+        for name in ("vision", "text"):
+            tower = getattr(self, name)
+            if not isinstance(tower, TowerConfig):
+                continue
+            transformer_config(self, name)  # raises for invalid fields
+            if getattr(tower, "projection", "linear") == "none" and tower.width != self.embed_dim:
+                raise ValueError(
+                    f"expected {name}.width to be embed_dim with {name}.projection 'none', "
+                    f"got {tower.width} and {self.embed_dim}"
+                )
+
+
+def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
+    """Return the transformer configuration of one tower.
+
+    Args:
+      config: model configuration.
+      tower: "vision" or "text".
+
+    Raises:
+      ValueError: the tower's fields are inconsistent with each other or with the model's dtype; the message starts with
+        the tower.
+    """
+    tower_config = getattr(config, tower)
+    fields = {field.name: getattr(tower_config, field.name) for field in dataclasses.fields(TowerConfig)}
+    try:
+        return TransformerConfig(
+            **fields | {"activation": tower_config.activation or config.activation},
+            causal=getattr(tower_config, "causal", False),
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+        )
+    except ValueError as error:
+        raise ValueError(f"{tower}: {error}") from None

@@ -9,15 +9,17 @@ from infcl_jax.models.convert.api import (
     variable_shapes,
 )
 from infcl_jax.models.convert.certificate import Certificate
-from infcl_jax.models.convert.configs import config_of, inference_config
+from infcl_jax.models.convert.configs import config_of, inference_tower
 from infcl_jax.models.convert.sources import open_source
+from infcl_jax.models.convert.stablehlo import export_stablehlo
 
 __all__ = [
     "Certificate",
     "ExportFormat",
     "config_of",
     "convert",
-    "inference_config",
+    "export_stablehlo",
+    "inference_tower",
     "load_pretrained",
     "open_source",
     "resize_variables",

@@ -16,7 +16,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.models.clip import CLIP
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
-from infcl_jax.models.convert.certificate import Certificate, feature_difference
+from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, feature_difference
 from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.position_embeddings import resize_positions
 from infcl_jax.models.convert.sources import Source, open_source
@@ -122,7 +122,7 @@ def save_pretrained(
         raise ValueError(f"expected the export in {folder} to hold the variables in {config.param_dtype}, got others")
     if compare_features:
         certificate = feature_difference(certificate, source, build_model(config), variables)
-    certificate.save(folder / "certificate.json")
+    certificate.save(folder / CERTIFICATE_FILE)
     return certificate
 
 

@@ -16,6 +16,8 @@ from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.reference import installed_reference, reference_features
 from infcl_jax.models.convert.sources import Source
 
+CERTIFICATE_FILE = "certificate.json"
+
 _logger = logging.getLogger(__name__)
 
 

@@ -22,6 +22,7 @@ from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
+from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, check_fixed, format_changes, name_changes
 from infcl_jax.training import (
@@ -83,6 +84,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         data = run.training_data(config, source, tokenizer, mesh)
         suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
+        if not resumed:
+            state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state, data)
         start = int(state.step)

@@ -21,7 +21,8 @@ def forward_flops(config: CLIPConfig) -> int:
 
     For images t is n, without the patches that patch dropout removes, and 1 more for a class token. For texts t is the
     context length. If a tower pools one token, its last layer computes attention for that token only:
-    `8 w^2 + 4 a t w + 4 w h` with a heads, see `infcl_jax.ops.attention.api.attend_from`. MAP pooling has as many.
+    `8 w^2 + 4 a t w + 4 w h` with a heads, see `infcl_jax.ops.attention.api.attend_from`. MAP pooling has
+    `2 w^2` less, since its query is the same for all images.
 
     Raises:
       ValueError: the image tower is not a Vision Transformer, or the text tower is a BERT.
@@ -36,7 +37,7 @@ def forward_flops(config: CLIPConfig) -> int:
     embedding = 6 * patches * vision.patch_size**2 * vision.width
     towers = _layers(vision, visible, vision.pool == "tok") + _layers(text, text.context_length, True)
     if vision.pool == "map":
-        towers += _one_token_layer(vision, visible)
+        towers += _one_token_layer(vision, visible) - 2 * vision.width**2
     return embedding + towers + 2 * (vision.width + text.width) * config.embed_dim
 
 

@@ -23,14 +23,13 @@ from experiments.benchmarks import harness, photographs
 from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.distributed import is_lead
-from infcl_jax.models import model_names
 from infcl_jax.training import LOSSES, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
 
-_MODEL = flags.DEFINE_string("model", "ViT-B/32", f"One of {', '.join(model_names())}.")
+_MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name or path of an OpenCLIP config, as config.model.")
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", tuple(LOSSES), "Training loss.")

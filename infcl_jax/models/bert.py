@@ -153,7 +153,16 @@ class BertEncoder(nn.Module):
     def __call__(
         self, x: Float[Array, "b t width"], key_mask: Bool[Array, "b t"], train: bool
     ) -> Float[Array, "b t width"]:
-        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding."""
+        """Run the blocks.
+
+        Args:
+          x: [b, t, width] in the compute dtype.
+          key_mask: bool [b, t], False for padding.
+          train: whether dropout is on.
+
+        Returns:
+          [b, t, width] in the compute dtype.
+        """
         c, (b, t, width) = self.config, x.shape
         block = rematerialized(BertBlock, c.remat, train_argument=3)
         x = x.reshape(b * t, width)

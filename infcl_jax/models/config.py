@@ -147,6 +147,8 @@ class BertConfig(TowerConfig):
                 f"expected text.context_length of at most {self.max_positions - self.position_offset} positions, "
                 f"got {self.context_length}"
             )
+        if not 0 <= self.pad_id < self.vocab_size:
+            raise ValueError(f"expected text.pad_id in [0, {self.vocab_size}) (text.vocab_size), got {self.pad_id}")
         check_choice("text.pool", self.pool, get_args(BertPool))
         check_choice("text.projection", self.projection, get_args(BertProjection))
         check_choice("text.attention", self.attention, (None, "xla"))

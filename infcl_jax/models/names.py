@@ -171,7 +171,7 @@ def _resnet(name: str) -> CLIPConfig:
 
 
 def _with_bert(vision: str, text: str) -> CLIPConfig:
-    """Build the configuration of a named Vision Transformer with a BERT or RoBERTa text tower."""
+    """Build a Vision Transformer with a BERT or RoBERTa text tower."""
     return dataclasses.replace(_vit(vision), text=bert_config(text))
 
 

@@ -36,7 +36,7 @@ class MapPool(nn.Module):
 
 
 class _ProbeAttention(nn.Module):
-    """Attention of one query, the same for all sequences; the parameters are those of `SelfAttention`."""
+    """Attention of one learned query, with the parameters of `SelfAttention`."""
 
     config: TransformerConfig
 

@@ -27,7 +27,9 @@ def end_position(tokens: Integer[Array, "b t"], end_token: int | None = None) ->
 
 
 class TextTransformer(nn.Module):
-    """Text tower of CLIP (Radford et al. 2021, section 2.4) and SigLIP (Zhai et al. 2023).
+    """Text tower of CLIP and SigLIP, a transformer pooled at one token.
+
+    Sources: Radford et al. 2021, section 2.4; Zhai et al. 2023.
 
     Parameters: `token_embedding` [vocab_size, width], `positional_embedding` [context_length, width], `transformer`,
     `ln_final`, `text_projection` (absent with the projection "none").

@@ -1,7 +1,6 @@
 """SigLIP image towers of the timm library, whose shapes follow from their names."""
 
 import re
-from typing import Any
 
 from infcl_jax.models.config import VisionConfig
 
@@ -14,12 +13,11 @@ TIMM_SIZES: dict[str, tuple[int, int, int, float]] = {
 }
 
 
-def timm_vision_config(name: str, **changes: Any) -> VisionConfig:
+def timm_vision_config(name: str) -> VisionConfig:
     """Return the configuration of one of timm's SigLIP image towers.
 
     Args:
       name: `vit_SIZE_patchN_siglip_PIXELS`, with a size in base, large, so400m or giantopt.
-      **changes: other values of the fields.
 
     Raises:
       ValueError: the name has another form.
@@ -31,19 +29,18 @@ def timm_vision_config(name: str, **changes: Any) -> VisionConfig:
             f"{name!r}; other towers of timm are not supported"
         )
     width, layers, heads, mlp_ratio = TIMM_SIZES[match[1]]
-    fields: dict[str, Any] = {
-        "width": width,
-        "layers": layers,
-        "heads": heads,
-        "mlp_ratio": mlp_ratio,
-        "patch_size": int(match[2]),
-        "image_size": int(match[3]),
-        "activation": "gelu_tanh" if match[1] == "giantopt" else "gelu",  # whatever the model's activation
-        "norm_epsilon": 1e-6,
-        "pool": "map",
-        "class_token": False,
-        "ln_pre": False,
-        "patch_bias": True,
-        "projection": "none",
-    }
-    return VisionConfig(**fields | changes)
+    return VisionConfig(
+        width=width,
+        layers=layers,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        activation="gelu_tanh" if match[1] == "giantopt" else "gelu",  # whatever the model's activation
+        norm_epsilon=1e-6,
+        patch_size=int(match[2]),
+        image_size=int(match[3]),
+        pool="map",
+        class_token=False,
+        ln_pre=False,
+        patch_bias=True,
+        projection="none",
+    )

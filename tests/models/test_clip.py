@@ -1,5 +1,6 @@
 """The dual encoder: features, scale and bias, dtypes, input checks, sharding."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models import clamp_logit_scale, create_model, l2_normalize, normalize_image
+from infcl_jax.models import (
+    BertConfig,
+    build_model,
+    clamp_logit_scale,
+    create_model,
+    l2_normalize,
+    model_config,
+    normalize_image,
+)
 from infcl_jax.models.clip import MAX_LOGIT_SCALE
 
 SMALL = {
@@ -176,18 +185,29 @@ def test_bad_inputs_are_refused_when_traced(method, shape, dtype, message):
         jax.eval_shape(apply, variables(), jax.ShapeDtypeStruct(shape, dtype))
 
 
-def test_data_parallel_encoding_needs_no_communication():
-    """Pooling, token lookup and patch dropout need no communication on sharded batches."""
+TOWERS = {
+    "clip": {"vision.patch_dropout": 0.5},
+    "siglip": {"vision.pool": "map", "vision.class_token": False, "text.causal": False, "text.pool": "last"},
+    "bert": {"text": BertConfig(width=32, layers=1, heads=2, vocab_size=259, context_length=8)},
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_data_parallel_encoding_needs_no_communication(name):
+    """Pooling, token lookup, padding masks and patch dropout need no communication on sharded batches."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.sharding.NamedSharding(mesh, jax.P("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())
-    model = small(**{"vision.patch_dropout": 0.5})
+    overrides = {key: value for key, value in TOWERS[name].items() if "." in key}
+    towers = {key: value for key, value in TOWERS[name].items() if "." not in key}
+    model = build_model(dataclasses.replace(model_config("tiny", **(SMALL | overrides)), **towers))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *pairs())
 
     @functools.partial(jax.jit, in_shardings=(everywhere, batch, batch), out_shardings=(batch, batch))
     def encode(variables, image, text):
         return model.apply(variables, image, text, train=True, rngs={"dropout": jax.random.key(0)})[:2]
 
-    hlo = encode.lower(variables(), *pairs(16)).compile().as_text()
+    hlo = encode.lower(shapes, *pairs(16)).compile().as_text()
     assert "num_partitions=8" in hlo
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in hlo

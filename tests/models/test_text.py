@@ -1,5 +1,6 @@
 """The text tower: causality, pooling at the end token, embeddings."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from infcl_jax.models.layers import take_positions
 from infcl_jax.models.text import TextTransformer, end_position
-from infcl_jax.models.transformer import TransformerConfig
+from infcl_jax.models.transformer_config import TransformerConfig
 
 VOCAB, CONTEXT, WIDTH = 20, 10, 16
 END = VOCAB - 1
@@ -81,6 +82,28 @@ def test_tokens_after_a_chosen_end_token_do_not_matter():
     features = [module.apply(variables(), ids) for ids in (tokens, other)]
     np.testing.assert_array_equal(*features)
     assert not np.isclose(features[0], encode()(tokens)).all(axis=1).any()
+
+
+@pytest.mark.parametrize(("pool", "position"), [("end", 5), ("first", 0), ("last", CONTEXT - 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tower_sees_the_positions_before_its_pool_or_all(pool, position, causal):
+    module = tower().clone(pool=pool, config=dataclasses.replace(tower().config, causal=causal))
+    apply, tokens = jax.jit(module.apply), captions()
+    before = apply(variables(), tokens)
+    for other in sorted(set(range(CONTEXT)) - {5}):  # not the end token
+        changed = tokens.copy()
+        changed[:, other] = tokens[:, other] % (END - 1) + 1
+        is_same = np.isclose(before, apply(variables(), changed), rtol=1e-3, atol=1e-5).all()
+        assert is_same == (causal and other > position), other
+
+
+def test_projections():
+    params = variables()["params"]
+    states = tower().clone(projection="none", embed_dim=WIDTH).apply(variables(), captions())
+    biased = params | {"text_projection": params["text_projection"] | {"bias": jnp.arange(8.0)}}
+    outputs = tower().clone(projection_bias=True).apply({"params": biased}, captions())
+    want = states @ params["text_projection"]["kernel"] + jnp.arange(8.0)[None]
+    np.testing.assert_allclose(outputs, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("token", [VOCAB, VOCAB + 100])

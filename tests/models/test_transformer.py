@@ -30,7 +30,7 @@ def random_variables(module, *inputs):
 
 
 def plain_transformer(params, x, causal):
-    """The formulas, with quick_gelu."""
+    """The formulas, with quick_gelu and layer scale."""
 
     def norm(y, of):
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
@@ -44,27 +44,28 @@ def plain_transformer(params, x, causal):
         query, key, value = (part.reshape(B, T, HEADS, DIM) for part in qkv)
         scores = jnp.einsum("bthd,bshd->bhts", query, key) / DIM**0.5
         weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf) if causal else scores)
-        x = x + dense(jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape), p["attn"]["out_proj"])
+        y = dense(jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape), p["attn"]["out_proj"])
+        x = x + y * p.get("ls_1", 1.0)
         hidden = dense(norm(x, p["ln_2"]), p["mlp"]["c_fc"])
-        x = x + dense(hidden * jax.nn.sigmoid(1.702 * hidden), p["mlp"]["c_proj"])
+        x = x + dense(hidden * jax.nn.sigmoid(1.702 * hidden), p["mlp"]["c_proj"]) * p.get("ls_2", 1.0)
     return x
 
 
 @pytest.mark.parametrize(
-    ("causal", "position", "remat", "packed"),
+    ("causal", "position", "remat", "packed", "layer_scale"),
     [
-        (False, None, None, False),
-        (True, None, None, True),
-        (False, (0, 0), None, True),
-        (True, (T - 1, 2), None, False),
-        (True, (T - 1, 2), "full", True),
-        (False, (0, 0), "dots", False),
+        (False, None, None, False, None),
+        (True, None, None, True, 0.1),
+        (False, (0, 0), None, True, None),
+        (True, (T - 1, 2), None, False, None),
+        (True, (T - 1, 2), "full", True, 0.1),
+        (False, (0, 0), "dots", False, None),
     ],
 )
-def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, remat, packed):
+def test_blocks_are_two_pre_norm_residual_sums(monkeypatch, causal, position, remat, packed, layer_scale):
     """Values and gradients of all tokens or one, with one or three QKV GEMMs."""
     monkeypatch.setattr(transformer, "prefers_packed", lambda *_: packed)
-    model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat))
+    model = Transformer(config(activation="quick_gelu", causal=causal, remat=remat, layer_scale=layer_scale))
     x, weight = normal(0, B, T, WIDTH), normal(1, B, T, WIDTH)
     position = None if position is None else jnp.asarray(position)
     params = random_variables(model, x)["params"]
@@ -97,6 +98,19 @@ def test_the_gradient_of_a_bias_goes_through_its_dropout():
     slope = jnp.vdot(jax.jit(jax.grad(loss))(at)["bias"], way)
     np.testing.assert_allclose(slope, loss(ahead) - loss(at), rtol=1e-4)
     assert abs(slope - jnp.vdot(weight.sum((0, 1)), way)) > 1  # without dropout
+
+
+def test_a_layer_scale_of_one_changes_nothing():
+    x = normal(0, B, T, WIDTH)
+    variables = random_variables(Transformer(config()), x)
+    scaled = Transformer(config(layer_scale=1.0))
+    factors = jax.jit(scaled.init)(jax.random.key(0), x)["params"]
+    params = {
+        name: block | {key: factors[name][key] for key in ("ls_1", "ls_2")}
+        for name, block in variables["params"].items()
+    }
+    want = Transformer(config()).apply(variables, x)
+    np.testing.assert_allclose(scaled.apply({"params": params}, x), want, rtol=1e-6, atol=1e-6)
 
 
 def test_layer_norm_of_bfloat16_keeps_float32_statistics():
@@ -202,6 +216,7 @@ def test_attention_parameters_split_by_query_key_value():
         ({"layers": 0}, "expected layers to be a positive integer, got 0"),
         ({"width": 16.0}, "expected width to be a positive integer, got 16.0"),
         ({"mlp_ratio": 0.01}, "mlp_ratio"),
+        ({"norm_epsilon": 0.0}, "expected norm_epsilon to be positive, got 0.0"),
         ({"dropout": 1.0}, r"expected dropout to be a number in \[0, 1\), got 1.0"),
         ({"activation": "relu"}, r"expected activation to be one of \('gelu', 'gelu_tanh', 'quick_gelu'\), got 'relu'"),
         ({"remat": "dot"}, r"expected remat to be one of \(None, 'full', 'dots'\), got 'dot'"),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models.transformer import TransformerConfig
-from infcl_jax.models.vit import PatchEmbedding, VisionTransformer, drop_patches
+from infcl_jax.models.transformer_config import TransformerConfig
+from infcl_jax.models.vit import PatchEmbedding, VisionTransformer, drop_patches, sin_cos_positions
 
 SIZE, PATCH, WIDTH = 16, 4, 16
 CONFIG = TransformerConfig(width=WIDTH, layers=1, heads=2)
@@ -115,3 +115,65 @@ def test_initial_embeddings_have_the_papers_scales():
     assert np.std(params["proj"]["kernel"]) == pytest.approx(WIDTH**-0.5, rel=0.25)
     fan_in = 3 * PATCH**2
     assert 0.9 * fan_in**-0.5 < np.abs(params["conv1"]["kernel"]).max() <= fan_in**-0.5
+
+
+PARTS = {"positional_embedding", "conv1", "transformer", "ln_post"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, PARTS | {"class_embedding", "ln_pre", "proj"}),
+        ({"ln_pre": False}, PARTS | {"class_embedding", "proj"}),
+        ({"pool": "avg", "class_token": False}, PARTS | {"ln_pre", "proj"}),
+        ({"pos_embed": "sin_cos_2d"}, (PARTS - {"positional_embedding"}) | {"class_embedding", "ln_pre", "proj"}),
+        (
+            {"pool": "map", "class_token": False, "ln_pre": False, "projection": "none", "embed_dim": WIDTH},
+            PARTS | {"attn_pool"},
+        ),
+    ],
+)
+def test_absent_parts_have_no_parameters(changes, parts):
+    given = random_variables(tower(**changes), images())
+    assert set(given["params"]) == parts
+    features = encode(**changes)(given, images())
+    assert features.shape == (3, changes.get("embed_dim", 8)) and features.dtype == jnp.float32
+    other = encode(**changes)(given, images(seed=1))
+    assert not np.isclose(features, other, rtol=1e-3, atol=1e-4).all(axis=1).any()
+
+
+def test_the_final_norm_before_and_after_the_pool():
+    """Of one patch, both are the same; of several, the pooled states differ."""
+    for patch_size, is_same in [(SIZE, True), (PATCH, False)]:
+        changes = {"pool": "avg", "class_token": False, "patch_size": patch_size}
+        given = random_variables(tower(**changes), images())
+        before, after = (encode(final_ln_after_pool=late, **changes)(given, images()) for late in (False, True))
+        assert np.allclose(before, after, rtol=1e-4, atol=1e-5) == is_same
+
+
+def test_the_bias_of_patches():
+    image, bias = images(), jnp.arange(float(WIDTH))
+    without, with_bias = (PatchEmbedding(CONFIG, PATCH, use_bias=flag) for flag in (False, True))
+    params = without.init(jax.random.key(0), image)["params"]
+    want = without.apply({"params": params}, image) + bias[None, None]
+    np.testing.assert_allclose(with_bias.apply({"params": params | {"bias": bias}}, image), want, rtol=1e-6, atol=1e-6)
+
+
+def test_pixels_beyond_the_last_patch_are_ignored():
+    """SigLIP's 384 pixels are 27 patches of 14 and a remainder of 6."""
+    module, image = tower(image_size=SIZE + 3), jnp.pad(images(), ((0, 0), (0, 3), (0, 3), (0, 0)), constant_values=9.0)
+    np.testing.assert_array_equal(module.apply(variables(), image), tower().apply(variables(), images()))
+
+
+def test_fixed_positions_are_sines_and_cosines_of_column_and_row():
+    width, grid, row, column = 8, 3, 2, 1
+    angles = np.array([1.0, 1 / 100])
+    want = [f(angles * place) for place in (column, row) for f in (np.sin, np.cos)]
+    np.testing.assert_allclose(sin_cos_positions(width, grid)[row * grid + column], np.concatenate(want), rtol=1e-6)
+
+
+def test_patch_dropout_without_class_token_keeps_patches():
+    module = tower(patch_dropout=0.5, pool="avg", class_token=False)
+    given = random_variables(module, images())
+    call = functools.partial(module.apply, train=True, rngs={"dropout": jax.random.key(0)})
+    assert str(jax.make_jaxpr(call)(given, images())).count(f"f32[{3 * 8},{WIDTH}]") > 0

@@ -271,7 +271,7 @@ def attend_from(
 
 
 def _check_masked(implementation: AttentionImplementation | None, shape: tuple[int, ...], dtype: Any) -> None:
-    """Check that attention with a mask of keys runs in XLA, and log once where kernels would be faster."""
+    """Check that masked attention may run in XLA, and log a fallback from kernels."""
     if implementation not in (None, "xla"):
         raise ValueError(f"expected attention 'xla' or None with a mask of keys, got {implementation!r}; choose None")
     if implementation is None and best_attention(shape, dtype) != "xla":

@@ -43,6 +43,29 @@ def test_default_tokenizers():
     assert kinds == {"tiny": "bytes", "RN50": "clip"}
 
 
+def test_a_model_with_another_vocabulary_needs_a_tokenizer():
+    config = runs.config(model="ViT-B-16-SigLIP", model_overrides="")
+    with pytest.raises(
+        ValueError, match=r"^expected a tokenizer for the 32000 token ids of the model 'ViT-B-16-SigLIP'"
+    ):
+        run.text_tokenizer(config)
+
+
+@pytest.mark.parametrize("pool", ["first", "last"])
+def test_towers_that_pool_another_token_take_any_end_token(pool, specs):
+    overrides = f"{runs.OVERRIDES},text.vocab_size=10000,text.pool={pool}"
+    assert run.text_tokenizer(runs.config(tokenizer=specs["hf"], model_overrides=overrides)).kind == "hf"
+
+
+def test_bert_needs_the_tokenizers_padding(specs):
+    padding = load_tokenizer(specs["hf"]).pad_id
+    config = runs.config(model="bert-ViT-B-32", tokenizer=specs["hf"], model_overrides=f"text.pad_id={padding}")
+    assert run.text_tokenizer(config).context_length == 77
+    config.model_overrides = f"text.pad_id={padding + 1}"
+    with pytest.raises(ValueError, match=f"^expected text.pad_id={padding}, as in the tokenizer .*, got {padding + 1}"):
+        run.text_tokenizer(config)
+
+
 @pytest.mark.parametrize("kind", ["bytes", "clip", "hf", "sentencepiece"])
 def test_settings_choose_tokenizer_and_cleaning(kind, specs):
     config = settings(specs[kind], text_cleaning="whitespace")

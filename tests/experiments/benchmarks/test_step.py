@@ -265,6 +265,11 @@ SHAPES = {
         {"embed_dim": 80, "vision.patch_size": 4, "vision.patch_dropout": 0.5, "vision.pool": "avg"}
         | {"vision.mlp_ratio": 2.0, "text.context_length": 40, "text.width": 128, "text.heads": 4},
     ),
+    "a tower of SigLIP": (
+        "tiny",
+        {"vision.pool": "map", "vision.class_token": False, "vision.projection": "none"}
+        | {"text.causal": False, "text.pool": "last"},
+    ),
 }
 
 
@@ -294,7 +299,7 @@ def test_the_peak_is_that_of_the_fullest_device():
 
 MISTAKES = {
     "no output": ((), "expected --output"),
-    "unknown model": (("--output={tmp}", "--model=ViT-Z"), "expected model to be one of .*ViT-B/32.* got 'ViT-Z'"),
+    "unknown model": (("--output={tmp}", "--model=ViT-Z"), "expected model to be one of .*ViT-B-32.* got 'ViT-Z'"),
     "unknown override": (
         ("--output={tmp}", "--model_overrides=depth=3"),
         "model overrides among .* got 'depth'",

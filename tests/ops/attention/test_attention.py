@@ -10,7 +10,9 @@ import oracle
 import private_jax
 import pytest
 
+from infcl_jax.ops.attention import api
 from infcl_jax.ops.attention.api import attend, attend_from, best_attention, padding_for
+from infcl_jax.ops.common.fallback import log_fallback
 
 B, T, HEADS, DIM = 2, 6, 2, 8
 
@@ -58,6 +60,28 @@ def test_attention_gradient_is_that_of_the_plain_formula(causal, dtype, toleranc
     for ours, plain in zip(got, want, strict=True):
         assert ours.dtype == jnp.dtype(dtype)
         np.testing.assert_allclose(ours.astype(jnp.float32), plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_are_absent(caplog, monkeypatch, causal):
+    """It runs in XLA; where kernels would be faster, one line says so."""
+    qkv = [normal(seed, B, T, HEADS, DIM) for seed in range(3)]
+    mask = jnp.asarray([[True] * (T - 2) + [False] * 2] * B)
+    want = oracle.attention(*(a[:, : T - 2] for a in qkv), causal)
+    monkeypatch.setattr(api, "best_attention", lambda *_: "cudnn")
+    log_fallback.cache_clear()
+    with caplog.at_level("INFO", log_fallback.__module__):
+        for _ in range(2):
+            outputs = attend(*qkv, causal=causal, key_mask=mask)
+    np.testing.assert_allclose(outputs[:, : T - 2], want, rtol=1e-5, atol=1e-5)
+    (record,) = caplog.records
+    assert "attention of sequences with a mask of keys runs without" in record.getMessage()
+
+
+def test_kernels_by_name_refuse_a_mask_of_keys():
+    x = normal(0, B, T, HEADS, DIM)
+    with pytest.raises(ValueError, match="expected attention 'xla' or None with a mask of keys, got 'cudnn'"):
+        attend(x, x, x, causal=False, key_mask=jnp.ones((B, T), bool), implementation="cudnn")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -123,13 +147,16 @@ def test_the_best_attention_is_what_device_and_inputs_allow(monkeypatch, backend
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [50, 77, 197, 257])
-def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, causal, length):
+@pytest.mark.parametrize(
+    ("length", "channels"),
+    [(50, 64), (77, 64), (197, 64), (257, 64), (729, 72), (730, 80), (257, 88), (257, 104), (1024, 96), (64, 128)],
+)
+def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, causal, length, channels):
     """Without a GPU: the program for one is built, forward and backward."""
     private_jax.pretend_cudnn(monkeypatch)
     attention = functools.partial(attend_padded, causal=causal, implementation="cudnn")
     gradient = jax.jit(jax.grad(lambda *x: jnp.sum(attention(*x).astype(jnp.float32)), (0, 1, 2)))
-    inputs = [jax.ShapeDtypeStruct((B, length, HEADS, 64), jnp.bfloat16)] * 3
+    inputs = [jax.ShapeDtypeStruct((B, length, HEADS, channels), jnp.bfloat16)] * 3
     program = gradient.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax(" in program and "__cudnn$fmhaSoftmaxBackward(" in program
 

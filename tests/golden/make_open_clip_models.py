@@ -119,7 +119,13 @@ def build(config: dict) -> torch.nn.Module:
     """Build a model of an OpenCLIP configuration, with small towers of timm and transformers."""
     config = json.loads(json.dumps(config))
     kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
-    bert = transformers.BertConfig(
+    with mock.patch.object(transformers.AutoConfig, "from_pretrained", bert_tiny):
+        return kind(**config)
+
+
+def bert_tiny(name: str) -> transformers.BertConfig:
+    """Return the configuration of a small BERT, whatever its name."""
+    return transformers.BertConfig(
         vocab_size=64,
         hidden_size=16,
         num_hidden_layers=2,
@@ -127,8 +133,6 @@ def build(config: dict) -> torch.nn.Module:
         intermediate_size=32,
         max_position_embeddings=20,
     )
-    with mock.patch.object(transformers.AutoConfig, "from_pretrained", lambda name: bert):
-        return kind(**config)
 
 
 @timm.models.register_model

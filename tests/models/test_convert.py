@@ -1,5 +1,6 @@
 """Models of OpenCLIP and transformers: features, gradients and the way back, against golden files."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from infcl_jax.models import BertConfig, load_pretrained, save_pretrained
+from infcl_jax.models import BertConfig, load_pretrained, read_open_clip_config, save_pretrained
 from infcl_jax.models.bert_names import BERT_CONFIGS
+from infcl_jax.models.convert import convert, open_source
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 from infcl_jax.models.timm_names import TIMM_SIZES
 
@@ -100,3 +102,42 @@ def test_the_export_holds_the_same_tensors(converted, tmp_path):
         assert array.dtype == after[name].dtype and array.tobytes() == after[name].tobytes(), name
     assert certificate.reexport_equal
     assert json.loads((tmp_path / "certificate.json").read_text())["parameters"] == len(jax.tree.leaves(variables))
+
+
+@pytest.mark.parametrize(("prefix", "norm"), [("", ("weight", "bias")), ("bert.", ("gamma", "beta"))])
+def test_a_bert_of_transformers_is_the_text_tower_of_a_model(tmp_path, prefix, norm):
+    groups, config = golden("open_clip_bert")
+    _, expected = load_pretrained(write_folder(tmp_path, "open_clip_bert"), compare_features=False)
+    renamed = {f"LayerNorm.{name}": f"LayerNorm.{new}" for name, new in zip(("weight", "bias"), norm, strict=True)}
+    tensors = {"cls.predictions.bias": np.zeros(64, np.float32)}
+    stem = "text.transformer."
+    for name, array in groups["weights"].items():
+        if name.startswith(stem):
+            module, _, leaf = name.removeprefix(stem).rpartition("LayerNorm.")
+            tensors[prefix + (module + renamed[f"LayerNorm.{leaf}"] if module else leaf)] = array
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 20, "type_vocab_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **sizes}))
+    (tmp_path / "open_clip_config.json").unlink()
+    _, variables, certificate = convert(open_source(tmp_path), default=read_open_clip_config(config))
+    assert certificate.unused == ("cls.predictions.bias",) and certificate.reexport_equal
+    tower = {name: leaf for name, leaf in expected["params"]["text"].items() if name != "text_projection"}
+    jax.tree.map(np.testing.assert_array_equal, variables, {"params": {"text": tower}})
+    with pytest.raises(ValueError, match="expected a model with two towers, got a bert alone"):
+        load_pretrained(tmp_path)
+
+
+def test_the_library_loads_the_export_and_gives_the_same_features(converted, tmp_path, monkeypatch):
+    """Needs PyTorch, which the project's environment does not have."""
+    case, _, model, variables = converted
+    pytest.importorskip("torch")
+    for library in ("open_clip", "transformers", "timm"):
+        pytest.importorskip(library)
+    monkeypatch.syspath_prepend(GOLDEN)
+    models = importlib.import_module("make_open_clip_models")  # registers the small tower of timm
+    if "bert" in case:
+        monkeypatch.setattr(models.transformers.AutoConfig, "from_pretrained", models.bert_tiny)
+    format = "open_clip" if case.startswith("open_clip") else "hf"
+    certificate = save_pretrained(tmp_path, model, variables, format)
+    assert certificate.reference is not None and certificate.feature_difference <= 1e-5

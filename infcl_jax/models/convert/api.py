@@ -179,8 +179,8 @@ def resize_variables(
       ValueError: another parameter changes its shape.
     """
     shapes, resized = variable_shapes(config), []
-    if changed := arrays.keys() ^ shapes.keys():
-        raise ValueError(f"expected changes that keep the parameters, got {min(changed)} before or after only")
+    if removed := arrays.keys() - shapes.keys():
+        raise ValueError(f"expected changes that keep the parameters, got a model without {min(removed)}")
     new = {}
     for path, array in arrays.items():
         if array.shape != shapes[path].shape:

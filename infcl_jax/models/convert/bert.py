@@ -19,8 +19,14 @@ _MODULES = {
 }
 
 
-def rules(text: Any, prefix: str) -> tuple[Rule, ...]:
-    """Return the rules of a BERT text tower without its projection; none for other towers."""
+def rules(text: Any, prefix: str, norm: tuple[str, str] = ("weight", "bias")) -> tuple[Rule, ...]:
+    """Return the rules of a BERT text tower without its projection; none for other towers.
+
+    Args:
+      text: configuration of the tower.
+      prefix: prefix of all names.
+      norm: names of scale and bias of a LayerNorm.
+    """
     if not isinstance(text, BertConfig):
         return ()
     block, target = r"params/text/transformer/block_0*(\d+)", f"{prefix}encoder.layer.{{0}}"
@@ -35,7 +41,8 @@ def rules(text: Any, prefix: str) -> tuple[Rule, ...]:
         Rule(rf"{block}/attn/in_proj/bias", tuple(f"{name}.bias" for name in projections)),
     ]
     for path, name in modules.items():
-        found += [Rule(f"{path}/(?:kernel|scale)", (f"{name}.weight",)), Rule(f"{path}/bias", (f"{name}.bias",))]
+        weight, bias = norm if name.endswith("LayerNorm") else ("weight", "bias")
+        found += [Rule(f"{path}/(?:kernel|scale)", (f"{name}.{weight}",)), Rule(f"{path}/bias", (f"{name}.{bias}",))]
     return tuple(found)
 
 
@@ -50,7 +57,10 @@ def weight_map(text: BertConfig, shapes: Mapping[str, Any], names: Collection[st
     table = "embeddings.word_embeddings.weight"
     prefix = next((name.removesuffix(table) for name in names if name.endswith(table)), "")
     pooler = "" if text.pool == "pooler" else r"|(.*\.)?pooler\.dense\..*"
-    return WeightMap(match_rules(rules(text, prefix), shapes), _UNUSED + pooler, {})
+    # Names of Google's checkpoints, such as that of bert-base-uncased.
+    legacy = any(name.endswith("LayerNorm.gamma") for name in names)
+    entries = match_rules(rules(text, prefix, ("gamma", "beta") if legacy else ("weight", "bias")), shapes)
+    return WeightMap(entries, _UNUSED + pooler, {})
 
 
 def read_config(config: Mapping[str, Any], text: BertConfig) -> BertConfig:

@@ -1,5 +1,6 @@
 """OpenCLIP's JSON configuration of a model, the inverse of `read_open_clip_config`."""
 
+import dataclasses
 from typing import Any
 
 from infcl_jax.models.bert_names import BERT_CONFIGS, bert_config
@@ -88,7 +89,8 @@ def _timm(vision: Any, config: CLIPConfig) -> dict[str, Any]:
     for size in TIMM_SIZES:
         name = f"vit_{size}_patch{vision.patch_size}_siglip_{vision.image_size}"
         head = {"projection": vision.projection, "projection_bias": vision.projection_bias}
-        if inference_tower(timm_vision_config(name, **head), "gelu") == inference_tower(vision, config.activation):
+        named = dataclasses.replace(timm_vision_config(name), **head)
+        if inference_tower(named, "gelu") == inference_tower(vision, config.activation):
             return {
                 "image_size": vision.image_size,
                 "timm_model_name": name,

@@ -23,6 +23,7 @@ from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.frozen_features import cached_features
+from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
 from infcl_jax.settings import (
     SETTINGS,
@@ -92,6 +93,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
         suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
+        if not resumed:
+            state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state)
         start = int(state.step)

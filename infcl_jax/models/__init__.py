@@ -13,6 +13,7 @@ from infcl_jax.models.clip import (
     normalize_image,
 )
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
+from infcl_jax.models.convert import Certificate, config_of, load_pretrained, save_pretrained
 from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.registry import build_model, create_model, model_config, model_names
 from infcl_jax.models.resnet import ResNet, ResNetConfig
@@ -31,6 +32,7 @@ __all__ = [
     "BertConfig",
     "CLIPConfig",
     "CLIPOutput",
+    "Certificate",
     "ResNet",
     "ResNetConfig",
     "TextConfig",
@@ -39,10 +41,13 @@ __all__ = [
     "VisionTransformer",
     "build_model",
     "clamp_logit_scale",
+    "config_of",
     "create_model",
     "l2_normalize",
+    "load_pretrained",
     "model_config",
     "model_names",
     "normalize_image",
     "read_open_clip_config",
+    "save_pretrained",
 ]

@@ -16,7 +16,7 @@ _ROBERTA: dict[str, Any] = {
     "pad_id": 1,
 }
 
-_CONFIGS: dict[str, BertConfig] = {
+BERT_CONFIGS: dict[str, BertConfig] = {
     "bert-base-uncased": BertConfig(**_BASE, vocab_size=30522),
     "bert-base-cased": BertConfig(**_BASE, vocab_size=28996),
     "bert-base-multilingual-cased": BertConfig(**_BASE, vocab_size=119547),
@@ -39,7 +39,7 @@ def bert_config(name: str, **changes: Any) -> BertConfig:
     Raises:
       ValueError: the name is unknown.
     """
-    known = _CONFIGS.get(name.rpartition("/")[2])
+    known = BERT_CONFIGS.get(name.rpartition("/")[2])
     if known is None:
-        raise ValueError(f"expected one of {tuple(_CONFIGS)}, got {name!r}; other text towers are not supported")
+        raise ValueError(f"expected one of {tuple(BERT_CONFIGS)}, got {name!r}; other text towers are not supported")
     return dataclasses.replace(known, activation="gelu", **changes)

@@ -28,7 +28,7 @@ class MapPool(nn.Module):
     @nn.compact
     def __call__(self, tokens: Float[Array, "b t {self.config.width}"]) -> Float32[Array, "b {self.config.width}"]:
         """Pool [b, t, width] to float32 [b, width]."""
-        c, b = self.config, len(tokens)
+        c, b = self.config, tokens.shape[0]
         probe = self.param("probe", nn.initializers.normal(c.input_std), (c.width,), c.param_dtype)
         pooled = _ProbeAttention(c, name="attn")(probe, tokens.astype(c.dtype))
         y, bias = Mlp(c, name="mlp")(layer_norm(c, "ln")(pooled))
@@ -44,7 +44,7 @@ class _ProbeAttention(nn.Module):
     def __call__(
         self, probe: Float[Array, "width"], tokens: Float[Array, "b t width"]
     ) -> Float[Array, "b {self.config.width}"]:
-        c, b = self.config, len(tokens)
+        c, b = self.config, tokens.shape[0]
         kernel, in_bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
         query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
         # The softmax is invariant to the key bias, and its weights sum to 1, so the value bias is added to the result.

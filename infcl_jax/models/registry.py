@@ -43,7 +43,15 @@ def model_config(name: str, **overrides: Any) -> CLIPConfig:
       ValueError: an unknown name or key (the message lists the known ones), a configuration that is not supported, or
         an invalid value of a field.
     """
-    config = _base_config(name)
+    return change_config(_base_config(name), **overrides)
+
+
+def change_config(config: CLIPConfig, **overrides: Any) -> CLIPConfig:
+    """Return a configuration with overrides, see `model_config`.
+
+    Raises:
+      ValueError: an unknown key (the message lists the known ones), or an invalid value of a field.
+    """
     known = _override_keys(config)
     if unknown := [key for key in overrides if key not in known]:
         close = difflib.get_close_matches(unknown[0], known, n=1)

@@ -79,7 +79,7 @@ class TextTransformer(nn.Module):
         """Return the pooled position of each sequence."""
         if self.pool == "end":
             return end_position(tokens, self.end_token)
-        return jnp.full(len(tokens), 0 if self.pool == "first" else tokens.shape[1] - 1, jnp.int32)
+        return jnp.full(tokens.shape[0], 0 if self.pool == "first" else tokens.shape[1] - 1, jnp.int32)
 
     def _embed(self, tokens: Integer[Array, "b t"]) -> Float[Array, "b t {self.config.width}"]:
         """Return token plus positional embeddings, [b, t, width] in the compute dtype."""

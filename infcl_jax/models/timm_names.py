@@ -5,7 +5,7 @@ import re
 from infcl_jax.models.config import VisionConfig
 
 # Width, layers, heads, ratio of the MLP.
-_SIZES: dict[str, tuple[int, int, int, float]] = {
+TIMM_SIZES: dict[str, tuple[int, int, int, float]] = {
     "base": (768, 12, 12, 4.0),
     "large": (1024, 24, 16, 4.0),
     "so400m": (1152, 27, 16, 3.7362),
@@ -23,12 +23,12 @@ def timm_vision_config(name: str) -> VisionConfig:
       ValueError: the name has another form.
     """
     match = re.fullmatch(r"vit_([a-z0-9]+)_patch(\d+)_siglip_(\d+)", name)
-    if match is None or match[1] not in _SIZES:
+    if match is None or match[1] not in TIMM_SIZES:
         raise ValueError(
-            f"expected a timm model vit_SIZE_patchN_siglip_PIXELS with a size among {', '.join(_SIZES)}, got {name!r}; "
-            "other towers of timm are not supported"
+            f"expected a timm model vit_SIZE_patchN_siglip_PIXELS with a size among {', '.join(TIMM_SIZES)}, got "
+            f"{name!r}; other towers of timm are not supported"
         )
-    width, layers, heads, mlp_ratio = _SIZES[match[1]]
+    width, layers, heads, mlp_ratio = TIMM_SIZES[match[1]]
     return VisionConfig(
         width=width,
         layers=layers,

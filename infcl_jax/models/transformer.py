@@ -123,7 +123,7 @@ class SelfAttention(nn.Module):
         """Project all tokens to queries, keys and values, packed if `prefers_packed`."""
         c, positions = self.config, self.positions
         channels = c.width // c.heads
-        if prefers_packed((len(x) // positions, positions, c.heads, channels), c.dtype, implementation):
+        if prefers_packed((x.shape[0] // positions, positions, c.heads, channels), c.dtype, implementation):
             bias = jnp.pad(jax.lax.stop_gradient(query_bias), (0, 2 * c.width))
             (packed,) = checkpointed_affine(x, (kernel,), (bias,))
             return (route_gradient(packed, query_bias).reshape(-1, positions, 3 * c.heads, channels),)

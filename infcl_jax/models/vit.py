@@ -41,7 +41,7 @@ class PatchEmbedding(nn.Module):
         # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = self.param("kernel", init, (p, p, image.shape[-1], c.width), c.param_dtype)
-        b, (rows, columns), channels = len(image), (size // p for size in image.shape[1:3]), image.shape[-1]
+        b, (rows, columns), channels = image.shape[0], (size // p for size in image.shape[1:3]), image.shape[-1]
         patches = image[:, : rows * p, : columns * p].astype(c.dtype).reshape(b, rows, p, columns, p, channels)
         patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, p * p * channels)
         x = patches @ kernel.reshape(-1, c.width).astype(c.dtype)
@@ -160,7 +160,7 @@ class VisionTransformer(nn.Module):
         transformer = Transformer(self.config, name="transformer")
         normalize = layer_norm(self.config, "ln_post", jnp.float32)
         if self.pool == "tok":
-            return normalize(transformer(x, jnp.zeros(len(x), jnp.int32), train=train))
+            return normalize(transformer(x, jnp.zeros(x.shape[0], jnp.int32), train=train))
         x = transformer(x, train=train)
         x = x if self.final_ln_after_pool else normalize(x)
         if self.pool == "map":

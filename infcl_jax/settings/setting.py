@@ -127,10 +127,16 @@ def type_name(kind: Any) -> str:
     """Describe a type by a noun phrase, such as "an integer"."""
     if kind in _NOUNS:
         return _NOUNS[kind]
-    entries = [type_name(entry).split(" ", 1)[-1] for entry in get_args(kind) if entry is not Ellipsis]
+    kinds = [entry for entry in get_args(kind) if entry is not Ellipsis]
+    entries = [type_name(entry).split(" ", 1)[-1] for entry in kinds]
     if _length(kind) is None:
-        return f"a tuple of {entries[0]}s"
-    return f"{_COUNTS[len(entries)]} {entries[0]}s" if len(set(entries)) == 1 else f"a ({', '.join(entries)}) pair"
+        return f"a tuple of {_pair(kinds[0]) if get_origin(kinds[0]) is tuple else entries[0]}s"
+    return f"{_COUNTS[len(entries)]} {entries[0]}s" if len(set(entries)) == 1 else f"a {_pair(kind)}"
+
+
+def _pair(kind: Any) -> str:
+    """Describe a tuple type by its entries, such as "(string, number) pair"."""
+    return f"({', '.join(type_name(entry).split(' ', 1)[-1] for entry in get_args(kind))}) pair"
 
 
 def _length(kind: Any) -> int | None:

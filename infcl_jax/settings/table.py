@@ -1,6 +1,7 @@
 """Table of the settings of a run."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
@@ -159,6 +160,24 @@ _MODEL = _shaping(
         0,
         "last groups of the frozen text tower that are trained, as --lock-text-unlocked-layers of OpenCLIP",
         _FROM_ZERO,
+    ),
+)
+
+_INIT = (
+    Setting(
+        "init.model",
+        str | None,
+        None,
+        "initial parameters of a new run: a folder, file or hf-hub:OWNER/NAME of OpenCLIP or Hugging Face, a run's "
+        "workdir or a checkpoint, see docs/weights.md",
+    ),
+    Setting("init.image", str | None, None, "initial parameters of the image tower, like init.model"),
+    Setting("init.text", str | None, None, "initial parameters of the text tower, like init.model"),
+    Setting(
+        "init.rules",
+        Sequence[tuple[str, str]],
+        (),
+        'names in the source by parameter name, such as (("logit_scale", ""),); an empty name keeps the initial value',
     ),
 )
 
@@ -397,6 +416,7 @@ SECTIONS = {
     "Data": _DATA,
     "Text": _TEXT,
     "Model": _MODEL,
+    "Initial parameters": _INIT,
     "Loss": _LOSS,
     "Global contrastive losses (SogCLR to FastCLIP)": _GLOBAL_CONTRASTIVE,
     "Gradient caching": _GRAD_CACHE,

@@ -1,6 +1,13 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
-from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
+from infcl_jax.training.checkpoint import (
+    CHECKPOINTS,
+    Checkpointer,
+    load_config,
+    prepare_workdir,
+    restore_variables,
+    save_config,
+)
 from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
@@ -18,6 +25,7 @@ from infcl_jax.training.step import check_finite, make_train_step
 
 __all__ = [
     "BATCH_RESIDENCIES",
+    "CHECKPOINTS",
     "LOSSES",
     "METRICS_FILE",
     "NO_CACHE",
@@ -48,5 +56,6 @@ __all__ = [
     "prepare_workdir",
     "read_metrics",
     "replayed",
+    "restore_variables",
     "save_config",
 ]

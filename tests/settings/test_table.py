@@ -9,6 +9,7 @@ import pytest
 from configs import base, digits, fastclip, quickstart
 from infcl_jax.data import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
+from infcl_jax.initialization import InitConfig
 from infcl_jax.settings import SETTINGS, Range, check_config, type_name
 from infcl_jax.training import GlobalContrastiveConfig, GradCacheConfig, OptimizerConfig, UnlockedGroups
 
@@ -82,6 +83,7 @@ GROUPS = {
     "evaluation": EvaluationConfig,
     "global_contrastive": GlobalContrastiveConfig,
     "grad_cache": GradCacheConfig,
+    "init": InitConfig,
     "optimizer": OptimizerConfig,
     "unlocked_groups": UnlockedGroups,
 }

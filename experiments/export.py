@@ -1,0 +1,76 @@
+"""Export the latest checkpoint of a run for OpenCLIP, Hugging Face or any program that runs StableHLO.
+
+    python -m experiments.export --workdir=runs/quickstart --output=exported --format=open_clip
+
+The formats are those of `infcl_jax.models.save_pretrained` ("open_clip", "hf"), and "stablehlo": both encoders as
+portable programs, with a README that says how to call them. `certificate.json` is the evidence that nothing was lost.
+"""
+
+import shutil
+from pathlib import Path
+
+import jax
+from absl import flags
+from flax.traverse_util import unflatten_dict
+
+from experiments import command
+from infcl_jax import run
+from infcl_jax.models import Certificate, save_pretrained
+from infcl_jax.models.convert import export_stablehlo, variable_shapes
+from infcl_jax.training import restore_variables
+
+FORMATS = ("open_clip", "hf", "stablehlo")
+
+# Other commands have flags of the same names; all are imported in one process by tests.
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of the exported model.", allow_override=True)
+_FORMAT = flags.DEFINE_enum("format", FORMATS[0], FORMATS, "Format of the exported model.", allow_override=True)
+
+
+def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -> Certificate:
+    """Export the latest checkpoint of a run.
+
+    Args:
+      workdir: directory of the run.
+      output: folder of the exported model, created if missing. A folder `tokenizer` is a copy of the run's.
+      format: "open_clip", "hf" or "stablehlo".
+
+    Returns:
+      The certificate, also written as `certificate.json`.
+
+    Raises:
+      FileNotFoundError: no run or no checkpoint in `workdir`.
+      ValueError: the format has no such model.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"expected format to be one of {FORMATS}, got {format!r}")
+    workdir, output = Path(workdir), Path(output)
+    config = run.read_model_config(run.saved_config(workdir))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    template = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+        for name, leaf in variable_shapes(config).items()
+    }
+    step, variables = restore_variables(workdir, unflatten_dict(template, sep="/"))
+    if format == "stablehlo":
+        certificate = export_stablehlo(output, config, variables)
+    else:
+        certificate = save_pretrained(output, config, variables, format)  # type: ignore[arg-type]
+    if (tokenizer := workdir / run.TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(tokenizer, output / run.TOKENIZER_FOLDER, dirs_exist_ok=True)
+    command.say(f"exported step {step} of {workdir}: {certificate.summary()}")
+    return certificate
+
+
+def export_from_flags(workdir: str) -> None:
+    """Export the run in `workdir` as the flags say.
+
+    Raises:
+      ValueError: `--output` is missing, or see `export`.
+    """
+    if not _OUTPUT.value:
+        raise ValueError("expected --output, the folder of the exported model, got none")
+    export(workdir, _OUTPUT.value, _FORMAT.value)
+
+
+if __name__ == "__main__":
+    command.run(export_from_flags, saved_config=True)

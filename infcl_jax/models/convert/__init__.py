@@ -1,0 +1,28 @@
+"""Weights of OpenCLIP and Hugging Face models, both ways."""
+
+from infcl_jax.models.convert.api import (
+    ExportFormat,
+    convert,
+    load_pretrained,
+    resize_variables,
+    save_pretrained,
+    variable_shapes,
+)
+from infcl_jax.models.convert.certificate import Certificate
+from infcl_jax.models.convert.configs import config_of, inference_tower
+from infcl_jax.models.convert.sources import open_source
+from infcl_jax.models.convert.stablehlo import export_stablehlo
+
+__all__ = [
+    "Certificate",
+    "ExportFormat",
+    "config_of",
+    "convert",
+    "export_stablehlo",
+    "inference_tower",
+    "load_pretrained",
+    "open_source",
+    "resize_variables",
+    "save_pretrained",
+    "variable_shapes",
+]

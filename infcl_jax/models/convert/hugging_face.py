@@ -1,0 +1,173 @@
+"""Names of tensors and JSON configurations of transformers' CLIP, SigLIP and BERT."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
+from infcl_jax.models.convert import bert
+from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+
+CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+_LEGACY_END = 2  # eos_token_id of configurations that pool the largest id, in transformers' `CLIPTextModel`
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # of Pillow
+_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_SMALL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+# Defaults of transformers, which `config.json` leaves out.
+_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("clip", "vision"): _SHAPE
+    | {"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    ("clip", "text"): _SMALL
+    | {"vocab_size": 49408, "max_position_embeddings": 77, "eos_token_id": 49407}
+    | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    ("siglip", "vision"): _SHAPE
+    | {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    ("siglip", "text"): _SHAPE
+    | {"vocab_size": 32000, "max_position_embeddings": 64}
+    | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+}
+
+
+def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], default: CLIPConfig | None) -> CLIPConfig:
+    """Read the configuration of a CLIP or SigLIP model, or of a BERT as the text tower of another model.
+
+    Args:
+      config: content of `config.json`.
+      preprocessor: content of `preprocessor_config.json`; empty without one.
+      default: configuration of the model with a BERT.
+
+    Raises:
+      ValueError: the model is of another type, or has a field that is not supported.
+    """
+    kind = config.get("model_type")
+    if kind in bert.KINDS:
+        if default is None or not isinstance(default.text, BertConfig):
+            raise ValueError(
+                f"expected a model with two towers, got a {kind} alone; load it as init.text of a model with a BERT"
+            )
+        return dataclasses.replace(default, text=bert.read_config(config, default.text))
+    if kind not in ("clip", "siglip"):
+        raise ValueError(f"expected model_type clip, siglip, {', '.join(bert.KINDS)} in {CONFIG_FILE}, got {kind!r}")
+    vision, text = (_DEFAULTS[kind, tower] | config.get(f"{tower}_config", {}) for tower in ("vision", "text"))
+    shape = {"image_size": vision["image_size"], "patch_size": vision["patch_size"]}
+    words = {"vocab_size": text["vocab_size"], "context_length": text["max_position_embeddings"]}
+    if kind == "clip":
+        end = text["eos_token_id"]
+        return CLIPConfig(
+            embed_dim=config.get("projection_dim", 512),
+            vision=VisionConfig(**_tower(vision), **shape),
+            text=TextConfig(
+                **_tower(text), **words, end_token=None if end in (_LEGACY_END, text["vocab_size"] - 1) else end
+            ),
+            init_logit_scale=config.get("logit_scale_init_value", math.log(1 / 0.07)),
+            **_images(preprocessor, {}),
+        )
+    if not vision.get("vision_use_head", True):
+        raise ValueError("expected vision_config.vision_use_head=True, got False; other values are not supported")
+    return CLIPConfig(
+        embed_dim=vision["hidden_size"],
+        vision=VisionConfig(
+            **_tower(vision), **shape, pool="map", class_token=False, ln_pre=False, patch_bias=True, projection="none"
+        ),
+        text=TextConfig(**_tower(text), **words, causal=False, pool="last", projection_bias=True),
+        init_logit_scale=math.log(10),  # Zhai et al. 2023, section 3.2
+        init_logit_bias=-10.0,
+        **_images(preprocessor, {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resize_mode": "squash"}),
+    )
+
+
+def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
+    """Map the parameters of a model to the tensors of transformers' `CLIPModel`, `SiglipModel` or `BertModel`.
+
+    Args:
+      config: configuration of the model.
+      shapes: arrays or shapes by path.
+      names: tensors of the source; empty for an export.
+
+    Raises:
+      ValueError: transformers has no such parameter.
+    """
+    if isinstance(config.text, BertConfig):
+        tower = {path: shape for path, shape in shapes.items() if _is_bert_path(path)}
+        return bert.weight_map(config.text, tower, names)
+    vision, text = "vision_model", "text_model"
+    siglip = config.vision.pool == "map"  # type: ignore[union-attr]
+    rules = (
+        Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "unit_axis" if siglip else None),
+        Rule(r"params/visual/class_embedding", (f"{vision}.embeddings.class_embedding",)),
+        Rule(r"params/visual/positional_embedding", (f"{vision}.embeddings.position_embedding.weight",)),
+        *_module("visual/conv1", f"{vision}.embeddings.patch_embedding"),
+        *_module("visual/ln_pre", f"{vision}.pre_layrnorm"),
+        *_module("visual/ln_post", f"{vision}.post_layernorm"),
+        *_module("visual/proj", "visual_projection"),
+        Rule(r"params/visual/attn_pool/probe", (f"{vision}.head.probe",), "unit_axes"),
+        Rule(r"params/visual/attn_pool/attn/in_proj/kernel", (f"{vision}.head.attention.in_proj_weight",)),
+        Rule(r"params/visual/attn_pool/attn/in_proj/bias", (f"{vision}.head.attention.in_proj_bias",)),
+        *_module("visual/attn_pool/attn/out_proj", f"{vision}.head.attention.out_proj"),
+        *_module("visual/attn_pool/ln", f"{vision}.head.layernorm"),
+        *_module("visual/attn_pool/mlp/c_fc", f"{vision}.head.mlp.fc1"),
+        *_module("visual/attn_pool/mlp/c_proj", f"{vision}.head.mlp.fc2"),
+        Rule(r"params/text/token_embedding", (f"{text}.embeddings.token_embedding.weight",)),
+        Rule(r"params/text/positional_embedding", (f"{text}.embeddings.position_embedding.weight",)),
+        *_module("text/ln_final", f"{text}.final_layer_norm"),
+        *_module("text/text_projection", f"{text}.head" if siglip else "text_projection"),
+        *_block_rules("visual", vision),
+        *_block_rules("text", text),
+    )
+    return WeightMap(match_rules(rules, shapes), r".*\.position_ids", {})
+
+
+def _is_bert_path(path: str) -> bool:
+    """Return whether a parameter is one of transformers' BERT, which has no projection to features."""
+    return path.startswith("params/text/") and not path.startswith("params/text/text_projection/")
+
+
+def _block_rules(path: str, prefix: str) -> tuple[Rule, ...]:
+    """Return the rules of the transformer blocks of a tower."""
+    block, target = rf"{path}/transformer/block_0*(\d+)", f"{prefix}.encoder.layers.{{0}}"
+    projections = [f"{target}.self_attn.{name}_proj" for name in "qkv"]
+    return (
+        Rule(rf"params/{block}/attn/in_proj/kernel", tuple(f"{name}.weight" for name in projections)),
+        Rule(rf"params/{block}/attn/in_proj/bias", tuple(f"{name}.bias" for name in projections)),
+        *_module(f"{block}/attn/out_proj", f"{target}.self_attn.out_proj"),
+        *_module(f"{block}/ln_1", f"{target}.layer_norm1"),
+        *_module(f"{block}/ln_2", f"{target}.layer_norm2"),
+        *_module(f"{block}/mlp/c_fc", f"{target}.mlp.fc1"),
+        *_module(f"{block}/mlp/c_proj", f"{target}.mlp.fc2"),
+    )
+
+
+def _module(path: str, name: str) -> tuple[Rule, Rule]:
+    """Return the rules of weight and bias of a convolution, dense layer or LayerNorm."""
+    return (
+        Rule(rf"params/{path}/(?:kernel|scale)", (f"{name}.weight",)),
+        Rule(rf"params/{path}/bias", (f"{name}.bias",)),
+    )
+
+
+def _tower(tower: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `TowerConfig` of a tower of transformers."""
+    if tower["hidden_act"] not in _ACTIVATIONS:
+        raise ValueError(f"expected hidden_act among {', '.join(_ACTIVATIONS)}, got {tower['hidden_act']!r}")
+    return {
+        "width": tower["hidden_size"],
+        "layers": tower["num_hidden_layers"],
+        "heads": tower["num_attention_heads"],
+        "mlp_ratio": tower["intermediate_size"] / tower["hidden_size"],
+        "activation": _ACTIVATIONS[tower["hidden_act"]],
+        "norm_epsilon": tower["layer_norm_eps"],
+    }
+
+
+def _images(preprocessor: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `CLIPConfig` of the image preprocessing."""
+    fields = {name: tuple(preprocessor[name]) for name in ("image_mean", "image_std") if name in preprocessor}
+    interpolation = {"interpolation": _RESAMPLE[preprocessor["resample"]]} if "resample" in preprocessor else {}
+    size = preprocessor.get("size", {})
+    squashed = isinstance(size, Mapping) and "height" in size and not preprocessor.get("do_center_crop", False)
+    resizing = {"resize_mode": "squash" if squashed else "shortest"} if size else {}
+    return {**default, **fields, **interpolation, **resizing}

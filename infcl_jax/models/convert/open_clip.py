@@ -1,0 +1,164 @@
+"""OpenCLIP's names of tensors."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig
+from infcl_jax.models.convert import bert
+from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.vit import sin_cos_positions
+
+WEIGHT_FILES = (
+    "open_clip_model.safetensors",
+    "open_clip_model.safetensors.index.json",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pt",
+)
+
+_UNUSED = r".*\.num_batches_tracked|(.*\.)?attn_mask|.*\.position_ids|input_resolution|context_length|vocab_size"
+_TIMM_HEAD = "visual.trunk.head.weight"  # timm's own classifier, in place of OpenCLIP's projection
+
+
+def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
+    """Map the parameters of a model to OpenCLIP's tensors.
+
+    Args:
+      config: configuration of the model.
+      shapes: arrays or shapes by path.
+      names: tensors of the source, which tell the variants of names apart. For an export, `export_names`.
+
+    Raises:
+      ValueError: OpenCLIP has no such parameter.
+    """
+    text = "text." if any(name.startswith("text.") for name in names) else ""
+    projection = Rule(r"params/text/text_projection/kernel", (f"{text}text_projection",), "same")
+    if isinstance(config.text, BertConfig):
+        projection = Rule(projection.pattern, ("text.proj.weight",))
+    elif "params/text/text_projection/bias" in shapes:
+        projection = Rule(projection.pattern, (f"{text}text_projection.weight",))
+    rules = (
+        Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "scalar"),
+        *(_timm_rules(_TIMM_HEAD in names) if is_timm(config.vision) else ()),
+        *bert.rules(config.text, "text.transformer."),
+        Rule(r"params/text/text_projection/fc1/kernel", ("text.proj.0.weight",)),
+        Rule(r"params/text/text_projection/fc2/kernel", ("text.proj.2.weight",)),
+        Rule(r"params/visual/proj/kernel", ("visual.proj",), "same"),
+        projection,
+        Rule(r"params/text/token_embedding", (f"{text}token_embedding.weight",)),
+        *_resnet_rules(),
+        *_tower_rules("visual", "visual."),
+        *_tower_rules("text", text),
+    )
+    entries = match_rules(rules, shapes)
+    means = [entry.names[0] for entry in entries if entry.names[0].endswith(".running_mean")]
+    buffers = {name.replace("running_mean", "num_batches_tracked"): np.array(0, np.int64) for name in means}
+    return WeightMap(entries, _UNUSED, buffers | _fixed_positions(config.vision))
+
+
+def is_timm(vision: Any) -> bool:
+    """Return whether OpenCLIP builds an image tower with timm: one without class token."""
+    return isinstance(vision, VisionConfig) and not vision.class_token
+
+
+def needs_custom_text(config: CLIPConfig) -> bool:
+    """Return whether OpenCLIP's `CustomTextCLIP` holds the model, with the prefix "text."; else `CLIP` does."""
+    text = config.text
+    if is_timm(config.vision) or isinstance(text, BertConfig):
+        return True
+    return not text.causal or text.pool != "end" or text.projection != "linear" or text.projection_bias
+
+
+def export_names(config: CLIPConfig) -> tuple[str, ...]:
+    """Return names of tensors that tell the variant of an export, see `weight_map`."""
+    return ("text.",) if needs_custom_text(config) else ()
+
+
+def _fixed_positions(vision: Any) -> dict[str, np.ndarray]:
+    """Return the table of fixed position embeddings, which OpenCLIP stores."""
+    if not isinstance(vision, VisionConfig) or vision.pos_embed != "sin_cos_2d":
+        return {}
+    table = sin_cos_positions(vision.width, vision.image_size // vision.patch_size)
+    return {"visual.positional_embedding": np.pad(table, ((1, 0), (0, 0)))}
+
+
+def _timm_rules(own_head: bool) -> tuple[Rule, ...]:
+    """Return the rules of a SigLIP image tower of timm."""
+    trunk, pool = "visual.trunk", "visual.trunk.attn_pool"
+    block, target = r"params/visual/transformer/block_0*(\d+)", f"{trunk}.blocks.{{0}}"
+    query_and_rest = (1, 2)  # channels of the query and of key and value
+    modules = {
+        "conv1": f"{trunk}.patch_embed.proj",
+        "ln_post": f"{trunk}.norm",
+        "attn_pool/attn/out_proj": f"{pool}.proj",
+        "attn_pool/ln": f"{pool}.norm",
+        "attn_pool/mlp/c_fc": f"{pool}.mlp.fc1",
+        "attn_pool/mlp/c_proj": f"{pool}.mlp.fc2",
+        "proj": f"{trunk}.head" if own_head else "visual.head.proj",
+    }
+    blocks = {"ln_1": "norm1", "ln_2": "norm2", "attn/in_proj": "attn.qkv", "attn/out_proj": "attn.proj"} | {
+        "mlp/c_fc": "mlp.fc1",
+        "mlp/c_proj": "mlp.fc2",
+    }
+    rules = [
+        Rule(r"params/visual/positional_embedding", (f"{trunk}.pos_embed",), "unit_axis"),
+        Rule(r"params/visual/attn_pool/probe", (f"{pool}.latent",), "unit_axes"),
+        *(
+            Rule(
+                rf"params/visual/attn_pool/attn/in_proj/{ours}",
+                (f"{pool}.q.{theirs}", f"{pool}.kv.{theirs}"),
+                shares=query_and_rest,
+            )
+            for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+        ),
+        Rule(rf"{block}/ls_(\d)", (f"{target}.ls{{1}}.gamma",)),
+    ]
+    for path, name in modules.items():
+        rules += [
+            Rule(rf"params/visual/{path}/(?:kernel|scale)", (f"{name}.weight",)),
+            Rule(rf"params/visual/{path}/bias", (f"{name}.bias",)),
+        ]
+    for path, name in blocks.items():
+        rules += [
+            Rule(rf"{block}/{path}/(?:kernel|scale)", (f"{target}.{name}.weight",)),
+            Rule(rf"{block}/{path}/bias", (f"{target}.{name}.bias",)),
+        ]
+    return tuple(rules)
+
+
+def _tower_rules(path: str, prefix: str) -> tuple[Rule, ...]:
+    """Return the rules of a transformer tower."""
+    block, target = rf"params/{path}/transformer/block_0*(\d+)", f"{prefix}transformer.resblocks.{{0}}"
+    return (
+        Rule(rf"{block}/attn/in_proj/kernel", (f"{target}.attn.in_proj_weight",)),
+        Rule(rf"{block}/attn/in_proj/bias", (f"{target}.attn.in_proj_bias",)),
+        Rule(rf"{block}/(ls_\d)", (f"{target}.{{1}}.gamma",)),
+        Rule(rf"{block}/(\w+)/(?:kernel|scale)", (f"{target}.{{1}}.weight",)),
+        Rule(rf"{block}/(\w+)/bias", (f"{target}.{{1}}.bias",)),
+        Rule(rf"{block}/(\w+)/(\w+)/kernel", (f"{target}.{{1}}.{{2}}.weight",)),
+        Rule(rf"{block}/(\w+)/(\w+)/bias", (f"{target}.{{1}}.{{2}}.bias",)),
+        Rule(rf"params/{path}/(\w+)/(?:kernel|scale)", (f"{prefix}{{0}}.weight",)),
+        Rule(rf"params/{path}/(\w+)/bias", (f"{prefix}{{0}}.bias",)),
+        Rule(rf"params/{path}/(\w+)", (f"{prefix}{{0}}",)),
+    )
+
+
+def _resnet_rules() -> tuple[Rule, ...]:
+    """Return the rules of the ResNet, with its running statistics."""
+    rules: list[Rule] = []
+    for collection, ours, theirs in (
+        ("params", "(?:kernel|scale)", "weight"),
+        ("params", "bias", "bias"),
+        ("batch_stats", "mean", "running_mean"),
+        ("batch_stats", "var", "running_var"),
+    ):
+        stage = rf"{collection}/visual/layer(\d)_(\d+)"
+        rules += [
+            Rule(rf"{stage}/downsample_conv/{ours}", (f"visual.layer{{0}}.{{1}}.downsample.0.{theirs}",)),
+            Rule(rf"{stage}/downsample_bn/{ours}", (f"visual.layer{{0}}.{{1}}.downsample.1.{theirs}",)),
+            Rule(rf"{stage}/(\w+)/{ours}", (f"visual.layer{{0}}.{{1}}.{{2}}.{theirs}",)),
+            Rule(rf"{collection}/visual/attnpool/(\w+)/{ours}", (f"visual.attnpool.{{0}}.{theirs}",)),
+            Rule(rf"{collection}/visual/(bn\d)/{ours}", (f"visual.{{0}}.{theirs}",)),
+        ]
+    return (*rules, Rule(r"params/visual/attnpool/positional_embedding", ("visual.attnpool.positional_embedding",)))

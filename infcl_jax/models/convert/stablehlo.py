@@ -1,0 +1,137 @@
+"""Export of both encoders as StableHLO, through `jax.export`."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from infcl_jax.models.clip import CLIP, MAX_LOGIT_SCALE, TOWERS
+from infcl_jax.models.config import CLIPConfig
+from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, fixed_inputs
+from infcl_jax.models.convert.configs import config_of
+from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
+from infcl_jax.models.registry import build_model
+from infcl_jax.models.resnet import ResNetConfig
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+_CPU = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="cpu", platform="cpu", num_cores=None))
+
+_README = """# Encoders as StableHLO
+
+Both functions take any batch size, and their weights as a dictionary. They need only JAX and safetensors:
+
+    import pathlib
+    from jax import export
+    from safetensors.flax import load_file
+
+    weights = load_file("image.safetensors")
+    encode = export.deserialize(bytearray(pathlib.Path("image.stablehlo").read_bytes()))
+    features = encode.call(weights, images)
+
+- `image.stablehlo`: uint8 images [b, {size}, {size}, 3] to L2-normalized {dtype} features [b, {features}].
+- `text.stablehlo`: int32 token ids [b, {length}], to L2-normalized {dtype} features [b, {features}].
+
+Similarities are multiplied by {scale:.6g}{bias}. Platforms: {platforms}.
+"""
+
+
+def export_stablehlo(
+    path: str | Path, model: CLIP | CLIPConfig, variables: Any, *, platforms: Sequence[str] = PLATFORMS
+) -> Certificate:
+    """Write image and text encoder as portable StableHLO programs with a symbolic batch size.
+
+    Writes `image.stablehlo`, `image.safetensors`, the same of `text`, and a `README.md` that says how to call them. The
+    programs use no kernels of one device.
+
+    Args:
+      path: folder, created if missing.
+      model: the model, or its configuration.
+      variables: its variables.
+      platforms: platforms of JAX that can run the programs.
+
+    Returns:
+      The certificate, with the largest difference of the features of the deserialized programs from the model's, on
+      this device.
+
+    Raises:
+      ImportError: flatbuffers is not installed (extra "export").
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError("format stablehlo needs the package flatbuffers; pip install 'infcl_jax[export]'")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(model) if isinstance(model, CLIP) else model
+    model, portable = build_model(config), build_model(_portable(config))
+    (batch,) = export.symbolic_shape("b")
+    size, length = config.vision.image_size, config.text.context_length
+    inputs = {
+        "image": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.uint8),
+        "text": jax.ShapeDtypeStruct((batch, length), jnp.int32),
+    }
+    arrays = flatten_dict(jax.device_get(variables), sep="/")
+    noise, tokens = fixed_inputs(config)
+    examples = {"image": np.uint8(np.clip(64 * noise + 128, 0, 255)), "text": tokens}
+    difference, tensors = 0.0, 0
+    for tower, subtree in TOWERS.items():
+        weights = {name: np.asarray(array) for name, array in arrays.items() if name.split("/")[1] == subtree}
+        shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
+        with use_abstract_mesh(_CPU):  # selects no kernel of this machine's devices
+            program = export.export(_encoder(portable, tower), platforms=platforms)(shapes, inputs[tower])
+        program_file, weight_file = folder / f"{tower}.stablehlo", folder / f"{tower}.safetensors"
+        write_tensors(weight_file, weights)
+        program_file.write_bytes(program.serialize())
+        restored = export.deserialize(bytearray(program_file.read_bytes()))
+        got = restored.call(read_tensors(weight_file), examples[tower])
+        expected = _encoder(model, tower)(weights, examples[tower])
+        difference = max(difference, float(np.abs(np.float32(got) - np.float32(expected)).max()))
+        tensors += len(weights)
+    scale, bias = (arrays.get(f"params/{name}") for name in ("logit_scale", "logit_bias"))
+    text = _README.format(
+        size=size,
+        length=length,
+        features=config.embed_dim,
+        dtype=config.feature_dtype or config.dtype,
+        scale=min(float(np.exp(scale)), MAX_LOGIT_SCALE),
+        bias="" if bias is None else f", and {float(bias):.6g} is added",
+        platforms=", ".join(platforms),
+    )
+    (folder / "README.md").write_text(text)
+    certificate = Certificate(
+        source=str(folder),
+        format="stablehlo",
+        parameters=tensors,
+        tensors=tensors,
+        reference=f"the model in jax {jax.__version__}",
+        feature_difference=difference,
+    )
+    certificate.save(folder / CERTIFICATE_FILE)
+    return certificate
+
+
+def _encoder(model: CLIP, tower: str) -> Any:
+    """Return the compiled encoder of a tower, a function of its weights by path and of its inputs."""
+
+    def encode(weights: dict[str, jax.Array], inputs: jax.Array) -> jax.Array:
+        return model.apply(unflatten_dict(weights, sep="/"), inputs, method=f"encode_{tower}")  # type: ignore[return-value]
+
+    return jax.jit(encode)
+
+
+def _portable(config: CLIPConfig) -> CLIPConfig:
+    """Return the configuration with attention that runs on every device."""
+    towers = {name: getattr(config, name) for name in ("vision", "text")}
+    changed = {
+        name: dataclasses.replace(tower, attention="xla")
+        for name, tower in towers.items()
+        if not isinstance(tower, ResNetConfig)
+    }
+    return dataclasses.replace(config, **changed)

@@ -1,0 +1,244 @@
+"""Files of weights: formats, damage, sizes, the Hub, and the names in errors."""
+
+import functools
+import hashlib
+import http.server
+import json
+import re
+import shutil
+import threading
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infcl_jax.models import create_model, load_pretrained, save_pretrained
+from infcl_jax.models.convert.position_embeddings import resize_grid, resize_sequence
+from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SHAPE = {"width": 16, "layers": 1, "heads": 2}
+OVERRIDES = {f"{tower}.{name}": value for tower in ("vision", "text") for name, value in SHAPE.items()} | {
+    "embed_dim": 8,
+    "text.context_length": 12,
+}
+WEIGHTS = "open_clip_model.safetensors"
+load = functools.partial(load_pretrained, compare_features=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small model in OpenCLIP's format."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = create_model("tiny", **OVERRIDES)
+    shapes = jax.eval_shape(
+        model.init, jax.random.key(0), np.zeros((1, 32, 32, 3), np.uint8), np.zeros((1, 12), np.int32)
+    )
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), shapes)
+    save_pretrained(folder, model, variables, compare_features=False)
+    return folder, model, variables
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "copy")
+
+
+def assert_same(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def rewrite(folder, change):
+    """Change the tensors of a folder in place."""
+    tensors = {name: np.array(array) for name, array in read_tensors(folder / WEIGHTS).items()}
+    change(tensors)
+    write_tensors(folder / WEIGHTS, tensors)
+
+
+@pytest.mark.parametrize("key", np.load(GOLDEN / "open_clip_positions.npz").files[::2])
+def test_position_embeddings_are_resized_as_in_open_clip(key):
+    tables, (tower, _, new, _) = np.load(GOLDEN / "open_clip_positions.npz"), key.split("/")
+    before, after = tables[key], tables[key.replace("before", "after")]
+    got = resize_grid(before, 1 + int(new) ** 2, prefix=1) if tower == "image" else resize_sequence(before, int(new))
+    np.testing.assert_allclose(got, after, atol=2e-6)
+
+
+def test_other_sizes_resize_the_position_embeddings_only(saved):
+    model, variables = load(saved[0], image_size=48, context_length=20)
+    assert (model.visual.image_size, model.text.context_length) == (48, 20)
+    assert variables["params"]["visual"]["positional_embedding"].shape == (37, 16)
+    assert variables["params"]["text"]["positional_embedding"].shape == (20, 16)
+    for tower in ("visual", "text"):
+        got, expected = (dict(v["params"][tower]) for v in (variables, saved[2]))
+        got.pop("positional_embedding"), expected.pop("positional_embedding")
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_are_kept_or_cast_as_asked(saved, folder, dtype):
+    _, cast = load(folder, param_dtype=dtype)
+    save_pretrained(folder, create_model("tiny", **OVERRIDES, param_dtype=dtype), cast, compare_features=False)
+    model, kept = load(folder)
+    assert model.text.config.param_dtype == dtype
+    assert kept["params"]["visual"]["proj"]["kernel"].dtype == dtype
+    assert kept["params"]["logit_scale"].dtype == np.float32
+    assert_same(kept, cast)
+    assert_same(load(folder, param_dtype="float32")[1], jax.tree.map(np.float32, cast))
+
+
+def test_shards_are_read_through_their_index(saved, folder):
+    tensors, names = read_tensors(folder / WEIGHTS), {}
+    for i, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        write_tensors(folder / f"part-{i}.safetensors", {name: tensors[name] for name in part})
+        names |= dict.fromkeys(part, f"part-{i}.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / WEIGHTS).unlink()
+    assert_same(load(folder)[1], saved[2])
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected part-1.safetensors in .*index.json names"):
+        load(folder)
+
+
+def test_a_checkpoint_of_pytorch_is_read_without_pytorch():
+    expected, got = np.load(GOLDEN / "torch_checkpoint.npz"), read_tensors(GOLDEN / "torch_checkpoint.pt")
+    assert got.keys() == set(expected.files)
+    assert got["bfloat16"].dtype == jnp.bfloat16
+    for name, array in got.items():
+        np.testing.assert_array_equal(array.astype(expected[name].dtype), expected[name])
+
+
+def test_a_checkpoint_of_pytorch_with_other_classes_is_refused():
+    with pytest.raises(
+        ValueError, match=r"got the class fractions.Fraction in .*; save its state_dict with safetensors"
+    ):
+        read_tensors(GOLDEN / "torch_checkpoint_code.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"PK\x03\x04"])
+def test_another_file_than_a_checkpoint_of_pytorch_is_refused(tmp_path, content):
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"expected a zip file of torch.save"):
+        read_tensors(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("size", [0, 4, 9, 2000, -1])
+def test_a_truncated_safetensors_file_is_refused(folder, size):
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:size])
+    with pytest.raises(ValueError, match=r"download it again$"):
+        load(folder)
+
+
+def add(tensors):
+    tensors |= {f"extra.{i}": np.zeros(1, np.float32) for i in range(6)}
+
+
+def remove(tensors):
+    del tensors["visual.proj"]
+
+
+def reshape(tensors):
+    tensors["visual.proj"] = tensors["visual.proj"][:, :4]
+
+
+MISTAKES = {
+    "unknown tensors": (add, r"got one with extra.0, extra.1, extra.2, extra.3, ... \(6 in all\)"),
+    "missing tensor": (remove, r"got one without visual.proj$"),
+    "another shape": (reshape, r"visual.proj \[\[16, 4\]\] for params/visual/proj/kernel \[16, 8\]"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_names_and_shapes_are_checked_both_ways(folder, case):
+    change, message = MISTAKES[case]
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=f"^expected [^\n]*{message}"):
+        load(folder)
+
+
+def test_buffers_are_listed_in_the_certificate(folder, caplog):
+    rewrite(folder, lambda tensors: tensors.update(attn_mask=np.zeros((12, 12), np.float32)))
+    with caplog.at_level("INFO", "infcl_jax"):
+        load(folder)
+    assert "unused: attn_mask; converted back they are equal" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("nowhere", FileNotFoundError, "got 'nowhere', which does not exist; give its folder"),
+        (str(GOLDEN), FileNotFoundError, "expected open_clip_config.json or config.json in"),
+        ("hf-hub:name", ValueError, "expected hf-hub:OWNER/NAME"),
+    ],
+)
+def test_another_path_is_an_error(path, error, message):
+    with pytest.raises(error, match=message):
+        load(path)
+
+
+def test_a_model_that_the_format_lacks_is_refused(saved, tmp_path):
+    _, model, variables = saved
+    biased = model.clone(init_logit_bias=-10.0)
+    variables = {"params": variables["params"] | {"logit_bias": np.float32(-10)}}
+    with pytest.raises(ValueError, match="expected a model that transformers' CLIP or SigLIP"):
+        save_pretrained(tmp_path, biased, variables, "hf", compare_features=False)
+    with pytest.raises(ValueError, match=r"expected format to be one of .*got 'onnx'"):
+        save_pretrained(tmp_path, model, variables, "onnx")
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """Hub with one repository: files at /OWNER/NAME/resolve/REVISION/FILE."""
+
+    folder: Path
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        match = re.fullmatch(r"/owner/name/resolve/(main|v2)/(.+)", self.path)
+        file = self.folder / match[2] if match else None
+        found = file is not None and file.is_file()
+        content = file.read_bytes() if found else b""
+        self.send_response(200 if found else 404)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        if not found:
+            self.send_header("X-Error-Code", "EntryNotFound" if match else "RepoNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(saved, tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    handler = type("Handler", (Mirror,), {"folder": saved[0]})
+    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://localhost:{server.server_port}")
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", re.sub(r"^https?://[^/]+", constants.ENDPOINT, template)
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield types.SimpleNamespace(constants=constants)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["owner/name", "owner/name@v2"])
+def test_a_model_is_loaded_from_a_mirror_of_the_hub(saved, hub, name):
+    assert_same(load(f"hf-hub:{name}")[1], saved[2])
+
+
+def test_an_unknown_repository_is_an_error(hub):
+    with pytest.raises(FileNotFoundError, match="expected the Hub repository hf-hub:owner/other"):
+        load("hf-hub:owner/other")

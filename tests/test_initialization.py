@@ -1,0 +1,116 @@
+"""Initial parameters from pretrained weights, runs and checkpoints."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import runs
+from flax.traverse_util import flatten_dict
+
+from experiments import train
+from infcl_jax import run
+from infcl_jax.distributed import data_mesh
+from infcl_jax.initialization import InitConfig, initialize
+from infcl_jax.models import save_pretrained
+
+NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """optax's Adam mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def settings(**changes):
+    return runs.config(**(NOTHING | {"seed": 1, "total_steps": 1} | changes))
+
+
+def initialized(config, state):
+    return initialize(InitConfig(**config.init), run.read_model_config(config), state)
+
+
+def flat(state):
+    return {name: np.asarray(array) for name, array in flatten_dict(state.params, sep="/").items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run with its checkpoint, and the same parameters in OpenCLIP's format."""
+    folder = tmp_path_factory.mktemp("source")
+    train.train(settings(seed=2), folder / "run")
+    config = settings(**{"init.model": str(folder / "run")})
+    state = initialized(config, run.initial_state(config, data_mesh()))
+    save_pretrained(folder / "open_clip", run.read_model_config(config), state.variables, compare_features=False)
+    return folder, flat(state)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return run.initial_state(settings(), data_mesh())
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/1", "open_clip", "open_clip/open_clip_model.safetensors"])
+@pytest.mark.parametrize("part", ["model", "image", "text"])
+def test_the_named_part_is_loaded_and_the_rest_kept(source, fresh, path, part):
+    folder, expected = source
+    got = flat(initialized(settings(**{f"init.{part}": str(folder / path)}), fresh))
+    prefix = {"model": "", "image": "visual/", "text": "text/"}[part]
+    for name, before in flat(fresh).items():
+        np.testing.assert_array_equal(got[name], expected[name] if name.startswith(prefix) else before, err_msg=name)
+    assert not np.array_equal(expected["visual/proj/kernel"], flat(fresh)["visual/proj/kernel"])
+
+
+def test_rules_rename_and_skip(source, fresh):
+    folder, expected = source
+    rules = (("logit_scale", ""), (r"visual/ln_(pre|post)/(.*)", r"visual/ln_post/\2"))
+    got = flat(initialized(settings(**{"init.model": str(folder / "run"), "init.rules": rules}), fresh))
+    np.testing.assert_array_equal(got["logit_scale"], flat(fresh)["logit_scale"])
+    for norm in ("ln_pre", "ln_post"):
+        np.testing.assert_array_equal(got[f"visual/{norm}/scale"], expected["visual/ln_post/scale"])
+
+
+def test_position_embeddings_are_resized_and_arrays_keep_their_sharding(source):
+    folder, expected = source
+    changes = {"init.model": str(folder / "run"), "parameter_sharding": "fsdp"}
+    overrides = f"{runs.OVERRIDES},vision.image_size=32,text.context_length=20"
+    config = settings(**changes, model_overrides=overrides)
+    before = run.initial_state(config, data_mesh())
+    after = initialized(config, before)
+    assert after.params["visual"]["positional_embedding"].shape[0] == 17
+    assert after.params["text"]["positional_embedding"].shape[0] == 20
+    for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        assert (old.sharding, old.dtype, old.shape) == (new.sharding, new.dtype, new.shape)
+    np.testing.assert_array_equal(flat(after)["visual/proj/kernel"], expected["visual/proj/kernel"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init.model": "nowhere"}, "expected a pretrained model, got 'nowhere', which does not exist"),
+        ({"model_overrides": f"{runs.OVERRIDES},activation=gelu"}, "vision.activation='quick_gelu', as in .* 'gelu'"),
+        ({"model_overrides": f"{runs.OVERRIDES},image_std=(1,1,1)"}, "image_std=.*, as in"),
+        ({"init.rules": (("visual/nothing", ""),)}, "init.rules to match a parameter, got 'visual/nothing'"),
+        ({"init.rules": (("visual/proj/kernel", "visual/x"),)}, "expected params/visual/x in .* skip it in init.rules"),
+        ({"init.rules": (("visual/proj/kernel", "logit_scale"),)}, r"visual/proj/kernel \[16, 16\], got \[\]"),
+        ({"init.rules": (("(", ""),)}, "pairs of a regular expression and a name"),
+    ],
+)
+def test_a_mistake_is_named(source, fresh, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        initialized(settings(**({"init.model": str(source[0] / "run")} | changes)), fresh)
+
+
+def test_lit_trains_on_a_converted_tower_and_a_resumed_run_does_not_load_again(source, tmp_path):
+    folder, expected = source
+    config = settings(frozen=("image",), **{"init.image": str(folder / "open_clip")})
+    train.train(config, tmp_path)
+    config.update(total_steps=2, init={"image": "moved/away"})  # a resumed run ignores it
+    train.train(config, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["total_steps"] == 2
+    config.init.update(image=None, model=str(tmp_path))
+    trained = flat(initialized(config, run.initial_state(config, data_mesh())))
+    for name, array in expected.items():
+        assert np.array_equal(trained[name], array) == (name.startswith("visual/")), name

@@ -5,6 +5,7 @@ from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.retrieval import retrieval_recall
+from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
@@ -21,5 +22,6 @@ __all__ = [
     "plot_retrieval_grid",
     "retrieval_recall",
     "split_loss",
+    "top_k",
     "zero_shot_accuracy",
 ]

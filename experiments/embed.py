@@ -238,7 +238,7 @@ def main() -> None:
     compilation_cache.enable(None, say)
     source = load_source(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
     if _CAPTIONS.value and not is_captioned(source):
-        raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has only classes")
+        raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
     encoder = load(_MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value)
     options = {"num_workers": _WORKERS.value, "max_bad_records": _MAX_BAD.value}
     say(embed(encoder, source, _OUTPUT.value, captions=_CAPTIONS.value, **options))

@@ -82,9 +82,16 @@ class _TrainChunk:
 
         Returns:
           The caption, and the random generator for the row's image.
+
+        Raises:
+          ValueError: the example has no caption.
         """
         rng = self._rng(_STREAM, row)
         captions = example["captions"]
+        if not captions:
+            raise ValueError(
+                "expected captions to train on, got a dataset opened with caption=none; leave the option out"
+            )
         return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
 
     def _rng(self, stream: int, row: int) -> np.random.Generator:

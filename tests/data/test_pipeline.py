@@ -406,3 +406,12 @@ def test_seconds_of_a_slow_stage_reach_the_statistics(monkeypatch, stage):
     assert stages.limiting_stage(stats, readers=1) == stage
     assert stats[stages.seconds_name(stage)] >= {stages.TOKENIZE: 3, stages.CONCATENATE: 1}.get(stage, 12)
     iterator.close()
+
+
+def test_training_without_captions_is_refused():
+    class Uncaptioned(MemorySource):
+        def __getitem__(self, index):
+            return super().__getitem__(index) | {"caption": "", "captions": ()}
+
+    with pytest.raises(ValueError, match="expected captions to train on"):
+        batches(Uncaptioned(40), 1)

@@ -18,7 +18,7 @@ class Example(TypedDict):
     Attributes:
       image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
       caption: first of `captions`, for the validation loss.
-      captions: all captions, at least one; retrieval uses all of them.
+      captions: all captions, at least one, but none with the option "caption=none"; retrieval uses all of them.
       label: class index, -1 without class.
     """
 

@@ -16,6 +16,7 @@ from infcl_jax.models import TOWERS, CLIPConfig
 from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables, variable_shapes
 from infcl_jax.models.registry import change_config
 from infcl_jax.training import CHECKPOINTS, TrainState, restore_variables
+from infcl_jax.training.ema import initial_ema
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
 
     Returns:
       The state with the parameters and running statistics of the sources, in the dtypes and shardings of `state`.
+      Its moving averages start there.
 
     Raises:
       FileNotFoundError: a source is missing.
@@ -85,7 +87,8 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
         raise ValueError(
             f"expected every rule of init.rules to match a parameter, got {unmatched[0]!r}, which does not"
         )
-    return state.replace(**unflatten_dict(variables, sep="/"))
+    state = state.replace(**unflatten_dict(variables, sep="/"))
+    return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
 
 def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[dict[str, str], set[str]]:

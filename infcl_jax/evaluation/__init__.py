@@ -1,15 +1,18 @@
 """Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
+from infcl_jax.evaluation.feature_files import FeatureRows, read_features
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.retrieval import retrieval_recall
+from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
     "EvaluationConfig",
+    "FeatureRows",
     "Features",
     "Suite",
     "batch_loss",
@@ -19,7 +22,9 @@ __all__ = [
     "format_table",
     "plot_curves",
     "plot_retrieval_grid",
+    "read_features",
     "retrieval_recall",
     "split_loss",
+    "top_k",
     "zero_shot_accuracy",
 ]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from infcl_jax.data.sources import is_captioned
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Encode, Features, encode_split
+from infcl_jax.evaluation.features import Encode, Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.retrieval import retrieval_recall
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
@@ -82,6 +82,7 @@ class Suite:
             no classes.
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
         self._train_batch_size = train_batch_size
         self._retrieval_source = self._zero_shot_source = None
@@ -158,12 +159,6 @@ class Suite:
             process_count=jax.process_count(),
         )
         return encode_split(self._encode_image, encode_text, variables, batches, self._mesh)
-
-    def _encode_image(self, variables: Any, image: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply(variables, image, method="encode_image"))
-
-    def _encode_text(self, variables: Any, text: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply(variables, text, method="encode_text"))
 
     def _draw_grid(self, image: np.ndarray, text: np.ndarray, path: str | Path) -> None:
         captions = [self._retrieval_source[i]["captions"][0] for i in range(len(text))]

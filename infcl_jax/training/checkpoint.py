@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from infcl_jax.training.ema import evaluated_variables
 
 CONFIG_FILE = "config.json"
 
@@ -128,7 +131,7 @@ class Checkpointer:
 
 
 def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:
-    """Restore the model's variables of a checkpoint, without optimizer state.
+    """Restore the variables of a checkpoint to evaluate: its moving averages if it has them.
 
     Args:
       workdir: directory of the run.
@@ -153,9 +156,18 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
         step = steps[-1] if step is None else step
         saved = manager.item_metadata(step)["state"].tree
         _check_array_types(step, {name: saved[name] for name in template if name in saved}, template)
-        args = ocp.checkpoint_utils.construct_restore_args(template)
-        restore = ocp.args.PyTreeRestore(template, restore_args=args, partial_restore=True)
-        return step, manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
+        items = template | ({"ema": _ema_template(template, saved["ema"])} if "ema" in saved else {})
+        args = ocp.checkpoint_utils.construct_restore_args(items)
+        restore = ocp.args.PyTreeRestore(items, restore_args=args, partial_restore=True)
+        restored = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
+        return step, evaluated_variables({name: restored[name] for name in template}, restored.get("ema"))
+
+
+def _ema_template(template: Any, saved: Any) -> Any:
+    """Select the variables that have moving averages, in fp32."""
+    if isinstance(template, Mapping):
+        return {name: _ema_template(template[name], saved[name]) for name in saved}
+    return jax.ShapeDtypeStruct(template.shape, np.float32, sharding=template.sharding)
 
 
 def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+import orbax.checkpoint as ocp
 import pytest
 import runs
 
@@ -20,6 +21,7 @@ from infcl_jax.training import (
     create_state,
     make_loss,
     make_train_step,
+    restore_variables,
     sharding,
 )
 from infcl_jax.training.ema import initial_ema, updated_ema
@@ -121,6 +123,17 @@ def test_a_run_resumes_with_its_averages_bit_for_bit(tmp_path, kind):
         ):
             checkpoints.restore_latest(fresh(kind, None))
     assert runs.equal_bits((resumed.params, resumed.ema), (whole.params, whole.ema))
+
+
+@pytest.mark.parametrize("frozen", [(), ("image",)])
+def test_variables_restored_without_optimizer_state_are_the_averages(tmp_path, frozen):
+    state, _ = train(fresh(frozen=frozen), 1)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, Data())
+    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, state.variables)
+    _, restored = restore_variables(tmp_path, template)
+    assert runs.equal_bits(restored, state.evaluated_variables)
+    assert not runs.equal_bits(restored, state.variables)
 
 
 def test_frozen_towers_have_no_averages():

@@ -34,7 +34,7 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
     - "mixture.json": several datasets with weights, `load_mixture`.
 
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
-    "labels.csv?label=kind".
+    "labels.csv?label=kind". With "?caption=none", the images of a path need no captions or labels, for features alone.
 
     Args:
       dataset: name or path of the dataset.

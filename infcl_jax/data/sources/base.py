@@ -18,7 +18,7 @@ class Example(TypedDict):
     Attributes:
       image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
       caption: first of `captions`, for the validation loss.
-      captions: all captions, at least one; retrieval uses all of them.
+      captions: all captions, at least one, but none with the option "caption=none"; retrieval uses all of them.
       label: class index, -1 without class.
     """
 
@@ -63,6 +63,15 @@ class DescribedSource(Source, Protocol):
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record, for counters and metrics."""
+        ...
+
+
+@runtime_checkable
+class KeyedSource(Source, Protocol):
+    """Source whose records have names."""
+
+    def key(self, index: int) -> str:
+        """Return the name of a record, such as its path or its key in a tar file."""
         ...
 
 
@@ -126,6 +135,11 @@ def describe(source: Source, index: int) -> str:
     if isinstance(source, DescribedSource):
         return source.describe(index)
     return f"record {index} of {source.name}, split {source.split}"
+
+
+def record_key(source: Source, index: int) -> str:
+    """Return the name of a record, or its index as text where records have no names."""
+    return source.key(index) if isinstance(source, KeyedSource) else str(index)
 
 
 def source_name(source: Source, index: int) -> str:

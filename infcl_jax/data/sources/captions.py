@@ -7,6 +7,7 @@ from typing import Any
 
 from infcl_jax.data.sources.base import Example
 
+NONE = "none"  # value of the option "caption" for images without captions or labels
 JSON_FIELDS = ("caption", "captions", "text", "texts", "title")
 
 
@@ -55,3 +56,14 @@ def example(image: bytes, captions: Sequence[str], label: int = -1) -> Example:
     if not image:
         raise ValueError("the image is empty")
     return {"image": image, "caption": texts[0], "captions": texts, "label": label}
+
+
+def uncaptioned_example(image: bytes) -> Example:
+    """Create an example without captions and label.
+
+    Raises:
+      ValueError: the image is empty.
+    """
+    if not image:
+        raise ValueError("the image is empty")
+    return {"image": image, "caption": "", "captions": (), "label": -1}

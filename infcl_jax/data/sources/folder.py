@@ -35,9 +35,12 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     for table in METADATA:
         if (Path(folder) / table).is_file():
             return TableSource([f"{folder}/{table}"], name, split, options)
-    if options:
-        raise ValueError(f"expected no options for the folder {name} without {METADATA[0]}, got {', '.join(options)}")
-    return FolderSource(folder, name, split)
+    if options and dict(options) != {"caption": captions.NONE}:
+        raise ValueError(
+            f"expected no options for the folder {name} without {METADATA[0]}, or caption={captions.NONE}, got"
+            f" {', '.join(options)}"
+        )
+    return FolderSource(folder, name, split, images_only=bool(options))
 
 
 class FolderSource:
@@ -51,16 +54,19 @@ class FolderSource:
       folder: path of the folder.
       name: name of the dataset.
       split: name of the split.
+      images_only: whether the samples are all images, without captions and classes.
 
     Raises:
       ValueError: the folder has no image with a caption or class, or a class has no name.
     """
 
-    def __init__(self, folder: str, name: str, split: str):
-        self.name, self.split, self._folder = name, split, folder
+    def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False):
+        self.name, self.split, self._folder, self._images_only = name, split, folder, images_only
         paths, images, unpaired = _list_images(folder)
-        self.captioned = bool(paths)
-        if not self.captioned:
+        self.captioned = bool(paths) and not images_only
+        if images_only:
+            paths, unpaired = images, 0
+        elif not self.captioned:
             paths = [path for path in images if _class_of(path)]
         self._paths = paths
         reason = "no caption" if self.captioned else "no class"
@@ -70,17 +76,20 @@ class FolderSource:
         if not paths:
             raise ValueError(
                 f"{name} has {len(images)} images and none with a caption; put KEY.txt beside KEY.jpg, a metadata.csv "
-                "with the columns file_name and text into the folder, or the images of each class into a subfolder"
+                "with the columns file_name and text into the folder, or the images of each class into a subfolder;"
+                f" {name}?caption={captions.NONE} reads images alone"
             )
         self._labels: dict[str, int] = {}
         self._classes: Classes | str
         try:
+            if images_only:
+                raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
             values = {value for path in paths if (value := _class_of(path))}
             if not values:
                 raise ValueError(f"{name} has no classes; put the images of each class into a subfolder named after it")
             self._labels, self._classes = label_values(values, folder, name)
         except ValueError as error:
-            if not self.captioned:
+            if not (self.captioned or images_only):
                 raise
             self._classes = str(error)  # training on captions does not need the labels
 
@@ -92,6 +101,8 @@ class FolderSource:
         path = Path(self._folder, self._paths[index])
         label = self._labels.get(_class_of(self._paths[index]), UNLABELED)
         try:
+            if self._images_only:
+                return captions.uncaptioned_example(path.read_bytes())
             if not self.captioned:
                 return captions.example(path.read_bytes(), prompts(self.classes(), label), label)
             caption = path.with_suffix(_CAPTION).read_bytes()
@@ -109,9 +120,13 @@ class FolderSource:
             raise ValueError(self._classes)
         return self._classes
 
+    def key(self, index: int) -> str:
+        """Return the path of an image, relative to the folder."""
+        return self._paths[index]
+
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index and path."""
-        return f"record {index} of {self.name}, split {self.split} ({self._paths[index]})"
+        return f"record {index} of {self.name}, split {self.split} ({self.key(index)})"
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

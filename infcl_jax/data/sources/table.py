@@ -48,7 +48,8 @@ class TableSource:
       paths: CSV, TSV, JSON lines or parquet files with the same columns.
       name: name of the dataset.
       split: name of the split.
-      options: "image": column of the images, "caption": columns of the captions separated by commas, "label": column of
+      options: "image": column of the images, "caption": columns of the captions separated by commas, or "none" for rows
+        without captions and labels, "label": column of
         the labels, "folder": base of relative image paths. By default, the first column named in `IMAGE_COLUMNS`,
         `CAPTION_COLUMNS` and `LABEL_COLUMNS`, in any capitalization, and the folder of each file.
 
@@ -76,14 +77,17 @@ class TableSource:
             text = "caption" if tables[0].captioned else "label"
             raise ValueError(f"{name} has no row with an image and a {text}; check the columns {tables[0].columns}")
         self.captioned = all(table.captioned for table in tables)
+        self._images_only = self._options.get("caption") == captions.NONE
         self._classes: Classes | str
         try:
+            if self._images_only:
+                raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
             columns = [table.label_strings() for table in tables]
             labels, self._classes = column_labels(columns, tables[0].folder, tables[0].label_column)
             for table, values in zip(tables, labels, strict=True):
                 table.labels = values
         except ValueError as error:
-            if not self.captioned:
+            if not (self.captioned or self._images_only):
                 raise
             self._classes = str(error)  # training on captions does not need the labels
 
@@ -102,6 +106,8 @@ class TableSource:
         table, row = self._locate(index)
         label = int(table.labels[row])
         try:
+            if self._images_only:
+                return captions.uncaptioned_example(table.image(row))
             texts = table.captions(row) if table.captioned else prompts(self.classes(), label)
             return captions.example(table.image(row), texts, label)
         except Exception as error:  # file systems and parsers raise any exception
@@ -116,6 +122,11 @@ class TableSource:
         if isinstance(self._classes, str):
             raise ValueError(self._classes)
         return self._classes
+
+    def key(self, index: int) -> str:
+        """Return the image path of a row, or its index for images in the table."""
+        table, row = self._locate(index)
+        return table.key(row) or str(index)
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, table and image path."""
@@ -165,7 +176,10 @@ class _Table:
         requested = [column for column in options.get("caption", "").split(",") if column]
         self._image = options.get("image") or self._detect(columns, "image", IMAGE_COLUMNS)
         self._label = options.get("label") or _first(columns, LABEL_COLUMNS)
-        if not requested and (_first(columns, CAPTION_COLUMNS) or not self._label):
+        self._images_only = requested == [captions.NONE]
+        if self._images_only:
+            requested, self._label = [], None
+        elif not requested and (_first(columns, CAPTION_COLUMNS) or not self._label):
             requested = [self._detect(columns, "caption", CAPTION_COLUMNS)]
         self._captions, self.captioned = requested, bool(requested)
         self.label_column = f"{self.path}, column {self._label!r}"
@@ -233,7 +247,9 @@ class _Table:
     def _complete(self, table: pa.Table) -> np.ndarray:
         """Return a mask of the complete rows, and count the others."""
         images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
-        if self.captioned:
+        if self._images_only:
+            texts = np.ones(table.num_rows, bool)
+        elif self.captioned:
             texts = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
         else:
             texts = np.asarray(pc.not_equal(self.label_strings(), ""))

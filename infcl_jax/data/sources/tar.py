@@ -35,7 +35,8 @@ class TarSource:
       shards: tar files, local or remote.
       name: name of the dataset.
       split: name of the split.
-      caption: extension of the caption member, or "json.FIELD"; None: txt, then json.
+      caption: extension of the caption member, or "json.FIELD"; None: txt, then json; "none": the samples are all
+        images, without captions and labels.
 
     Raises:
       FileNotFoundError: a shard does not exist.
@@ -45,12 +46,13 @@ class TarSource:
     def __init__(self, shards: Sequence[str], name: str, split: str, caption: str | None = None):
         self.name, self.split = name, split
         extension, _, field = (caption or "").partition(".")
-        self._members = (extension.lower(),) if extension else _CAPTIONS
+        self._images_only = caption == captions.NONE
+        self._members = () if self._images_only else (extension.lower(),) if extension else _CAPTIONS
         self._fields = (field,) if field else captions.JSON_FIELDS
         self._index = load_index(shards, self._members, name)
         self._files = files.Files(self._index.shards)
-        self._names = read_class_names(shards[0].rpartition("/")[0])
-        self.captioned = True
+        self._names = None if self._images_only else read_class_names(shards[0].rpartition("/")[0])
+        self.captioned = not self._images_only
         if self._names is not None:
             self._templates = read_templates(shards[0].rpartition("/")[0])
             # Scanned only where labels have a meaning. The scan of a training set without labels takes minutes.
@@ -67,7 +69,8 @@ class TarSource:
                 f"{name} has no sample with an image and a caption ({members})"
                 + "".join(f"; {problem}" for problem in self._index.problems[:1])
                 + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION, or put"
-                f" labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside the tar files"
+                f" labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside the tar files;"
+                f" ?caption={captions.NONE} reads images alone"
             )
 
     @property
@@ -136,6 +139,9 @@ class TarSource:
 
     def _read(self, shard: int, entry: np.void) -> Example:
         label = self._label(shard, entry)
+        if self._images_only:
+            offset, size = int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"])
+            return captions.uncaptioned_example(self._files.read(shard, offset, size))
         if not self.captioned:
             image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
             return captions.example(image, prompts(self.classes(), label), label)
@@ -155,16 +161,20 @@ class TarSource:
             return captions.example(image, texts, label)
         return captions.example(image, [captions.text(caption)], label)
 
+    def key(self, index: int) -> str:
+        """Return the name of a sample's members, up to the first dot of the last component or 100 bytes."""
+        shard, entry = self._index.locate(index)
+        header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
+        return tar_scan.split_name(header[:100].partition(b"\0")[0].decode("utf-8", "replace"))[0]
+
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, shard and key."""
-        shard, entry = self._index.locate(index)
         try:
-            header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
-            member = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+            key = self.key(index)
         except Exception:  # the reason why the record is bad is reported, not this one
-            member = "?"
-        path = files.name_of(self._index.shards[shard])
-        return f"record {index} of {self.name}, split {self.split} ({path}, key {tar_scan.split_name(member)[0]})"
+            key = "?"
+        path = files.name_of(self._index.shards[self._index.locate(index)[0]])
+        return f"record {index} of {self.name}, split {self.split} ({path}, key {key})"
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

@@ -191,7 +191,7 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
       read: reader of byte ranges.
       end: size of the tar file, in bytes.
       window: bytes per read.
-      captions: extensions of caption members, in order of preference.
+      captions: extensions of caption members, in order of preference; empty: captions are not needed.
 
     Returns:
       The samples with an image and a caption. A truncated file gives those before its end, a file with damaged headers
@@ -219,7 +219,9 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
     entries = bytearray()
     for sample in samples.values():
         member = next((i for i in range(len(captions)) if sample[3 + 2 * i]), None)
-        if not sample[1] or member is None:
+        if sample[1] and not captions:
+            entries += ENTRY.pack(*sample, 0, 0, 0)
+        elif not sample[1] or member is None:
             reason = "no image" if not sample[1] else "no caption"
             dropped[reason] = dropped.get(reason, 0) + 1
         else:

@@ -1,8 +1,12 @@
-import captioned
-import pytest
+import pickle
 
-from infcl_jax.data import load_source
-from infcl_jax.data.sources import files
+import captioned
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from infcl_jax.data import classes, load_source
+from infcl_jax.data.sources import files, is_captioned, record_key
 
 
 def captions(source):
@@ -162,3 +166,34 @@ def test_mistakes(tmp_path, dataset, split, kind, match):
 def test_paths_that_leave_the_folder_are_no_names():
     with pytest.raises(FileNotFoundError, match=r"\.\./x does not exist"):
         load_source("../x", "train")
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "csv", "parquet"])
+def test_images_without_captions_and_the_names_of_records(tmp_path, kind):
+    images = [captioned.jpeg(i) for i in range(5)]
+    folder = captioned.write_folder(tmp_path / "a", [(f"b/{i}", {"jpg": image}) for i, image in enumerate(images)])
+    captioned.write_tar(tmp_path / "a.tar", [(f"b/{i}.jpg", image) for i, image in enumerate(images)])
+    captioned.write_csv(tmp_path / "a.csv", [(f"{folder}/b/{i}.jpg",) for i in range(5)], ("path",))
+    parquet.write_table(pa.table({"image": images}), tmp_path / "a.parquet")
+    path, keys = {
+        "folder": (folder, [f"b/{i}.jpg" for i in range(5)]),
+        "tar": (tmp_path / "a.tar", [f"b/{i}" for i in range(5)]),
+        "csv": (tmp_path / "a.csv", [f"{folder}/b/{i}.jpg" for i in range(5)]),
+        "parquet": (tmp_path / "a.parquet", [str(i) for i in range(5)]),
+    }[kind]
+    source = pickle.loads(pickle.dumps(load_source(f"{path}?caption=none", "train[1:]")))
+    assert [source[i] for i in range(4)] == [
+        {"image": image, "caption": "", "captions": (), "label": -1} for image in images[1:]
+    ]
+    assert [record_key(source, i) for i in range(4)] == keys[1:] and not is_captioned(source)
+    with pytest.raises(ValueError, match=r"without classes|no class names"):
+        classes(source)
+
+
+def test_records_of_mixtures_have_the_names_of_their_components(tmp_path):
+    captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
+    captioned.write_folder(tmp_path / "b", captioned.samples(1))
+    (tmp_path / "mixture.json").write_text('[{"path": "a.tar"}, {"path": "b"}]')
+    source = load_source(str(tmp_path / "mixture.json"), "train")
+    assert [record_key(source, i) for i in range(3)] == ["000000", "000001", "000000.jpg"]
+    assert record_key(load_source("digits", "train"), 7) == "7"

@@ -194,7 +194,7 @@ class TransformerBlock(nn.Module):
         def scale_and_drop(y: jax.Array, bias: jax.Array, number: int) -> tuple[jax.Array, jax.Array | None]:
             if c.layer_scale is None and not (train and c.dropout):
                 return y, bias
-            # Both change the cotangent of `y`, so the gradient of the bias must be routed before them.
+            # Layer scale and dropout change the cotangent of `y`, so the gradient of the bias is routed before them.
             y = route_gradient(y, bias)
             if c.layer_scale is not None:
                 init = nn.initializers.constant(c.layer_scale)

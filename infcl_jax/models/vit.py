@@ -158,7 +158,8 @@ class VisionTransformer(nn.Module):
     ) -> Float32[Array, "b {self.config.width}"]:
         """Run transformer, final LayerNorm and pool."""
         transformer = Transformer(self.config, name="transformer")
-        normalize = layer_norm(self.config, "ln_post", jnp.float32)
+        is_before_map = self.pool == "map" and not self.final_ln_after_pool
+        normalize = layer_norm(self.config, "ln_post", self.config.dtype if is_before_map else jnp.float32)
         if self.pool == "tok":
             return normalize(transformer(x, jnp.zeros(x.shape[0], jnp.int32), train=train))
         x = transformer(x, train=train)

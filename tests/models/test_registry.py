@@ -30,7 +30,9 @@ def test_every_name_builds_a_model_of_its_configuration(name):
     assert hash(model) == hash(build_model(config))
     assert model.visual.config.width == config.vision.width
     assert not getattr(model.visual.config, "causal", False)
-    assert model.text.config.layers == config.text.layers and model.text.config.causal == config.text.causal
+    assert model.text.config.layers == config.text.layers and model.text.config.causal == getattr(
+        config.text, "causal", False
+    )
 
 
 @pytest.mark.parametrize("name", ["ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"])

@@ -1,4 +1,4 @@
-"""Export the latest checkpoint of a run for OpenCLIP, Hugging Face or any program that runs StableHLO.
+"""Export the latest checkpoint of a run for other programs.
 
     python -m experiments.export --workdir=runs/quickstart --output=exported --format=open_clip
 

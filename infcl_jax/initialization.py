@@ -101,7 +101,7 @@ def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tupl
     Returns:
       Names in the source by variable, and the patterns that matched.
     """
-    found, matched = {}, set()
+    names_in_source, matched = {}, set()
     for variable in names:
         collection, _, parameter = variable.partition("/")
         name = parameter
@@ -111,12 +111,12 @@ def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tupl
                 matched.add(pattern)
                 break
         if name:
-            found[variable] = f"{collection}/{name}"
-    return found, matched
+            names_in_source[variable] = f"{collection}/{name}"
+    return names_in_source, matched
 
 
 def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, np.ndarray]:
-    """Read the variables of a source by path, with position embeddings resized for a model.
+    """Read the variables of a source, resized for a model.
 
     Args:
       path: a folder, file or Hub name of `infcl_jax.models.load_pretrained`, the work directory of a run, or one of its
@@ -143,7 +143,7 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
 
 
 def _run_of(path: Path) -> tuple[Path | None, int | None]:
-    """Return work directory and step of a run or checkpoint; None for other paths, and for the latest step."""
+    """Return work directory and step of a run or checkpoint, else None."""
     if (path / CHECKPOINTS).is_dir():
         return path, None
     if path.parent.name == CHECKPOINTS and path.name.isdigit():
@@ -178,23 +178,23 @@ def _meaning(config: CLIPConfig, field: str) -> dict[str, Any]:
 
 
 def _loaded(
-    path: str, current: Mapping[str, jax.Array], found: Mapping[str, np.ndarray], names: Mapping[str, str]
+    path: str, current: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """Return the arrays of a source by variable, in the dtypes and shardings of the current ones.
+    """Place the arrays of a source like the current ones.
 
     Raises:
       ValueError: the source lacks some, or has others of another shape.
     """
-    missing = [name for name in names.values() if name not in found]
+    missing = [name for name in names.values() if name not in arrays]
     if missing:
         raise ValueError(f"expected {missing[0]} in {path}, got none ({len(missing)} in all); skip it in init.rules")
     for target, name in names.items():
-        if found[name].shape != current[target].shape:
+        if arrays[name].shape != current[target].shape:
             raise ValueError(
-                f"expected {target} {list(current[target].shape)}, got {list(found[name].shape)} in {path}; "
+                f"expected {target} {list(current[target].shape)}, got {list(arrays[name].shape)} in {path}; "
                 "skip it in init.rules, or choose another model"
             )
     return {
-        target: jax.device_put(found[name].astype(current[target].dtype), current[target].sharding)
+        target: jax.device_put(arrays[name].astype(current[target].dtype), current[target].sharding)
         for target, name in names.items()
     }

@@ -46,13 +46,14 @@ def load_pretrained(
 
     Args:
       path: a local folder, or `hf-hub:OWNER/NAME[@REVISION]`, with the files of OpenCLIP (`open_clip_config.json`,
-        `open_clip_model.safetensors`) or of a CLIP model of transformers (`config.json`, `model.safetensors`).
+        `open_clip_model.safetensors`) or of a CLIP or SigLIP model of transformers (`config.json`,
+        `model.safetensors`). Also a file of weights in such a folder.
       image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
         that of the model.
       context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: that of the model.
       compare_features: whether the certificate compares features with those of `open_clip` or `transformers`, where it
         is installed.
-      **overrides: further changes to the configuration, as of `infcl_jax.models.model_config`. `param_dtype` casts the
+      **overrides: further changes to the configuration, see `infcl_jax.models.model_config`. `param_dtype` casts the
         weights. By default, it is their dtype, or float32 for mixed ones.
 
     Returns:
@@ -211,7 +212,10 @@ def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig
 
 @functools.lru_cache(maxsize=16)
 def variable_shapes(config: CLIPConfig) -> dict[str, Any]:
-    """Map the paths of a model's variables to their shapes and dtypes; cached, since tracing takes seconds."""
+    """Map the paths of a model's variables to shapes and dtypes.
+
+    The result is cached, since tracing takes seconds.
+    """
     image = jax.ShapeDtypeStruct((1, config.vision.image_size, config.vision.image_size, 3), jnp.uint8)
     text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
     model = build_model(config)
@@ -219,7 +223,7 @@ def variable_shapes(config: CLIPConfig) -> dict[str, Any]:
 
 
 def _common_dtype(tensors: Tensors) -> str:
-    """Return the dtype of all floating tensors with dimensions; float32 for mixed ones and float64."""
+    """Return the half-precision dtype of all floating arrays, else float32."""
     dtypes = {
         array.dtype.name for array in tensors.values() if array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
     }
@@ -227,7 +231,7 @@ def _common_dtype(tensors: Tensors) -> str:
 
 
 def _equals(weights: WeightMap, tensors: Tensors, arrays: Mapping[str, np.ndarray], resized: tuple[str, ...]) -> bool:
-    """Return whether the arrays, converted back, equal the tensors in their dtype bit for bit."""
+    """Return whether arrays equal the tensors bit for bit when converted back."""
     kept = WeightMap(tuple(entry for entry in weights.entries if entry.path not in resized), weights.unused, {})
     return all(
         array.tobytes() == tensors[name].astype(array.dtype).tobytes()

@@ -20,7 +20,9 @@ _MODULES = {
 
 
 def rules(text: Any, prefix: str, norm: tuple[str, str] = ("weight", "bias")) -> tuple[Rule, ...]:
-    """Return the rules of a BERT text tower without its projection; none for other towers.
+    """Return the rules of a BERT text tower; none for other towers.
+
+    The projection to features is not part of transformers' BERT.
 
     Args:
       text: configuration of the tower.
@@ -33,7 +35,7 @@ def rules(text: Any, prefix: str, norm: tuple[str, str] = ("weight", "bias")) ->
     projections = [f"{target}.attention.self.{name}" for name in ("query", "key", "value")]
     modules = {"params/text/ln_embed": f"{prefix}embeddings.LayerNorm", "params/text/pooler": f"{prefix}pooler.dense"}
     modules |= {f"{block}/{path}": f"{target}.{name}" for path, name in _MODULES.items()}
-    found = [
+    tower_rules = [
         Rule(r"params/text/token_embedding", (f"{prefix}embeddings.word_embeddings.weight",)),
         Rule(r"params/text/positional_embedding", (f"{prefix}embeddings.position_embeddings.weight",)),
         Rule(r"params/text/token_type_embedding", (f"{prefix}embeddings.token_type_embeddings.weight",)),
@@ -42,12 +44,15 @@ def rules(text: Any, prefix: str, norm: tuple[str, str] = ("weight", "bias")) ->
     ]
     for path, name in modules.items():
         weight, bias = norm if name.endswith("LayerNorm") else ("weight", "bias")
-        found += [Rule(f"{path}/(?:kernel|scale)", (f"{name}.{weight}",)), Rule(f"{path}/bias", (f"{name}.{bias}",))]
-    return tuple(found)
+        tower_rules += [
+            Rule(f"{path}/(?:kernel|scale)", (f"{name}.{weight}",)),
+            Rule(f"{path}/bias", (f"{name}.{bias}",)),
+        ]
+    return tuple(tower_rules)
 
 
 def weight_map(text: BertConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
-    """Map the parameters of a text tower to the tensors of a BERT of transformers.
+    """Map the parameters of a text tower to transformers' BERT.
 
     Args:
       text: configuration of the tower.

@@ -70,7 +70,7 @@ class Certificate:
 
 
 def feature_difference(certificate: Certificate, source: Source, model: CLIP, variables: Any) -> Certificate:
-    """Add the largest feature difference from the library of the format, where it is installed.
+    """Add the largest feature difference from the format's own library.
 
     Args:
       certificate: certificate of the conversion.
@@ -98,7 +98,9 @@ def feature_difference(certificate: Certificate, source: Source, model: CLIP, va
 
 
 def fixed_inputs(config: CLIPConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return two images of noise and two texts of random tokens, each with its end token last.
+    """Return two random images and texts.
+
+    Each text ends with its end token.
 
     Returns:
       float32 [2, h, w, 3], as if normalized; int32 [2, t].

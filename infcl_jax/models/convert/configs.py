@@ -44,7 +44,7 @@ def config_of(model: CLIP) -> CLIPConfig:
 
 
 def inference_config(config: CLIPConfig) -> CLIPConfig:
-    """Return a configuration that is equal for models that compute the same with the same parameters.
+    """Normalize a configuration to what determines the features of given parameters.
 
     Dtypes, initial values and the settings of training are those of the defaults, and values that defaults replace are
     written out.
@@ -82,6 +82,6 @@ def inference_tower(tower: Any, activation: str) -> Any:
 
 
 def _fields(kind: type, tower: Any) -> dict[str, Any]:
-    """Read the fields of a tower's configuration from the module, or from its transformer's configuration."""
+    """Read the fields of a tower's configuration from its module."""
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: getattr(tower if hasattr(tower, name) else tower.config, name) for name in names}

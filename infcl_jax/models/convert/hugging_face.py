@@ -33,7 +33,9 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], default: CLIPConfig | None) -> CLIPConfig:
-    """Read the configuration of a CLIP or SigLIP model, or of a BERT as the text tower of another model.
+    """Read the configuration of a CLIP, SigLIP or BERT model.
+
+    A BERT becomes the text tower of `default`.
 
     Args:
       config: content of `config.json`.
@@ -81,7 +83,7 @@ def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], defa
 
 
 def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
-    """Map the parameters of a model to the tensors of transformers' `CLIPModel`, `SiglipModel` or `BertModel`.
+    """Map the parameters of a model to those of transformers.
 
     Args:
       config: configuration of the model.
@@ -122,7 +124,7 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
 
 
 def _is_bert_path(path: str) -> bool:
-    """Return whether a parameter is one of transformers' BERT, which has no projection to features."""
+    """Return whether transformers' BERT has a parameter; it has no projection."""
     return path.startswith("params/text/") and not path.startswith("params/text/text_projection/")
 
 

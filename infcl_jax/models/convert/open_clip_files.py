@@ -53,7 +53,7 @@ def _model(config: CLIPConfig) -> dict[str, Any]:
 
 
 def _quick_gelu(config: CLIPConfig) -> bool:
-    """Return whether the towers without an activation of their own in OpenCLIP have quick GELU."""
+    """Return whether the towers that OpenCLIP's `quick_gelu` sets have quick GELU."""
     towers = [config.text] if is_timm(config.vision) else [config.vision, config.text]
     return any(_activation(tower, config) == "quick_gelu" for tower in towers if not isinstance(tower, ResNetConfig))
 

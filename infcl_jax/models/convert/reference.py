@@ -7,7 +7,10 @@ import numpy as np
 
 
 def installed_reference(format: str) -> str | None:
-    """Return the library of a format with its version if it and PyTorch are installed, else None."""
+    """Return the installed library of a format with its version, or None.
+
+    PyTorch must be installed too.
+    """
     library = {"open_clip": "open_clip", "hf": "transformers"}[format]
     if any(importlib.util.find_spec(name) is None for name in ("torch", library)):
         return None
@@ -15,7 +18,9 @@ def installed_reference(format: str) -> str | None:
 
 
 def reference_features(format: str, folder: Path, image: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the normalized features of a folder with its own library, in float32 on the CPU.
+    """Compute normalized features with the library of a format.
+
+    It runs in float32 on the CPU.
 
     Args:
       format: "open_clip" or "hf".

@@ -26,7 +26,7 @@ class Source(NamedTuple):
       config: content of `open_clip_config.json` or `config.json`; None for a file of weights alone.
       preprocessor: content of `preprocessor_config.json`; empty without one.
       format: names of the tensors, "open_clip" or "hf".
-      weights: local file of the tensors, beside the other files.
+      weights: local file of the tensors, in the folder of the other files.
     """
 
     name: str
@@ -49,7 +49,7 @@ def open_source(path: str | Path) -> Source:
 
     Args:
       path: a folder, a file of weights, or `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of
-        `huggingface_hub`. The configuration is beside a file. Without one, its names are OpenCLIP's.
+        `huggingface_hub`. The folder of a file has its configuration. Without one, the names are OpenCLIP's.
 
     Raises:
       FileNotFoundError: no such folder, file or Hub repository, or a file is missing.
@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _local_finder(path: Path) -> Callable[[str], Path | None]:
-    """Return a function that finds a file in a folder, or beside a file."""
+    """Return a function that finds a file by name in a local folder."""
     if not path.exists():
         raise FileNotFoundError(
             f"expected a pretrained model, got {str(path)!r}, which does not exist; give its folder, a file of weights "
@@ -103,7 +103,7 @@ def _local_finder(path: Path) -> Callable[[str], Path | None]:
 
 
 def _hub_finder(path: str) -> Callable[[str], Path | None]:
-    """Return a function that downloads a file of a Hub repository, or returns None if it has no such file."""
+    """Return a function that downloads a file of a Hub repository by name."""
     match = re.fullmatch(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path)
     if not match:
         raise ValueError(f"expected {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME@REVISION, got {path!r}")

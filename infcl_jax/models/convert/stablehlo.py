@@ -118,7 +118,7 @@ def export_stablehlo(
 
 
 def _encoder(model: CLIP, tower: str) -> Any:
-    """Return the compiled encoder of a tower, a function of its weights by path and of its inputs."""
+    """Return the jitted encoder of a tower, a function of weights and inputs."""
 
     def encode(weights: dict[str, jax.Array], inputs: jax.Array) -> jax.Array:
         return model.apply(unflatten_dict(weights, sep="/"), inputs, method=f"encode_{tower}")  # type: ignore[return-value]

@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def _read_shards(index: Path) -> Tensors:
-    """Read the shards of an index, each of whose tensors must be in its file."""
+    """Read the shards of an index."""
     files: dict[str, str] = _parse(index.read_bytes(), index)["weight_map"]
     shards = {file: read_tensors(index.parent / file) for file in dict.fromkeys(files.values())}
     for name, file in files.items():

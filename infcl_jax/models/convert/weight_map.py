@@ -116,8 +116,8 @@ def to_variables(weights: WeightMap, tensors: Tensors, shapes: Mapping[str, Any]
     for entry in weights.entries:
         array = _to_parameter(entry, [tensors[name] for name in entry.names])
         if array is None or array.shape != shapes[entry.path].shape:
-            found = [list(tensors[name].shape) for name in entry.names]
-            wrong.append(f"{', '.join(entry.names)} {found} for {entry.path} {list(shapes[entry.path].shape)}")
+            shape = [list(tensors[name].shape) for name in entry.names]
+            wrong.append(f"{', '.join(entry.names)} {shape} for {entry.path} {list(shapes[entry.path].shape)}")
         variables[entry.path] = array
     if wrong:
         raise ValueError(f"expected the shapes of the model in {source}, got {_listed(wrong)}; check its configuration")
@@ -137,11 +137,11 @@ def to_tensors(weights: WeightMap, arrays: Mapping[str, np.ndarray]) -> Tensors:
     tensors: Tensors = dict(weights.buffers)
     for entry in weights.entries:
         array, (_, to_torch) = arrays[entry.path], _LAYOUTS[entry.layout]
-        parts = [array]
+        blocks = [array]
         if len(entry.names) > 1:
             bounds = np.cumsum(entry.shares) * array.shape[-1] // sum(entry.shares)
-            parts = np.split(array, bounds[:-1], axis=-1)
-        tensors |= {name: to_torch(part) for name, part in zip(entry.names, parts, strict=True)}
+            blocks = np.split(array, bounds[:-1], axis=-1)
+        tensors |= {name: to_torch(block) for name, block in zip(entry.names, blocks, strict=True)}
     return tensors
 
 
@@ -156,7 +156,7 @@ _LAYOUTS: dict[Layout, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.nd
 
 
 def _to_parameter(entry: Entry, tensors: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Convert the tensors of one parameter; None if their dimensions do not fit the layout."""
+    """Convert the tensors of one parameter; None for wrong dimensions."""
     to_jax, _ = _LAYOUTS[entry.layout]
     try:
         arrays = [to_jax(tensor) for tensor in tensors]

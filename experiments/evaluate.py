@@ -1,11 +1,11 @@
-"""Evaluate the latest checkpoint of a run.
-
-Measures zero-shot accuracy, retrieval and the whole-split loss, and plots the curves and a retrieval grid.
+"""Evaluate the latest checkpoint of a run, or other weights, on benchmarks.
 
     python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
+    python -m experiments.evaluate --weights=PATH --suite=imagenet_variants --data_dir=benchmarks --output=results
 
-Starts from the settings of the run. The command line can change those that docs/settings.md marks with "evaluation":
-data, devices and evaluation.
+Measures zero-shot accuracy and retrieval. Of a run, it also measures the whole-split loss, and plots the curves and a
+retrieval grid. It starts from the settings of the run. The command line can change those that docs/settings.md marks
+with "evaluation": data, devices and evaluation. docs/evaluation.md describes benchmarks and suites.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from absl import flags
 from ml_collections import ConfigDict
 
 from configs import saved
@@ -20,6 +21,7 @@ from experiments import command
 from infcl_jax import run
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -67,7 +69,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     config, changed = changed_config(workdir, changes or {})
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir))
+    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir), command.say)
     state = run.initial_state(config, mesh, run.sample_source(config))
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
@@ -131,9 +133,30 @@ def given_changes() -> dict[str, Any]:
 
 def _resolved_config() -> ConfigDict:
     """Return the settings of this evaluation, for `--print_config`."""
-    config, _ = changed_config(command.given_workdir(), given_changes())
+    config, _ = changed_config(command.given_workdir(), given_changes() | _flag_changes())
     return config
 
 
+def _define_flags() -> None:
+    """Define the flags of this command; other commands import the module without them."""
+    flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
+    flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
+    flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
+
+
+def _flag_changes() -> dict[str, Any]:
+    """Return the settings given as flags of their own."""
+    values = flags.FLAGS
+    names = (*filter(None, [values.suite]), *values.evaluations)
+    return ({"evaluations": names} if names else {}) | (
+        {"evaluation.data_dir": values.data_dir} if values.data_dir else {}
+    )
+
+
 if __name__ == "__main__":
-    command.run(lambda workdir: evaluate(workdir, given_changes()), saved_config=True, config=_resolved_config)
+    _define_flags()
+    command.run(
+        lambda workdir: evaluate(workdir, given_changes() | _flag_changes()),
+        saved_config=True,
+        config=_resolved_config,
+    )

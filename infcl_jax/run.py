@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,19 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
     return tokenizer
 
 
-def evaluation_suite(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Suite:
+def evaluation_suite(
+    config: ConfigDict,
+    mesh: Mesh,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Suite:
     """Create the evaluation suite of a run.
 
     Args:
       config: settings of the run.
       mesh: devices.
       tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
+      say: function that prints a line of progress; None: no progress.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
@@ -106,6 +113,8 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer | None
         mesh=mesh,
         implementation=config.implementation,
         train_batch_size=config.batch_size if config.loss == "clip" else None,
+        evaluations=config.evaluations,
+        say=say,
     )
 
 

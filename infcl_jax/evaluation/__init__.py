@@ -1,24 +1,33 @@
-"""Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
+"""Evaluation of dual encoders: benchmarks, zero-shot classification, retrieval, split loss and plots."""
 
+from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
-from infcl_jax.evaluation.retrieval import retrieval_recall
-from infcl_jax.evaluation.suite import EvaluationConfig, Suite
+from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
+from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
+from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
+from infcl_jax.evaluation.tasks import Task
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
     "EvaluationConfig",
+    "ExamplePrediction",
     "Features",
     "Suite",
+    "Task",
+    "TaskResult",
     "batch_loss",
     "class_embeddings",
     "encode_split",
+    "flat_metrics",
     "format_line",
     "format_table",
+    "load_benchmark",
     "plot_curves",
     "plot_retrieval_grid",
+    "retrieval_map",
     "retrieval_recall",
     "split_loss",
     "zero_shot_accuracy",

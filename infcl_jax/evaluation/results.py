@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-KINDS = ("zero_shot", "multilabel", "retrieval", "average")
+KINDS = ("zero_shot", "multilabel", "retrieval", "loss", "average")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,27 +7,16 @@
 
 from ml_collections import ConfigDict
 
-from configs import base
-from infcl_jax.settings import SETTINGS, flattened
-from infcl_jax.training import load_config
+from infcl_jax import run
 
 
 def get_config(workdir: str) -> ConfigDict:
-    """Return the defaults of `configs/base.py`, updated with `config.json`.
+    """Return the settings of a run.
 
     Args:
       workdir: directory of the run.
 
     Raises:
-      FileNotFoundError: no run in `workdir`.
-      ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
+      FileNotFoundError, ValueError: see `infcl_jax.run.saved_config`.
     """
-    config, values = base.get_config(), flattened(ConfigDict(load_config(workdir)))
-    for name in values:
-        if name not in SETTINGS:
-            raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
-    try:
-        config.update_from_flattened_dict(values)
-    except TypeError as error:
-        raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
-    return config
+    return run.saved_config(workdir)

@@ -34,13 +34,14 @@ from infcl_jax.models import CLIPConfig, build_model, model_config
 from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
-from infcl_jax.settings import check_model_overrides, parse_overrides
+from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
 from infcl_jax.training import (
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
     TrainState,
     create_state,
+    load_config,
     loss_class,
     make_loss,
     make_optimizer,
@@ -53,6 +54,27 @@ _logger = logging.getLogger(__name__)
 
 _PREFETCHED = 1  # batches that wait decoded on the devices, where each takes memory
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
+
+
+def saved_config(workdir: str | Path) -> ConfigDict:
+    """Return the settings of an existing run: the defaults, updated with `config.json`.
+
+    Args:
+      workdir: directory of the run.
+
+    Raises:
+      FileNotFoundError: no run in `workdir`.
+      ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
+    """
+    config, values = default_config(), flattened(ConfigDict(load_config(workdir)))
+    for name in values:
+        if name not in SETTINGS:
+            raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
+    try:
+        config.update_from_flattened_dict(values)
+    except TypeError as error:
+        raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
+    return config
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,25 @@ Batch = Mapping[str, np.ndarray]
 
 _IMAGE_KEYS = ("image", "label", "index", "mask")
 _TEXT_KEYS = ("text", "text_index")
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerEncoder:
+    """Encoder of one tower of a model.
+
+    Equal models have equal encoders, so they share the programs of `encode_sharded`.
+
+    Attributes:
+        model: a `CLIP` module.
+        method: "encode_image" or "encode_text".
+    """
+
+    model: nn.Module
+    method: str
+
+    def __call__(self, variables: Any, inputs: jax.Array) -> jax.Array:
+        """Encode a batch to [b, D], given the Flax variables of the model."""
+        return cast(jax.Array, self.model.apply(variables, inputs, method=self.method))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,19 +106,16 @@ def encode_split(
     rows = 0
     captions: list[Batch] = []
 
-    def image_batches() -> Iterator[dict[str, jax.Array]]:
+    def image_batches() -> Iterator[Batch]:
         nonlocal rows
         for batch in batches:
             rows = max(rows, _padded_rows(batch, mesh))
             if encode_text is not None:
                 _check_fields(batch, _TEXT_KEYS)
                 captions.append({key: batch[key] for key in _TEXT_KEYS})
-            label, mask = np.asarray(batch["label"], np.int32), np.asarray(batch["mask"], np.bool_)
-            fields = {"image": np.asarray(batch["image"]), "label": label, "index": batch["index"], "mask": mask}
-            device = _shard(fields, rows, mesh)
-            yield {"feature": encode_sharded(encode_image, mesh, params, device.pop("image")), **device}
+            yield batch
 
-    image = _gather(image_batches())
+    image = _sorted(encode_image_batches(encode_image, params, image_batches(), mesh))
     if image is None:
         raise ValueError("expected at least one evaluation batch, got none; check the split and the batch size")
     if len(image["index"]) == 0:
@@ -107,21 +124,112 @@ def encode_split(
         text, text_image = np.zeros((0, image["feature"].shape[1]), np.float32), np.zeros(0, np.int32)
     else:
         joined = {key: np.concatenate([batch[key] for batch in captions]) for key in _TEXT_KEYS}
-        gathered = _gather(_text_batches(encode_text, params, joined, rows, mesh))
+        gathered = _sorted(encode_caption_rows(encode_text, params, joined, mesh, rows))
         text, text_image = _assign(gathered, image["index"])
     return Features(image["feature"], text, text_image, image["label"], image["index"])
 
 
-def _text_batches(
-    encode_text: Encode, params: Any, captions: Batch, rows: int, mesh: Mesh
-) -> Iterator[dict[str, jax.Array]]:
-    """Encode the captions of all processes, `rows` of each process at a time."""
-    # Processes have different numbers of captions but must run the same number of steps.
-    longest = np.max(multihost_utils.process_allgather(np.int32(len(captions["text"]))))
-    for start in range(0, int(longest), rows):
-        text, index = (captions[key][start : start + rows] for key in _TEXT_KEYS)
-        device = _shard({"text": text, "index": index, "mask": np.ones(len(text), np.bool_)}, rows, mesh)
-        yield {"feature": encode_sharded(encode_text, mesh, params, device.pop("text")), **device}
+def encode_image_batches(
+    encode_image: Encode, params: Any, batches: Iterable[Batch], mesh: Mesh
+) -> Iterator[dict[str, np.ndarray]]:
+    """Encode batches of images, one batch ahead of the host.
+
+    Args:
+        encode_image: see `encode_split`.
+        params: parameters of the encoder, on `mesh`.
+        batches: process-local batches, see `encode_split`; their captions are ignored.
+        mesh: mesh with an axis "data".
+
+    Yields:
+        `feature` float32 [m, D], `label` int32 [m] and `index` int64 [m] of the m rows of a global batch that have a
+        true mask, on every process.
+
+    Raises:
+        ValueError: see `encode_split`.
+    """
+
+    def encoded() -> Iterator[dict[str, jax.Array]]:
+        rows = 0
+        for batch in batches:
+            rows = max(rows, _padded_rows(batch, mesh))
+            label, mask = np.asarray(batch["label"], np.int32), np.asarray(batch["mask"], np.bool_)
+            fields = {"image": np.asarray(batch["image"]), "label": label, "index": batch["index"], "mask": mask}
+            device = _shard(fields, rows, mesh)
+            yield {"feature": encode_sharded(encode_image, mesh, params, device.pop("image")), **device}
+
+    yield from _collected(encoded())
+
+
+def encode_caption_rows(
+    encode_text: Encode, params: Any, captions: Batch, mesh: Mesh, rows: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Encode the captions of all processes, one batch ahead of the host.
+
+    Args:
+        encode_text: see `encode_split`.
+        params: parameters of the encoder, on `mesh`.
+        captions: `text` int32 [c, L] and `text_index` int64 [c] of this process; c may differ between processes.
+        mesh: mesh with an axis "data".
+        rows: captions of each process encoded at once, a multiple of its devices.
+
+    Yields:
+        `feature` float32 [m, D] and `index` int64 [m] of m captions, on every process.
+    """
+
+    def encoded() -> Iterator[dict[str, jax.Array]]:
+        # Processes have different numbers of captions but must run the same number of steps.
+        longest = np.max(multihost_utils.process_allgather(np.int32(len(captions["text"]))))
+        for start in range(0, int(longest), rows):
+            text, index = (captions[key][start : start + rows] for key in _TEXT_KEYS)
+            device = _shard({"text": text, "index": index, "mask": np.ones(len(text), np.bool_)}, rows, mesh)
+            yield {"feature": encode_sharded(encode_text, mesh, params, device.pop("text")), **device}
+
+    yield from _collected(encoded())
+
+
+def encode_texts(
+    encode_text: Encode,
+    params: Any,
+    tokenize: Callable[[Sequence[str]], np.ndarray],
+    texts: Sequence[str],
+    mesh: Mesh,
+    batch_size: int,
+) -> np.ndarray:
+    """Encode texts, the same on every process.
+
+    Args:
+        encode_text: `encode_text(params, ids [b, L]) -> [b, D]`, any float dtype.
+        params: parameters of the encoder, on `mesh`.
+        tokenize: function from n texts to int32 [n, L].
+        texts: N texts, at least one.
+        mesh: mesh with an axis "data".
+        batch_size: texts encoded at once, over all devices; rounded up to a multiple of the mesh size.
+
+    Returns:
+        float32 [N, D], on every process.
+    """
+    rows = padded_size(len(texts), batch_size, mesh.size)
+    features = []
+    for start in range(0, len(texts), rows):
+        ids = tokenize(texts[start : start + rows])
+        encoded = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, rows)))
+        features.append(to_host(encoded)[: len(ids)])
+    return np.concatenate(features)
+
+
+def padded_size(count: int, batch_size: int, multiple: int) -> int:
+    """Return the rows of the batches of `count` inputs.
+
+    Fewer inputs than a batch are padded to a power of two, so that calls with few inputs are cheap and their programs
+    are few.
+
+    Args:
+        count: number of inputs, at least 1.
+        batch_size: largest number of rows.
+        multiple: the rows are rounded up to a multiple of this number, the mesh size.
+    """
+    rows = min(batch_size, 1 << (count - 1).bit_length())
+    return -(-rows // multiple) * multiple
 
 
 def _assign(captions: dict[str, np.ndarray] | None, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -232,18 +340,23 @@ def _shard(fields: dict[str, np.ndarray], rows: int, mesh: Mesh) -> dict[str, ja
     return shard_batch(mesh, {key: pad_rows(value, rows) for key, value in (fields | {"index": words}).items()})
 
 
-def _gather(batches: Iterable[dict[str, jax.Array]]) -> dict[str, np.ndarray] | None:
-    """Gather batches on every host, without padding and sorted by index; None without batches."""
-    host: list[dict[str, np.ndarray]] = []
+def _collected(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
+    """Gather batches on every host, without padding and one batch late."""
     pending: dict[str, jax.Array] | None = None
     for batch in batches:
         # Collecting the previous batch overlaps host copies and the input pipeline with device computation.
         if pending is not None:
-            host.append(_collect(pending))
+            yield _collect(pending)
         pending = batch
-    if pending is None:
+    if pending is not None:
+        yield _collect(pending)
+
+
+def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] | None:
+    """Concatenate batches and sort their rows by index; None without batches."""
+    host = list(batches)
+    if not host:
         return None
-    host.append(_collect(pending))
     fields = {key: np.concatenate([batch[key] for batch in host]) for key in host[0]}
     order = np.argsort(fields["index"], kind="stable")  # captions of an image keep their order
     return {key: value[order] for key, value in fields.items()}

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.features import Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.progress import with_progress
 from infcl_jax.evaluation.results import TaskResult
@@ -99,6 +99,7 @@ class Suite:
             dataset has no classes.
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
         self._train_batch_size, self._say = train_batch_size, say
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
@@ -203,12 +204,6 @@ class Suite:
         )
         shown = batches if self._say is None else with_progress(batches, len(batches), source.name, self._say)
         return encode_split(self._encode_image, self._encode_text if texts else None, variables, shown, self._mesh)
-
-    def _encode_image(self, variables: Any, image: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply(variables, image, method="encode_image"))
-
-    def _encode_text(self, variables: Any, text: jax.Array) -> jax.Array:
-        return cast(jax.Array, self._model.apply(variables, text, method="encode_text"))
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]

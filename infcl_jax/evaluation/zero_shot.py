@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.distributed import to_host
-from infcl_jax.evaluation.features import Encode, encode_sharded, l2_normalize, pad_rows, shard_rows
+from infcl_jax.evaluation.features import Encode, encode_texts, l2_normalize
 from infcl_jax.evaluation.metrics import accuracies
 from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity
 
@@ -61,13 +60,8 @@ def class_embeddings(
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     prompts = [_fill(template, name) for name in class_names for template in templates]
-    size = -(-min(batch_size, len(prompts)) // mesh.size) * mesh.size
-    features = []
-    for start in range(0, len(prompts), size):
-        ids = tokenizer(prompts[start : start + size])
-        encoded = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, size)))
-        features.append(to_host(encoded)[: len(ids)])
-    unit = l2_normalize(np.concatenate(features)).reshape(len(class_names), len(templates), -1)
+    features = encode_texts(encode_text, params, tokenizer, prompts, mesh, batch_size)
+    unit = l2_normalize(features).reshape(len(class_names), len(templates), -1)
     return l2_normalize(unit.mean(axis=1))
 
 

@@ -1,6 +1,13 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
-from infcl_jax.training.checkpoint import Checkpointer, load_config, prepare_workdir, save_config
+from infcl_jax.training.checkpoint import (
+    CHECKPOINTS,
+    Checkpointer,
+    load_config,
+    prepare_workdir,
+    restore_variables,
+    save_config,
+)
 from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
@@ -14,6 +21,7 @@ from infcl_jax.training.step import check_finite, make_train_step
 
 __all__ = [
     "BATCH_RESIDENCIES",
+    "CHECKPOINTS",
     "LOSSES",
     "METRICS_FILE",
     "NO_CACHE",
@@ -39,5 +47,6 @@ __all__ = [
     "prepare_workdir",
     "read_metrics",
     "replayed",
+    "restore_variables",
     "save_config",
 ]

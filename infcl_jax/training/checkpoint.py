@@ -13,6 +13,9 @@ import orbax.checkpoint as ocp
 CONFIG_FILE = "config.json"
 
 
+CHECKPOINTS = "checkpoints"  # folder in the work directory
+
+
 class DataIterator(Protocol):
     """Interface of a checkpointable data iterator.
 
@@ -46,7 +49,7 @@ class Checkpointer:
           keep: number of latest checkpoints to keep.
         """
         self._manager = ocp.CheckpointManager(
-            (Path(workdir) / "checkpoints").absolute(),
+            (Path(workdir) / CHECKPOINTS).absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
             item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
         )
@@ -111,6 +114,37 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Wait for the last write and close."""
         self._manager.close()
+
+
+def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:
+    """Restore the model's variables of a checkpoint, without optimizer state.
+
+    Args:
+      workdir: directory of the run.
+      template: variables with the structure, shapes, dtypes and shardings to restore, as `jax.ShapeDtypeStruct`.
+      step: step of the checkpoint; None: the latest.
+
+    Returns:
+      (step of the checkpoint, variables).
+
+    Raises:
+      FileNotFoundError: the run has no such checkpoint.
+      ValueError: an array of the checkpoint differs from `template` in shape or dtype.
+    """
+    folder = (Path(workdir) / CHECKPOINTS).absolute()
+    options = ocp.CheckpointManagerOptions(create=False)
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+        steps = sorted(manager.all_steps())
+        if not steps or step not in (None, *steps):
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise FileNotFoundError(f"{wanted} in {workdir}; its steps are {', '.join(map(str, steps)) or 'none yet'}")
+        step = steps[-1] if step is None else step
+        saved = manager.item_metadata(step)["state"].tree
+        _check_array_types(step, {name: saved[name] for name in template if name in saved}, template)
+        args = ocp.checkpoint_utils.construct_restore_args(template)
+        restore = ocp.args.PyTreeRestore(template, restore_args=args, partial_restore=True)
+        return step, manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
 
 
 def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:

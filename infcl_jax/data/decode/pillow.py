@@ -52,7 +52,7 @@ def decode(data: bytes) -> np.ndarray:
       Exception: the file is damaged; Pillow raises any exception.
     """
     with open_image(data) as file:
-        return np.asarray(_load_upright(file))
+        return np.asarray(load_upright(file))
 
 
 def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) -> np.ndarray:
@@ -77,7 +77,7 @@ def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) ->
     """
     with open_image(data) as file:
         if file.format != "JPEG":  # Pillow can rotate other formats while it loads them
-            image = _load_upright(file)
+            image = load_upright(file)
             geometry = draw(image.height, image.width)
             return geometry.finish(resize_box(image, geometry.box, size))
         orientation, (width, height) = orientation_of(file), file.size
@@ -87,7 +87,7 @@ def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) ->
         if factor > 1:
             file.draft(None, (width // factor, height // factor))
         box = _reduced_box(geometry.box, factor, orientation, (width, height))
-        return geometry.finish(resize_box(_load_upright(file), box, size))
+        return geometry.finish(resize_box(load_upright(file), box, size))
 
 
 def _reduced_box(box: Box, factor: int, orientation: int, stored_size: tuple[int, int]) -> Box:
@@ -128,8 +128,8 @@ def orientation_of(file: Image.Image) -> int:
     return 1
 
 
-def _load_upright(file: Image.Image) -> Image.Image:
-    """Load the pixels as RGB and apply the EXIF orientation."""
+def load_upright(file: Image.Image) -> Image.Image:
+    """Load the pixels as RGB and apply the EXIF orientation; see `decode`."""
     file.load()
     image, orientation = _to_rgb(file), orientation_of(file)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image

@@ -1,0 +1,266 @@
+"""A trained or converted model with its tokenizer, to encode and classify images and texts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from PIL import Image
+
+from infcl_jax import run
+from infcl_jax.data.decode.api import pixels
+from infcl_jax.data.decode.pillow import load_upright
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.tokenizers import BaseTokenizer, load_tokenizer
+from infcl_jax.data.transforms import resize_center_crop
+from infcl_jax.distributed import data_mesh
+from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
+from infcl_jax.evaluation.zero_shot import Template, class_embeddings
+from infcl_jax.models import CLIP, build_model
+from infcl_jax.training import CHECKPOINTS, restore_variables
+
+ImageLike = Image.Image | str | os.PathLike | bytes | np.ndarray | jax.Array
+
+DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    tokenizer: str | BaseTokenizer | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    batch_size: int = 256,
+) -> Encoder:
+    """Load a model to encode and classify images and texts.
+
+    Only the parameters of a checkpoint are read, not the optimizer state.
+
+    Args:
+      path: work directory of a run.
+      step: step of the run's checkpoint; None: the latest.
+      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the run.
+      dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
+      mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
+      batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
+
+    Returns:
+      The encoder.
+
+    Raises:
+      FileNotFoundError: the path does not exist, or the run has no such checkpoint.
+      ValueError: the path holds no model, or an argument does not fit it.
+      ImportError: a package of the tokenizer is missing.
+
+    Example:
+      encoder = infcl_jax.load("runs/quickstart")
+      image = encoder.encode_images(["cat.jpg", "dog.jpg"])  # [2, D]
+      probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
+    """
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    folder, mesh = Path(path), data_mesh() if mesh is None else mesh
+    if not folder.exists():
+        raise FileNotFoundError(f"{path} does not exist; give the work directory of a run")
+    if not (folder / CHECKPOINTS).is_dir():
+        raise ValueError(f"expected the work directory of a run, got {path}, which has no {CHECKPOINTS}/")
+    return _load_run(folder, step, tokenizer, dtype, mesh, batch_size)
+
+
+def _load_run(
+    workdir: Path, step: int | None, tokenizer: str | BaseTokenizer | None, dtype: str | None, mesh: Mesh, size: int
+) -> Encoder:
+    """Load a checkpoint of a run."""
+    config = run.saved_config(workdir)
+    settings = run.read_model_config(config)
+    if dtype is not None:
+        settings = dataclasses.replace(settings, dtype=dtype, feature_dtype=None)
+    model, text = build_model(settings), settings.text
+    image = jax.ShapeDtypeStruct((1, settings.vision.image_size, settings.vision.image_size, 3), jnp.uint8)
+    tokens = jax.ShapeDtypeStruct((1, text.context_length), jnp.int32)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(model.init, jax.random.key(0), image, tokens),
+    )
+    _, variables = restore_variables(workdir, template, step)
+    if tokenizer is None:
+        tokenizer = run.text_tokenizer(config, workdir)
+    elif not isinstance(tokenizer, BaseTokenizer):
+        tokenizer = load_tokenizer(tokenizer, text.context_length)
+    return Encoder(model, variables, tokenizer, settings.vision.image_size, mesh, size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoder:
+    """Dual encoder with its parameters, tokenizer and image transform.
+
+    Inputs are encoded in batches on all devices of the mesh. With several processes, each must call the same methods
+    with the same arguments, and each gets the results.
+
+    Attributes:
+      model: the `CLIP` module.
+      variables: Flax variables of the model, on `mesh`.
+      tokenizer: tokenizer of texts.
+      image_size: side of the center-cropped images, in pixels.
+      mesh: devices, a mesh with an axis "data".
+      batch_size: largest number of images or texts encoded at once, over all devices.
+    """
+
+    model: CLIP
+    variables: Any
+    tokenizer: BaseTokenizer
+    image_size: int
+    mesh: Mesh
+    batch_size: int = 256
+
+    def encode_images(self, images: Sequence[ImageLike]) -> np.ndarray:
+        """Encode images.
+
+        They are decoded, resized and center-cropped as in evaluation, in threads.
+
+        Args:
+          images: n PIL images, paths or contents of image files, or uint8 arrays [H, W, 3], [H, W, 1] or [H, W].
+
+        Returns:
+          float32 [n, D], L2-normalized.
+
+        Raises:
+          ValueError: an image cannot be decoded, or `images` is not a sequence.
+        """
+        _check_sequence("images", images)
+        if len(images) == 0:
+            return np.zeros((0, self.embed_dim), np.float32)
+        encode = TowerEncoder(self.model, "encode_image")
+        batches = encode_image_batches(encode, self.variables, self._image_batches(images), self.mesh)
+        return np.concatenate([batch["feature"][np.argsort(batch["index"])] for batch in batches])
+
+    def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
+        """Encode texts.
+
+        Args:
+          texts: n texts.
+
+        Returns:
+          float32 [n, D], L2-normalized.
+
+        Raises:
+          ValueError: `texts` is not a sequence of strings.
+        """
+        _check_sequence("texts", texts)
+        if len(texts) == 0:
+            return np.zeros((0, self.embed_dim), np.float32)
+        encode = TowerEncoder(self.model, "encode_text")
+        return encode_texts(encode, self.variables, self.tokenizer, list(texts), self.mesh, self.batch_size)
+
+    def classifier(self, classes: Sequence[str], templates: Sequence[Template] | None = None) -> np.ndarray:
+        """Compute one zero-shot classifier vector per class.
+
+        Args:
+          classes: C class names.
+          templates: prompt templates with "{}" for the class name, or functions of the name; None: "a photo of a {}.".
+
+        Returns:
+          float32 [C, D], unit vectors; see `infcl_jax.evaluation.class_embeddings`.
+
+        Raises:
+          ValueError: there is no class or no template, or a template lacks "{}".
+        """
+        return class_embeddings(
+            TowerEncoder(self.model, "encode_text"),
+            self.variables,
+            self.tokenizer,
+            classes,
+            DEFAULT_TEMPLATES if templates is None else templates,
+            self.mesh,
+            batch_size=self.batch_size,
+        )
+
+    def zero_shot(
+        self, images: Sequence[ImageLike], classes: Sequence[str], templates: Sequence[Template] | None = None
+    ) -> np.ndarray:
+        """Classify images by the similarity of their features to those of class prompts.
+
+        The probabilities are a softmax over the classes, also for models trained with the sigmoid loss, whose logit
+        bias cancels out.
+
+        Args:
+          images: n images, see `encode_images`.
+          classes: C class names.
+          templates: prompt templates, see `classifier`.
+
+        Returns:
+          float32 [n, C], probabilities.
+
+        Raises:
+          ValueError: see `encode_images` and `classifier`.
+        """
+        vectors = self.classifier(classes, templates)
+        logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
+        return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
+
+    @property
+    def embed_dim(self) -> int:
+        """Size D of the features."""
+        tokens = jax.ShapeDtypeStruct((1, self.tokenizer.context_length), jnp.int32)
+        return jax.eval_shape(TowerEncoder(self.model, "encode_text"), self.variables, tokens).shape[1]
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the similarities, at most 100."""
+        scale, _ = self.model.apply(self.variables, method="logit_scale_and_bias")
+        return float(scale)
+
+    def _image_batches(self, images: Sequence[ImageLike]) -> Iterator[Batch]:
+        """Decode this process's rows of each batch in threads."""
+        rows = padded_size(len(images), self.batch_size, self.mesh.size)
+        local = rows // jax.process_count()
+        with concurrent.futures.ThreadPoolExecutor(usable_cores()) as threads:
+            for start in range(0, len(images), rows):
+                first = start + jax.process_index() * local
+                index = range(first, max(first, min(first + local, len(images))))
+                batch = {
+                    "image": np.zeros((local, self.image_size, self.image_size, 3), np.uint8),
+                    "label": np.full(local, -1, np.int32),
+                    "index": np.full(local, -1, np.int64),
+                    "mask": np.arange(local) < len(index),
+                }
+                batch["index"][: len(index)] = index
+                for row, image in enumerate(threads.map(lambda i: self._transformed(images[i], i), index)):
+                    batch["image"][row] = image
+                yield batch
+
+    def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
+        """Decode an image, resize it and crop its center."""
+        try:
+            return resize_center_crop(_decoded(image), self.image_size)
+        except Exception as error:  # image decoders raise any exception
+            name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
+            raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _decoded(image: ImageLike) -> np.ndarray:
+    """Decode an image to uint8 [H, W, 3]."""
+    if isinstance(image, Image.Image):
+        return np.asarray(load_upright(image))
+    if isinstance(image, str | os.PathLike):
+        image = Path(image).read_bytes()
+    if not isinstance(image, bytes):
+        image = np.asarray(image)
+        image = image[:, :, None] if image.ndim == 2 else image
+    return pixels({"image": image, "caption": "", "captions": (), "label": -1})
+
+
+def _check_sequence(name: str, values: Any) -> None:
+    """Check that inputs are a sequence and not a single one."""
+    if isinstance(values, str | bytes | os.PathLike | Image.Image) or not hasattr(values, "__len__"):
+        raise ValueError(f"expected {name} to be a list, got {type(values).__name__}; put a single one in a list")

@@ -1,5 +1,6 @@
 """Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
+from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
@@ -9,16 +10,21 @@ from infcl_jax.evaluation.suite import EvaluationConfig, Suite
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
+    "ClassData",
     "EvaluationConfig",
     "Features",
     "Suite",
     "batch_loss",
+    "class_data",
+    "class_data_names",
     "class_embeddings",
     "encode_split",
     "format_line",
     "format_table",
     "plot_curves",
     "plot_retrieval_grid",
+    "read_class_names",
+    "read_templates",
     "retrieval_recall",
     "split_loss",
     "zero_shot_accuracy",

@@ -3,6 +3,8 @@
 from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.few_shot import FewShot, few_shot
+from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.retrieval import retrieval_recall
@@ -13,14 +15,18 @@ __all__ = [
     "ClassData",
     "EvaluationConfig",
     "Features",
+    "FewShot",
+    "LinearProbe",
     "Suite",
     "batch_loss",
     "class_data",
     "class_data_names",
     "class_embeddings",
     "encode_split",
+    "few_shot",
     "format_line",
     "format_table",
+    "linear_probe",
     "plot_curves",
     "plot_retrieval_grid",
     "read_class_names",

@@ -1,8 +1,11 @@
 """Evaluation of dual encoders: benchmarks, zero-shot classification, retrieval, split loss and plots."""
 
 from infcl_jax.evaluation.benchmark_source import load_benchmark
+from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.few_shot import FewShot, few_shot
+from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
@@ -12,21 +15,30 @@ from infcl_jax.evaluation.tasks import Task
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
+    "ClassData",
     "EvaluationConfig",
     "ExamplePrediction",
     "Features",
+    "FewShot",
+    "LinearProbe",
     "Suite",
     "Task",
     "TaskResult",
     "batch_loss",
+    "class_data",
+    "class_data_names",
     "class_embeddings",
     "encode_split",
+    "few_shot",
     "flat_metrics",
     "format_line",
     "format_table",
+    "linear_probe",
     "load_benchmark",
     "plot_curves",
     "plot_retrieval_grid",
+    "read_class_names",
+    "read_templates",
     "retrieval_map",
     "retrieval_recall",
     "split_loss",

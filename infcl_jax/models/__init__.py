@@ -11,6 +11,7 @@ from infcl_jax.models.clip import (
     l2_normalize,
     normalize_image,
 )
+from infcl_jax.models.convert import Certificate, config_of, load_pretrained, save_pretrained
 from infcl_jax.models.registry import (
     CLIPConfig,
     TextConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "TOWERS",
     "CLIPConfig",
     "CLIPOutput",
+    "Certificate",
     "ResNet",
     "ResNetConfig",
     "TextConfig",
@@ -42,9 +44,12 @@ __all__ = [
     "VisionTransformer",
     "build_model",
     "clamp_logit_scale",
+    "config_of",
     "create_model",
     "l2_normalize",
+    "load_pretrained",
     "model_config",
     "model_names",
     "normalize_image",
+    "save_pretrained",
 ]

@@ -1,0 +1,203 @@
+"""Conversion of pretrained models to this library and back."""
+
+import functools
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from infcl_jax.checks import check_choice
+from infcl_jax.models.clip import CLIP
+from infcl_jax.models.convert import hugging_face, open_clip
+from infcl_jax.models.convert.certificate import Certificate, feature_difference
+from infcl_jax.models.convert.configs import change_config, config_of
+from infcl_jax.models.convert.position_embeddings import resize_positions
+from infcl_jax.models.convert.sources import Source, open_source
+from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
+from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
+from infcl_jax.models.registry import CLIPConfig, build_model
+
+ExportFormat = Literal["open_clip", "hf"]
+
+_logger = logging.getLogger(__name__)
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    image_size: int | None = None,
+    context_length: int | None = None,
+    compare_features: bool = True,
+    **overrides: Any,
+) -> tuple[CLIP, dict[str, Any]]:
+    """Load a model with its weights from OpenCLIP or Hugging Face.
+
+    The certificate of the conversion is logged, see `Certificate`.
+
+    Args:
+      path: a local folder, or `hf-hub:OWNER/NAME[@REVISION]`, with the files of OpenCLIP (`open_clip_config.json`,
+        `open_clip_model.safetensors`) or of a CLIP model of transformers (`config.json`, `model.safetensors`).
+      image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
+        that of the model.
+      context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: that of the model.
+      compare_features: whether the certificate compares features with those of `open_clip` or `transformers`, where it
+        is installed.
+      **overrides: further changes to the configuration, as of `infcl_jax.models.model_config`. `param_dtype` casts the
+        weights. By default, it is their dtype, or float32 for mixed ones.
+
+    Returns:
+      The model, and its variables as NumPy arrays.
+
+    Raises:
+      FileNotFoundError: no such folder or Hub repository, or a file is missing.
+      ValueError: the configuration is not supported, or a tensor is missing, unknown or of another shape.
+      ImportError: `huggingface_hub` is not installed (extra "hub").
+
+    Example:
+      model, variables = load_pretrained("hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K", image_size=256)
+      features = model.apply(variables, images, method="encode_image")
+    """
+    sizes = {"vision.image_size": image_size, "text.context_length": context_length}
+    changes = {name: size for name, size in sizes.items() if size is not None} | overrides
+    source = open_source(path)
+    config, variables, certificate = convert(source, changes)
+    if compare_features and not changes:
+        certificate = feature_difference(certificate, source, build_model(config), variables)
+    _logger.info("%s", certificate.summary())
+    return build_model(config), variables
+
+
+def save_pretrained(
+    path: str | Path, model: CLIP, variables: Any, format: ExportFormat = "open_clip", *, compare_features: bool = True
+) -> Certificate:
+    """Write a model for OpenCLIP or Hugging Face.
+
+    Args:
+      path: folder, created if missing.
+      model: the model.
+      variables: its variables.
+      format: "open_clip": files for `open_clip.create_model_and_transforms("local-dir:PATH")`. "hf": files for
+        `transformers.AutoModel.from_pretrained(PATH)`.
+      compare_features: whether the certificate compares features with those of `open_clip` or `transformers`, where it
+        is installed.
+
+    Returns:
+      The certificate of the files, converted back.
+
+    Raises:
+      ValueError: the format has no such model.
+    """
+    check_choice("format", format, get_args(ExportFormat))
+    config, shapes = config_of(model), flat_shapes(jax.device_get(variables))
+    if format == "open_clip":
+        custom_text = open_clip.needs_custom_text(config)
+        weights, files = open_clip.weight_map(shapes, custom_text), open_clip.export_files(config, custom_text)
+        weight_file = open_clip.WEIGHT_FILES[0]
+    else:
+        weights, files = hugging_face.weight_map(shapes), hugging_face.export_files(config)
+        weight_file = hugging_face.WEIGHT_FILES[0]
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_tensors(folder / weight_file, to_tensors(weights, shapes))
+    source = open_source(folder)
+    _, converted, certificate = convert(source, {})
+    back = flat_shapes(converted)
+    if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in shapes.items()):
+        raise ValueError(f"expected the export in {folder} to hold the variables in {config.param_dtype}, got others")
+    if compare_features:
+        certificate = feature_difference(certificate, source, model, variables)
+    certificate.save(folder / "certificate.json")
+    return certificate
+
+
+def convert(source: Source, overrides: Mapping[str, Any]) -> tuple[CLIPConfig, dict[str, Any], Certificate]:
+    """Convert the tensors of a source to variables.
+
+    Args:
+      source: files of the model.
+      overrides: changes to the configuration by dotted name.
+
+    Returns:
+      Configuration, variables and certificate, without the comparison of features.
+
+    Raises:
+      ValueError: see `load_pretrained`.
+    """
+    tensors = source.tensors()
+    original = change_config(read_config(source), param_dtype=_common_dtype(tensors))
+    config = change_config(original, **overrides)
+    old, new = variable_shapes(original), variable_shapes(config)
+    weights = weight_map(source, old, tensors)
+    arrays = flat_shapes(to_variables(weights, tensors, old, source.name))
+    resized = tuple(path for path in arrays if arrays[path].shape != new[path].shape)
+    for path in resized:
+        arrays[path] = resize_positions(path, arrays[path], original, new[path].shape)
+    arrays = {path: np.asarray(array).astype(new[path].dtype, copy=False) for path, array in arrays.items()}
+    variables = unflatten_dict(arrays, sep="/")
+    certificate = Certificate(
+        source=source.name,
+        format=source.format,
+        parameters=len(arrays),
+        tensors=len(weights.names()),
+        unused=tuple(sorted(tensors.keys() - weights.names())),
+        resized=resized,
+        dtype=config.param_dtype if config.param_dtype != original.param_dtype else None,
+        reexport_equal=_equals(weights, tensors, arrays, resized),
+    )
+    return config, variables, certificate
+
+
+def read_config(source: Source) -> CLIPConfig:
+    """Read the configuration of a source.
+
+    Raises:
+      ValueError: it has a field that is not supported.
+    """
+    if source.format == "open_clip":
+        return open_clip.read_config(source.config)
+    return hugging_face.read_config(source.config, source.preprocessor)
+
+
+def weight_map(source: Source, shapes: Mapping[str, Any], tensors: Tensors) -> WeightMap:
+    """Map the parameters of a model to the tensors of a source.
+
+    Raises:
+      ValueError: the format has no such parameter.
+    """
+    if source.format == "open_clip":
+        return open_clip.weight_map(shapes, open_clip.has_custom_text(tensors))
+    return hugging_face.weight_map(shapes)
+
+
+@functools.lru_cache(maxsize=16)
+def variable_shapes(config: CLIPConfig) -> dict[str, Any]:
+    """Map the paths of a model's variables to their shapes and dtypes; cached, since tracing takes seconds."""
+    image = jax.ShapeDtypeStruct((1, config.vision.image_size, config.vision.image_size, 3), jnp.uint8)
+    text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
+    model = build_model(config)
+    return flat_shapes(jax.eval_shape(model.init, jax.random.key(0), image, text))
+
+
+def _common_dtype(tensors: Tensors) -> str:
+    """Return the dtype of all floating tensors with dimensions; float32 for mixed ones and float64."""
+    dtypes = {
+        array.dtype.name for array in tensors.values() if array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"} else "float32"
+
+
+def _equals(weights: WeightMap, tensors: Tensors, arrays: Mapping[str, np.ndarray], resized: tuple[str, ...]) -> bool:
+    """Return whether the arrays, converted back, equal the tensors in their dtype bit for bit."""
+    kept = WeightMap(tuple(entry for entry in weights.entries if entry.path not in resized), weights.unused, {})
+    return all(
+        array.tobytes() == tensors[name].astype(array.dtype).tobytes()
+        for name, array in to_tensors(kept, arrays).items()
+    )

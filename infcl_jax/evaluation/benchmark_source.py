@@ -15,6 +15,7 @@ from infcl_jax.data import Classes, Example, Source, load_source
 from infcl_jax.data.sources import captions, files, splits, tar_scan
 from infcl_jax.data.sources.base import bad_record, check_index
 from infcl_jax.data.sources.tar_index import TarIndex, load_index
+from infcl_jax.evaluation.class_data import read_class_names, read_templates
 
 SHARD_COUNT = "nshards.txt"
 
@@ -119,19 +120,14 @@ class WebdatasetSource:
         """Return the class names and templates of the layout.
 
         Raises:
-          ValueError: the benchmark is one of retrieval, or a template lacks "{c}".
+          ValueError: the benchmark is one of retrieval, or a file is damaged.
           FileNotFoundError: a file is missing.
         """
         if self.type == "retrieval":
             raise ValueError(f"expected a dataset with classes, got {self.name}, whose type is retrieval")
-        names = self._text("classnames.txt").splitlines()
-        templates = self._text("zeroshot_classification_templates.txt").splitlines()
-        for template in templates:
-            if "{c}" not in template:
-                raise ValueError(f'expected templates of {self.name} with "{{c}}" for the class name, got {template!r}')
         return Classes(
-            tuple(name.strip() for name in names),
-            tuple(template.strip().replace("{c}", "{}") for template in templates),
+            read_class_names(f"{self._folder}/classnames.txt"),
+            read_templates(f"{self._folder}/zeroshot_classification_templates.txt"),
         )
 
     def arrays(self) -> np.ndarray:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infcl_jax.data import Classes, Source, classes
-from infcl_jax.data.sources import captions, files
+from infcl_jax.data.sources import files
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import SHARD_COUNT
+from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
 from infcl_jax.evaluation.suites import IGNORED_GROUPS, KARPATHY_FILES, MAIN_METRICS, SUITES
 
 TASK_KINDS = ("zero_shot", "retrieval")
@@ -164,21 +165,19 @@ def task_classes(task: Task, source: Source) -> Classes:
     """Return the class names and templates of a task.
 
     Raises:
-      ValueError: the dataset has no classes and the task names none, or a file is empty.
+      ValueError: the dataset has no classes and the task names none, or a name or file is wrong.
       FileNotFoundError: a file is missing.
     """
-    names, templates = _texts(task.class_names), _texts(task.templates)
+    names, templates = task.class_names, task.templates
+    if isinstance(names, str):
+        names = read_class_names(names) if _is_file_name(names) else class_data(names).classes
+    if isinstance(templates, str):
+        templates = read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
     if names is None or templates is None:
         own = classes(source)
         names, templates = names or own.names, templates or own.templates
-    return Classes(names, tuple(template.replace("{c}", "{}") for template in templates))
+    return Classes(tuple(names), tuple(template.replace("{c}", "{}") for template in templates))
 
 
-def _texts(value: tuple[str, ...] | str | None) -> tuple[str, ...] | None:
-    """Return class names or templates, from a file with one per line if `value` is a path."""
-    if not isinstance(value, str):
-        return value
-    lines = tuple(line.strip() for line in captions.text(files.read_file(value)).splitlines())
-    if not lines or "" in lines:
-        raise ValueError(f"expected one class name or template per line in {value}, got an empty line")
-    return lines
+def _is_file_name(text: str) -> bool:
+    return text.endswith(".txt") or "/" in text

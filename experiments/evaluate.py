@@ -9,18 +9,19 @@ with "evaluation": data, devices and evaluation. docs/evaluation.md describes be
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
 
+import infcl_jax
 from configs import saved
-from experiments import command
-from infcl_jax import run
+from experiments import command, compilation_cache
+from infcl_jax import distributed, run
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, plot_curves
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.settings import (
     SETTINGS,
@@ -137,26 +138,88 @@ def _resolved_config() -> ConfigDict:
     return config
 
 
+def evaluate_weights(
+    path: str, evaluations: Sequence[str], data_dir: str, *, tokenizer: str | None = None, batch_size: int = 256
+) -> list[TaskResult]:
+    """Evaluate a model without a run on all devices.
+
+    Args:
+      path: weights, see `infcl_jax.load`.
+      evaluations: suites, benchmarks or Python files, see `infcl_jax.evaluation.tasks.load_tasks`.
+      data_dir: folder of the benchmarks.
+      tokenizer: see `infcl_jax.load`.
+      batch_size: images or texts encoded at once, over all devices.
+
+    Returns:
+      Results of the tasks with examples, then of the suites.
+
+    Raises:
+      FileNotFoundError: the weights or benchmarks are missing.
+      ValueError: the weights or a benchmark are wrong, or `evaluations` is empty.
+      ImportError: a package is not installed.
+    """
+    if not evaluations:
+        raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
+    distributed.initialize()
+    compilation_cache.enable(None, command.say)
+    encoder = infcl_jax.load(path, tokenizer=tokenizer, batch_size=batch_size)
+    suite = Suite(
+        EvaluationConfig(batch_size=encoder.batch_size),
+        encoder.model,
+        encoder.tokenizer,
+        image_size=encoder.image_size,
+        data_dir=data_dir,
+        mesh=encoder.mesh,
+        evaluations=evaluations,
+        say=command.say,
+    )
+    return suite.results(encoder.variables, examples=True)
+
+
 def _define_flags() -> None:
     """Define the flags of this command; other commands import the module without them."""
+    flags.DEFINE_string("weights", None, "Weights of infcl_jax.load, instead of --workdir.")
     flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
     flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
+    flags.DEFINE_string("output", None, "Folder of the results with --weights.")
+    flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")
+    flags.DEFINE_integer("batch_size", 256, "Images or texts encoded at a time with --weights.", lower_bound=1)
+
+
+def _chosen_evaluations() -> tuple[str, ...]:
+    values = flags.FLAGS
+    return (*filter(None, [values.suite]), *values.evaluations)
 
 
 def _flag_changes() -> dict[str, Any]:
     """Return the settings given as flags of their own."""
+    changes = {"evaluations": _chosen_evaluations(), "evaluation.data_dir": flags.FLAGS.data_dir}
+    return {name: value for name, value in changes.items() if value}
+
+
+def _main() -> None:
     values = flags.FLAGS
-    names = (*filter(None, [values.suite]), *values.evaluations)
-    return ({"evaluations": names} if names else {}) | (
-        {"evaluation.data_dir": values.data_dir} if values.data_dir else {}
+    if not values.weights:
+        evaluate(command.given_workdir(), given_changes() | _flag_changes())
+        return
+    if values.workdir:
+        raise ValueError("expected --weights or --workdir, got both; the weights of a run are --weights=WORKDIR")
+    results = evaluate_weights(
+        values.weights,
+        _chosen_evaluations(),
+        values.data_dir or "data",
+        tokenizer=values.tokenizer,
+        batch_size=values.batch_size,
     )
+    command.say(format_table(flat_metrics(results)))
+    if values.output and is_lead():
+        folder = Path(values.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"weights": values.weights, **flat_metrics(results)}
+        (folder / RESULTS_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
     _define_flags()
-    command.run(
-        lambda workdir: evaluate(workdir, given_changes() | _flag_changes()),
-        saved_config=True,
-        config=_resolved_config,
-    )
+    command.run_without_workdir(_main, saved_config=True, config=_resolved_config)

@@ -1,22 +1,27 @@
-"""Ordered batches for evaluation.
+"""Ordered batches for evaluation and for features of whole datasets.
 
-Each global batch is split into one contiguous block of rows per process. A bad record is an error, because a score over
-a subset of a benchmark would be misleading.
+Each global batch is split into one contiguous block of rows per process. In evaluation a bad record is an error,
+because a score over a subset of a benchmark would be misleading.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
 
+from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.decode.api import DecodedExample
-from infcl_jax.data.iterator import Batch
+from infcl_jax.data.decode.api import DecodedExample, pixels
+from infcl_jax.data.iterator import STATS, Batch, chunk_size, prefetched_batches
+from infcl_jax.data.parallelism import Parallelism, choose_parallelism
 from infcl_jax.data.reader import RecordReader
-from infcl_jax.data.sources.base import Source
+from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import resize_center_crop
 
@@ -28,43 +33,66 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        source: Source,
-        tokenizer: Tokenizer | None,
-        image_size: int,
-        batch_size: int,
-        offset: int,
-        local_size: int,
+        self, chunks: _EvalChunk, batches: range, local_size: int, process: tuple[int, int], parallelism: Parallelism
     ):
-        self._source, self._tokenizer, self._image_size = source, tokenizer, image_size
-        self._reader = RecordReader(source, replace=False)
-        self._batch_size, self._offset, self._local_size = batch_size, offset, local_size
+        self._chunks, self._batches, self._local_size = chunks, batches, local_size
+        self._process_index, self._process_count = process
+        self._parallelism = parallelism
 
     def __len__(self) -> int:
-        return math.ceil(len(self._source) / self._batch_size)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
-        batches = iter(grain.MapDataset.range(len(self)).map(self._batch).to_iter_dataset(read))
+        rows = chunk_size(self._local_size)
+        per_batch = self._local_size // rows
+        # Chunks of this process, each by its first row.
+        first = [
+            (batch * self._process_count + self._process_index) * self._local_size + number * rows
+            for batch in self._batches
+            for number in range(per_batch)
+        ]
+        chunks = grain.MapDataset.source(first).map(functools.partial(self._chunks, rows=rows))
+        batches = iter(prefetched_batches(chunks, per_batch, self._parallelism))
         try:
-            yield from batches
+            for batch in batches:
+                yield {key: value for key, value in batch.items() if key != STATS}
         finally:
             batches.close()
 
-    def _batch(self, step: int) -> Batch:
-        start = step * self._batch_size + self._offset
-        indices = range(start, max(start, min(start + self._local_size, len(self._source))))
-        batch: Batch = {
-            "image": np.zeros((self._local_size, self._image_size, self._image_size, 3), np.uint8),
-            "index": np.full(self._local_size, -1, np.int64),
-            "label": np.full(self._local_size, -1, np.int32),
-            "mask": np.arange(self._local_size) < len(indices),
+
+@dataclasses.dataclass(frozen=True)
+class _EvalChunk:
+    """Function that makes one chunk of a batch from its first row and its number of rows."""
+
+    source: Source
+    skip_bad: bool
+    tokenizer: Tokenizer | None
+    image_size: int | None
+
+    def __call__(self, first: int, rows: int) -> dict[str, Any]:
+        indices = range(first, max(first, min(first + rows, len(self.source))))
+        read, bad = RecordReader(self.source, replace=False, skip=self.skip_bad).read(
+            indices, [self._image] * len(indices)
+        )
+        chunk: dict[str, Any] = {
+            "index": np.full(rows, -1, np.int64),
+            "label": np.full(rows, -1, np.int32),
+            "mask": np.zeros(rows, np.bool_),
         }
-        read, _ = self._reader.read(indices)
-        for row, (example, index) in enumerate(read):
-            batch["image"][row] = resize_center_crop(example["image"], self._image_size)
-            batch["index"][row], batch["label"][row] = index, example["label"]
-        return batch if self._tokenizer is None else batch | _captions(read, self._tokenizer)
+        if self.skip_bad:
+            chunk[BAD_RECORDS] = as_array(bad)
+        if self.image_size is not None:
+            chunk["image"] = np.zeros((rows, self.image_size, self.image_size, 3), np.uint8)
+        for example, index in read:
+            row = index - first
+            chunk["index"][row], chunk["label"][row], chunk["mask"][row] = index, example["label"], True
+            if self.image_size is not None:
+                chunk["image"][row] = example["image"]
+        return chunk if self.tokenizer is None else chunk | _captions(read, self.tokenizer)
+
+    def _image(self, example: Example) -> np.ndarray | None:
+        """Decode an image, resize it and crop its center."""
+        return None if self.image_size is None else resize_center_crop(pixels(example), self.image_size)
 
 
 def _captions(read: Sequence[tuple[DecodedExample, int]], tokenizer: Tokenizer) -> Batch:
@@ -81,10 +109,13 @@ def eval_batches(
     source: Source,
     *,
     tokenizer: Tokenizer | None,
-    image_size: int,
+    image_size: int | None,
     batch_size: int,
     process_index: int = 0,
     process_count: int = 1,
+    first_batch: int = 0,
+    skip_bad: bool = False,
+    parallelism: Parallelism | None = None,
 ) -> EvalBatches:
     """Create ordered batches that contain every image and every caption once.
 
@@ -94,20 +125,33 @@ def eval_batches(
     Args:
       source: source of examples.
       tokenizer: tokenizer of the captions; None: batches without captions.
-      image_size: side S of the center-cropped images, in pixels.
+      image_size: side S of the center-cropped images, in pixels; None: batches without images.
       batch_size: global batch size B in images, over all processes; it may exceed the source.
       process_index: index of this process, in [0, process_count).
       process_count: number of processes that share each batch; each gets b = B / process_count rows.
+      first_batch: number of batches to leave out at the start.
+      skip_bad: whether bad records become padding instead of errors.
+      parallelism: number of reading threads or workers; None: a thread per core.
 
     Returns:
       A reusable iterable of {"image": uint8 [b, S, S, 3], "index": int64 [b], "label": int32 [b] (-1 without class),
       "mask": bool [b], "text": int32 [c, L], "text_index": int64 [c]}. Rows with a False mask are padding: zeros, with
       index and label -1. "text" has all captions of the images, in order, and "text_index" the index of their images.
+      With `skip_bad`, "bad_records" has the index and message of each bad record.
 
     Raises:
       ValueError: batch_size is not a multiple of the number of processes, or another argument is out of range.
       BadRecordError: a record cannot be decoded; raised during iteration.
     """
     local_size = process_rows(batch_size, process_index, process_count)
+    check_at_least(0, first_batch=first_batch)
     check_at_least(1, image_size=image_size)
-    return EvalBatches(source, tokenizer, image_size, batch_size, process_index * local_size, local_size)
+    if parallelism is None:
+        parallelism = choose_parallelism(batch_bytes=local_size * 3 * (image_size or 1) ** 2, num_workers=0)
+    return EvalBatches(
+        _EvalChunk(source, skip_bad, tokenizer, image_size),
+        range(first_batch, math.ceil(len(source) / batch_size)),
+        local_size,
+        (process_index, process_count),
+        parallelism,
+    )

@@ -22,6 +22,7 @@ from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
 
 Batch = dict[str, np.ndarray]
 
+_CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
 # Key of a chunk for a `Stats`, which is not part of the batch.
 STATS = "stats"
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
@@ -112,24 +113,7 @@ class TrainIterator(grain.DatasetIterator):
         """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
-        parallelism = self.parallelism
-        if parallelism.num_workers:
-            # grain reads its flags to start workers. Notebooks and tests do not parse them.
-            if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
-            read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-            dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker)
-        else:
-            threads = parallelism.num_threads
-            read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-            dataset = chunks.to_iter_dataset(read)
-        dataset = dataset.batch(self._chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
-        if self._finish is not None:
-            dataset = dataset.map(functools.partial(_finished, self._finish))
-        dataset = grain.experimental.ThreadPrefetchIterDataset(
-            dataset, prefetch_buffer_size=parallelism.prefetch_batches
-        )
+        dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, self._finish)
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
@@ -225,6 +209,42 @@ class TrainIterator(grain.DatasetIterator):
                 self._finalizer()
                 if self._threads is not None:
                     self._threads.shutdown(cancel_futures=True)
+
+
+def prefetched_batches(
+    chunks: grain.MapDataset,
+    chunks_per_batch: int,
+    parallelism: Parallelism,
+    finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> grain.IterDataset:
+    """Read chunks in threads or worker processes and concatenate them to batches in a thread.
+
+    Args:
+      chunks: dataset of chunks, see `TrainIterator`.
+      chunks_per_batch: chunks of one batch of this process.
+      parallelism: number of reading threads or workers and of prefetched batches.
+      finish: last stage of each batch.
+    """
+    if parallelism.num_workers:
+        # grain reads its flags to start workers. Notebooks and tests do not parse them.
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
+        read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+        dataset = chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker)
+    else:
+        threads = parallelism.num_threads
+        read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+        dataset = chunks.to_iter_dataset(read)
+    dataset = dataset.batch(chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
+    if finish is not None:
+        dataset = dataset.map(functools.partial(_finished, finish))
+    return grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=parallelism.prefetch_batches)
+
+
+def chunk_size(local_size: int) -> int:
+    """Return the largest divisor of `local_size` that is at most `_CHUNK`."""
+    return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
 
 
 def _start_worker(worker: int, workers: int) -> None:

@@ -25,7 +25,7 @@ from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import decode_crop
-from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
 from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import Example, OrderedSource, Source
@@ -35,7 +35,6 @@ from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 
 TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
 
-_CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at a time, with full images in memory
 # Offsets of the seed in the keys of random generators; [0, 2**32) are the streams of `data.shapes`.
 _STREAM = 2**32  # captions and geometry
 _COLOR_STREAM = 2**33
@@ -225,7 +224,7 @@ def train_iterator(
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     if decoders is not None and (augmentation is None or sharding is None):
         raise ValueError("expected an augmentation and a sharding with decoders, got None; leave decoders out")
-    chunk = _chunk_size(local_size)
+    chunk = chunk_size(local_size)
     identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
     if isinstance(source, OrderedSource):
         order = source.order(seed)
@@ -252,8 +251,3 @@ def train_iterator(
             processes=processes_per_host,
         ),
     )
-
-
-def _chunk_size(local_size: int) -> int:
-    """Return the largest divisor of `local_size` that is at most `_CHUNK`."""
-    return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)

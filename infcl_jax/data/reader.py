@@ -21,10 +21,11 @@ class RecordReader:
     Args:
       source: source of the records.
       replace: whether to replace bad records; otherwise they are errors.
+      skip: whether to leave out records that are bad and not replaced.
     """
 
-    def __init__(self, source: Source, *, replace: bool = True):
-        self._source = source
+    def __init__(self, source: Source, *, replace: bool = True, skip: bool = False):
+        self._source, self._skip = source, skip
         self._attempts = _MAX_REPLACEMENTS if replace else 1
 
     def read(
@@ -37,7 +38,8 @@ class RecordReader:
           to_image: decoder of each row's image; None: `pixels` for all.
 
         Returns:
-          (example, its sample index) for each requested index; and the messages of bad records by sample index.
+          (example, its sample index) for each requested index that is not left out; and the messages of bad records by
+          sample index.
 
         Raises:
           BadRecordError: a record and its replacements are bad.
@@ -49,7 +51,14 @@ class RecordReader:
                 examples = self._source.__getitems__(indices)
         bad: dict[int, str] = {}
         to_image = [pixels] * len(indices) if to_image is None else to_image
-        return [self._read(*row, bad) for row in zip(indices, examples, to_image, strict=True)], bad
+        read = []
+        for row in zip(indices, examples, to_image, strict=True):
+            try:
+                read.append(self._read(*row, bad))
+            except BadRecordError:
+                if not self._skip:
+                    raise
+        return read, bad
 
     def _read(
         self, index: int, example: Example | None, to_image: ToImage, bad: dict[int, str]

@@ -10,6 +10,7 @@ from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
+from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
 from infcl_jax.evaluation.tasks import Task
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
@@ -42,5 +43,6 @@ __all__ = [
     "retrieval_map",
     "retrieval_recall",
     "split_loss",
+    "top_k",
     "zero_shot_accuracy",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -196,18 +196,52 @@ def count_rivals(
     Returns:
         int32 [Q], number of rivals of each query, the same on every process.
     """
+    sharded, sharded_group, tile_rows = shard_gallery(mesh, gallery, gallery_group.astype(np.int32))
+    fields = (query, query_group.astype(np.int32), threshold)
+    counts = []
+    for rows, size in query_blocks(len(query)):
+        queries = replicate(mesh, tuple(pad_rows(field[rows], size) for field in fields))
+        counts.append(np.asarray(_count_replicated(queries, sharded, sharded_group, mesh=mesh, tile_rows=tile_rows)))
+    return np.concatenate(counts)[: len(query)]
+
+
+def shard_gallery(mesh: Mesh, gallery: np.ndarray, number: np.ndarray) -> tuple[jax.Array, jax.Array, int]:
+    """Shard a gallery in equal tiles.
+
+    Args:
+        mesh: mesh with an axis "data".
+        gallery: [G, D], the same on every process.
+        number: int32 [G], a number >= 0 of each row.
+
+    Returns:
+        Gallery and numbers, padded with zeros and -1 and sharded over "data", and the rows of a tile, which divide the
+        rows of every device.
+    """
     block_rows = -(-len(gallery) // mesh.size)
     tiles = -(-block_rows // _GALLERY_ROWS)
     tile_rows = -(-block_rows // tiles)  # equal tiles, so that little of the last one is padding
     sharded = shard_rows(mesh, gallery, multiple=tile_rows)
-    sharded_group = shard_rows(mesh, gallery_group.astype(np.int32), fill=-1, multiple=tile_rows)
-    size = min(_QUERY_ROWS, len(query))
-    fields = (query, query_group.astype(np.int32), threshold)
-    counts = []
-    for start in range(0, len(query), size):
-        queries = replicate(mesh, tuple(pad_rows(field[start : start + size], size) for field in fields))
-        counts.append(np.asarray(_count_replicated(queries, sharded, sharded_group, mesh=mesh, tile_rows=tile_rows)))
-    return np.concatenate(counts)[: len(query)]
+    return sharded, shard_rows(mesh, number, fill=-1, multiple=tile_rows), tile_rows
+
+
+def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[slice, int]]:
+    """Split queries into blocks.
+
+    Args:
+        count: number of queries.
+        block_rows: largest number of rows of a block; None: 2048.
+
+    Yields:
+        Rows of a block, and the number of rows to which it is padded, the same for all.
+    """
+    size = min(block_rows or _QUERY_ROWS, count)
+    for start in range(0, count, max(size, 1)):
+        yield slice(start, start + size), size
+
+
+def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
+    """Compute the similarities [Q, G] of queries [Q, D] and a tile of the gallery [G, D] with float32 accuracy."""
+    return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "tile_rows"))
@@ -232,7 +266,7 @@ def _count_replicated(
 
         def count(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
             tile_gallery, tile_group = tile
-            similarity = jnp.einsum("qd,gd->qg", query, tile_gallery, precision=jax.lax.Precision.HIGHEST)
+            similarity = tile_similarity(query, tile_gallery)
             # ~(a < b) instead of a >= b: comparisons with NaN are false, and NaN must count as a rival.
             rival = ~(similarity < (threshold - TIE_TOLERANCE)[:, None])
             other_group = (tile_group >= 0)[None, :] & (tile_group[None, :] != query_group[:, None])

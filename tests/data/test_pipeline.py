@@ -16,7 +16,6 @@ from infcl_jax.data import (
     ByteTokenizer,
     eval_batches,
     load_source,
-    pipeline,
     reader,
     stages,
     train_iterator,
@@ -106,13 +105,13 @@ def test_global_batch_is_the_same_for_any_number_of_processes(process_count):
 def test_chunks_and_threads_do_not_change_the_batches(monkeypatch, chunk, num_threads):
     source = MemorySource(40, captions=3)
     whole = batches(source, 7)
-    monkeypatch.setattr(pipeline, "_CHUNK", chunk)
+    monkeypatch.setattr("infcl_jax.data.iterator._CHUNK", chunk)
     assert_equal(batches(source, 7, num_threads=num_threads), whole)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 12])
 def test_a_batch_can_be_read_in_parts_and_again(monkeypatch, chunk):
-    monkeypatch.setattr(pipeline, "_CHUNK", chunk)
+    monkeypatch.setattr("infcl_jax.data.iterator._CHUNK", chunk)
     first, second, third = batches(MemorySource(40), 3)
     iterator = train_iterator(MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, seed=0)
     assert_equal([next(iterator)], [first])
@@ -313,6 +312,34 @@ def test_evaluation_covers_the_split_once_in_order(size, process_count):
     assert not joined["image"][~mask].any()
 
 
+@pytest.mark.parametrize("process_count", [1, 3])
+def test_bad_records_become_padding(process_count):
+    bad = (0, 7, 25, 39)
+    sources = [MemorySource(40, bad=bad), MemorySource(40)]
+    kwargs = {"tokenizer": TOKENIZER, "image_size": 8, "batch_size": 12, "process_count": process_count}
+    for process in range(process_count):
+        damaged, good = (
+            list(eval_batches(source, process_index=process, skip_bad=True, **kwargs)) for source in sources
+        )
+        for batch, whole in zip(damaged, good, strict=True):
+            kept = whole["mask"] & ~np.isin(whole["index"], bad)
+            np.testing.assert_array_equal(batch["mask"], kept)
+            np.testing.assert_array_equal(batch["image"][kept], whole["image"][kept])
+            assert (batch["index"][~kept] == -1).all() and not np.isin(batch["text_index"], bad).any()
+            expected = whole["index"][whole["mask"] & ~kept]
+            assert batch["bad_records"]["index"].tolist() == expected.tolist() and not len(whole["bad_records"])
+
+
+def test_first_batches_and_images_can_be_left_out():
+    kwargs = {"tokenizer": TOKENIZER, "batch_size": 12}
+    whole = list(eval_batches(MemorySource(40), image_size=8, **kwargs))
+    rest = eval_batches(MemorySource(40), image_size=None, first_batch=2, **kwargs)
+    assert len(rest) == 2
+    for batch in whole:
+        del batch["image"]
+    assert_equal(list(rest), whole[2:])
+
+
 def test_evaluation_without_tokenizer_leaves_captions_out():
     with_captions, without = (
         list(eval_batches(MemorySource(5), tokenizer=tokenizer, image_size=8, batch_size=4))
@@ -369,7 +396,7 @@ class SlowStage(threading.local):
 
 @pytest.mark.parametrize("stage", stages.STAGES[:4])
 def test_seconds_of_a_slow_stage_reach_the_statistics(monkeypatch, stage):
-    monkeypatch.setattr(pipeline, "_CHUNK", 4)
+    monkeypatch.setattr("infcl_jax.data.iterator._CHUNK", 4)
     SlowStage(monkeypatch, stage)
     iterator = train_iterator(
         MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, seed=0, num_workers=0, num_threads=1

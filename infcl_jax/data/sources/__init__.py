@@ -9,6 +9,7 @@ from infcl_jax.data.sources.base import (
     Source,
     classes,
     is_captioned,
+    record_key,
 )
 from infcl_jax.data.sources.builtin import DIGITS
 from infcl_jax.data.sources.tfds import BUILT_IN, check_name, dataset_dir
@@ -26,4 +27,5 @@ __all__ = [
     "dataset_dir",
     "is_captioned",
     "load_source",
+    "record_key",
 ]

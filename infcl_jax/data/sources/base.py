@@ -67,6 +67,15 @@ class DescribedSource(Source, Protocol):
 
 
 @runtime_checkable
+class KeyedSource(Source, Protocol):
+    """Source whose records have names."""
+
+    def key(self, index: int) -> str:
+        """Return the name of a record, such as its path or its key in a tar file."""
+        ...
+
+
+@runtime_checkable
 class OrderedSource(Source, Protocol):
     """Source with its own training order."""
 
@@ -126,6 +135,11 @@ def describe(source: Source, index: int) -> str:
     if isinstance(source, DescribedSource):
         return source.describe(index)
     return f"record {index} of {source.name}, split {source.split}"
+
+
+def record_key(source: Source, index: int) -> str:
+    """Return the name of a record, or its index as text where records have no names."""
+    return source.key(index) if isinstance(source, KeyedSource) else str(index)
 
 
 def source_name(source: Source, index: int) -> str:

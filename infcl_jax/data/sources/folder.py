@@ -109,9 +109,13 @@ class FolderSource:
             raise ValueError(self._classes)
         return self._classes
 
+    def key(self, index: int) -> str:
+        """Return the path of an image, relative to the folder."""
+        return self._paths[index]
+
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index and path."""
-        return f"record {index} of {self.name}, split {self.split} ({self._paths[index]})"
+        return f"record {index} of {self.name}, split {self.split} ({self.key(index)})"
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

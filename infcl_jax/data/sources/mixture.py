@@ -23,6 +23,7 @@ from infcl_jax.data.sources.base import (
     describe,
     is_captioned,
     locate,
+    record_key,
     starts_of,
 )
 from infcl_jax.data.sources.sample_range import SampleRange
@@ -75,6 +76,11 @@ class MixtureSource:
     def __getitem__(self, index: int) -> Example:
         component, local = self.locate(index)
         return self._components[component][local]
+
+    def key(self, index: int) -> str:
+        """Return the name of a record in its component."""
+        component, local = self.locate(index)
+        return record_key(self._components[component], local)
 
     def describe(self, index: int) -> str:
         """Name a record by its component's description."""

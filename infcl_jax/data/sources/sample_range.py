@@ -11,6 +11,7 @@ from infcl_jax.data.sources.base import (
     classes,
     describe,
     is_captioned,
+    record_key,
     source_name,
 )
 
@@ -45,6 +46,10 @@ class SampleRange:
     def classes(self) -> Classes:
         """Return the classes of the underlying source."""
         return classes(self._source)
+
+    def key(self, index: int) -> str:
+        """Return the name of a record in the underlying source."""
+        return record_key(self._source, self._start + index)
 
     def describe(self, index: int) -> str:
         """Name a record of the underlying source."""

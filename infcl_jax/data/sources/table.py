@@ -117,6 +117,11 @@ class TableSource:
             raise ValueError(self._classes)
         return self._classes
 
+    def key(self, index: int) -> str:
+        """Return the image path of a row, or its index for images in the table."""
+        table, row = self._locate(index)
+        return table.key(row) or str(index)
+
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, table and image path."""
         table, row = self._locate(index)

@@ -155,16 +155,20 @@ class TarSource:
             return captions.example(image, texts, label)
         return captions.example(image, [captions.text(caption)], label)
 
+    def key(self, index: int) -> str:
+        """Return the name of a sample's members, up to the first dot of the last component or 100 bytes."""
+        shard, entry = self._index.locate(index)
+        header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
+        return tar_scan.split_name(header[:100].partition(b"\0")[0].decode("utf-8", "replace"))[0]
+
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, shard and key."""
-        shard, entry = self._index.locate(index)
         try:
-            header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
-            member = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+            key = self.key(index)
         except Exception:  # the reason why the record is bad is reported, not this one
-            member = "?"
-        path = files.name_of(self._index.shards[shard])
-        return f"record {index} of {self.name}, split {self.split} ({path}, key {tar_scan.split_name(member)[0]})"
+            key = "?"
+        path = files.name_of(self._index.shards[self._index.locate(index)[0]])
+        return f"record {index} of {self.name}, split {self.split} ({path}, key {key})"
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

@@ -1,0 +1,123 @@
+"""Exact nearest neighbors by cosine similarity, tile by tile on a mesh."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax.distributed import replicate
+from infcl_jax.evaluation.features import l2_normalize, pad_rows
+from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_similarity
+
+# Candidates per query besides the k results. Their float64 similarities decide the order, so the float32 rounding of a
+# tile does not. With k = 10 there are 16 candidates, the most for which XLA's top-k on GPUs needs no full sort.
+_MARGIN = 6
+_RESCORED_ROWS = 256  # queries rescored at once, which bounds their candidates in host memory
+
+_NAN, _PADDING = -2.0, -3.0  # below every cosine similarity
+
+
+def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k nearest gallery rows of each query by cosine similarity.
+
+    The search is exact: every query is compared with every gallery row in float32, and the best candidates again in
+    float64. Equal similarities are ordered by index. NaN similarities come last. Rows whose similarities differ by less
+    than float32 rounding (1e-6) are ordered exactly, unless more than 6 of them tie with the k-th result.
+
+    Memory is linear in the rows. A device holds its shard of the gallery, up to 2048 queries and one tile of the
+    similarity matrix.
+
+    Args:
+        query: [Q, D], any float dtype, the same on every process; need not be normalized.
+        gallery: [G, D], any float dtype, the same on every process; need not be normalized.
+        k: number of neighbors, in [1, G].
+        mesh: mesh with an axis "data".
+
+    Returns:
+        Similarities float32 [Q, k] in descending order, and gallery rows int32 [Q, k], on every process.
+
+    Raises:
+        ValueError: the shapes do not match, or k is out of range.
+
+    Example:
+        similarity, index = top_k(captions, images, 10, data_mesh())
+    """
+    if query.ndim != 2 or gallery.ndim != 2 or query.shape[1] != gallery.shape[1] or 0 in gallery.shape:
+        raise ValueError(f"expected features [Q, D] and [G, D], G >= 1, got {query.shape} and {gallery.shape}")
+    if not 1 <= k <= len(gallery):
+        raise ValueError(f"expected k in [1, {len(gallery)}], the rows of the gallery, got {k}")
+    similarity, index = np.zeros((len(query), k), np.float32), np.zeros((len(query), k), np.int32)
+    unit = l2_normalize(gallery)
+    sharded, row, tile_rows = shard_gallery(mesh, unit, np.arange(len(unit), dtype=np.int32))
+    candidates = min(k + _MARGIN, len(unit))
+    for rows, block in query_blocks(len(query)):
+        queries = l2_normalize(query[rows])
+        padded = replicate(mesh, pad_rows(queries, block))
+        found = _candidates(padded, sharded, row, count=candidates, mesh=mesh, tile_rows=tile_rows)
+        similarity[rows], index[rows] = _rescore(queries, unit, np.asarray(found)[: len(queries)], k)
+    return similarity, index
+
+
+def _rescore(query: np.ndarray, gallery: np.ndarray, index: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Select the k best of the candidates [Q, count] of each query by float64 similarity, then by index."""
+    similarity = np.concatenate(
+        [
+            np.einsum("qd,qcd->qc", query[rows], gallery[index[rows]], dtype=np.float64)
+            for rows, _ in query_blocks(len(query), _RESCORED_ROWS)
+        ]
+    )
+    order = np.lexsort((index, -similarity))[:, :k]  # NaN comes last
+    best = np.take_along_axis(similarity, order, axis=1).astype(np.float32)
+    return best, np.take_along_axis(index, order, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "mesh", "tile_rows"))
+def _candidates(
+    query: jax.Array, gallery: jax.Array, row: jax.Array, *, count: int, mesh: Mesh, tile_rows: int
+) -> jax.Array:
+    """Find the best gallery rows of replicated queries in a sharded gallery.
+
+    Args:
+        query: [Q, D], replicated.
+        gallery: [G, D], sharded over "data".
+        row: int32 [G], row of the whole gallery, -1 for padding; sharded over "data".
+        count: rows per query.
+        mesh: mesh with an axis "data".
+        tile_rows: gallery rows per tile of the similarity matrix; divides the rows of every device.
+
+    Returns:
+        int32 [Q, count], in descending order of the float32 similarity, then by row; replicated.
+    """
+
+    def local(query: jax.Array, gallery: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def merge(best: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+            tile_gallery, tile_row = tile
+            similarity = tile_similarity(query, tile_gallery)
+            score = jnp.where(jnp.isnan(similarity), _NAN, similarity)
+            score = jnp.where((tile_row >= 0)[None, :], score, _PADDING)
+            tile_best = _best(score, jnp.broadcast_to(tile_row[None, :], score.shape), count)
+            # Earlier rows first, because top_k keeps the order of equal scores.
+            joined = [jnp.concatenate(pair, axis=1) for pair in zip(best, tile_best, strict=True)]
+            return _best(joined[0], joined[1], count), None
+
+        empty = jnp.full((len(query), count), _PADDING), jnp.full((len(query), count), -1, jnp.int32)
+        start = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), empty)
+        tiles = gallery.reshape(-1, tile_rows, gallery.shape[1]), row.reshape(-1, tile_rows)
+        best, _ = jax.lax.scan(merge, start, tiles)
+        return best
+
+    specs = (P(), P("data"), P("data"))
+    shards = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "data"))(query, gallery, row)
+    score, row = jax.lax.with_sharding_constraint(shards, NamedSharding(mesh, P()))
+    return _best(score, row, count)[1]
+
+
+def _best(score: jax.Array, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Select the `count` largest scores [Q, n] and their rows; equal scores keep their order."""
+    best, position = jax.lax.top_k(score, min(count, score.shape[1]))
+    return best, jnp.take_along_axis(row, position, axis=1)

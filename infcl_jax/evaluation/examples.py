@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
+from jax.sharding import Mesh
 
 from infcl_jax.data import Classes, Source
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.transforms import resize_center_crop
-from infcl_jax.evaluation.features import Features, l2_normalize
+from infcl_jax.evaluation.features import Features
 from infcl_jax.evaluation.results import ExamplePrediction
+from infcl_jax.evaluation.search import top_k
 
 _EXAMPLES = 12
 _PREDICTED = 3  # texts of each example
@@ -18,7 +18,7 @@ _CANDIDATES = 512  # images among which mistakes are searched
 
 
 def classification_examples(
-    source: Source, features: Features, classes: Classes, classifier: np.ndarray, image_size: int
+    source: Source, features: Features, classes: Classes, classifier: np.ndarray, mesh: Mesh, image_size: int
 ) -> tuple[ExamplePrediction, ...]:
     """Choose images with their most similar classes, mistakes first.
 
@@ -27,72 +27,71 @@ def classification_examples(
       features: features of the images.
       classes: class names.
       classifier: [C, D], classifier vectors.
+      mesh: mesh with an axis "data".
       image_size: side of the shown images, in pixels.
 
     Returns:
       At most 12 examples: up to 6 mistakes, then correct predictions.
     """
     labeled = np.flatnonzero(features.label >= 0)
-    rows = labeled[np.linspace(0, len(labeled) - 1, min(_CANDIDATES, len(labeled))).astype(int)]
-    similarity = l2_normalize(features.image[rows]) @ classifier.T
-    correct = similarity.argmax(axis=1) == features.label[rows]
+    rows = labeled[_spread(len(labeled), _CANDIDATES)]
+    similarity, nearest = top_k(features.image[rows], classifier, min(_PREDICTED, len(classifier)), mesh)
+    label = features.label[rows]
+    correct = nearest[:, 0] == label
     mistakes = np.flatnonzero(~correct)[: _EXAMPLES // 2]
-    chosen = [*mistakes, *np.flatnonzero(correct)[: _EXAMPLES - len(mistakes)]]
     return tuple(
-        _example(
-            source,
-            int(features.index[rows[i]]),
-            (classes.names[features.label[rows[i]]],),
-            similarity[i],
-            classes.names.__getitem__,
-            image_size,
+        ExamplePrediction(
+            image=_image(source, features, rows[i], image_size),
+            expected=(classes.names[label[i]],),
+            predicted=tuple(classes.names[row] for row in nearest[i]),
+            similarity=tuple(similarity[i].tolist()),
+            correct=bool(correct[i]),
         )
-        for i in chosen
+        for i in (*mistakes, *np.flatnonzero(correct)[: _EXAMPLES - len(mistakes)])
     )
 
 
-def retrieval_examples(source: Source, features: Features, image_size: int) -> tuple[ExamplePrediction, ...]:
+def retrieval_examples(
+    source: Source, features: Features, mesh: Mesh, image_size: int
+) -> tuple[ExamplePrediction, ...]:
     """Choose images with their most similar captions.
 
     Args:
       source: dataset of the images and captions.
       features: features of the images and captions.
+      mesh: mesh with an axis "data".
       image_size: side of the shown images, in pixels.
 
     Returns:
       At most 12 examples, evenly spaced over the dataset.
     """
+    rows = _spread(len(features), _EXAMPLES)
+    similarity, nearest = top_k(features.image[rows], features.text, min(_PREDICTED, len(features.text)), mesh)
     first = np.searchsorted(features.text_image, np.arange(len(features)))
 
-    def caption(text: int) -> str:
-        image = int(features.text_image[text])
-        return source[int(features.index[image])]["captions"][text - first[image]]
+    def captions(row: int) -> tuple[str, ...]:
+        return source[int(features.index[row])]["captions"]
 
-    text = l2_normalize(features.text)
-    chosen = np.unique(np.linspace(0, len(features) - 1, min(_EXAMPLES, len(features))).astype(int))
+    def caption(text: int) -> str:
+        row = int(features.text_image[text])
+        return captions(row)[text - int(first[row])]
+
     return tuple(
-        _example(
-            source,
-            int(features.index[row]),
-            source[int(features.index[row])]["captions"],
-            text @ l2_normalize(features.image[row]),
-            caption,
-            image_size,
+        ExamplePrediction(
+            image=_image(source, features, row, image_size),
+            expected=captions(row),
+            predicted=tuple(caption(int(text)) for text in nearest[i]),
+            similarity=tuple(similarity[i].tolist()),
+            correct=bool(features.text_image[nearest[i, 0]] == row),
         )
-        for row in chosen
+        for i, row in enumerate(rows)
     )
 
 
-def _example(
-    source: Source,
-    index: int,
-    expected: Sequence[str],
-    similarity: np.ndarray,
-    text_of: Callable[[int], str],
-    image_size: int,
-) -> ExamplePrediction:
-    best = np.argsort(-similarity, kind="stable")[:_PREDICTED]
-    predicted = tuple(text_of(int(row)) for row in best)
-    image = resize_center_crop(decode_example(source, index)["image"], image_size)
-    scores = tuple(float(similarity[row]) for row in best)
-    return ExamplePrediction(image, tuple(expected), predicted, scores, predicted[0] in expected)
+def _spread(count: int, chosen: int) -> np.ndarray:
+    """Choose evenly spaced rows among `count`."""
+    return np.linspace(0, count - 1, min(chosen, count)).astype(int)
+
+
+def _image(source: Source, features: Features, row: int, image_size: int) -> np.ndarray:
+    return resize_center_crop(decode_example(source, int(features.index[row]))["image"], image_size)

@@ -19,7 +19,7 @@ class ExamplePrediction:
       expected: class name, or the captions of the image.
       predicted: best-ranked class names or captions, best first.
       similarity: cosine similarity of each entry of `predicted`.
-      correct: whether the first entry of `predicted` is in `expected`.
+      correct: whether the first entry of `predicted` is the class, or a caption, of the image.
     """
 
     image: np.ndarray

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,6 +22,7 @@ from infcl_jax.evaluation.metrics import (
 )
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
+from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.tasks import CLASSIFICATION_METRICS, GROUP_METRICS, Average, Task, task_classes
 from infcl_jax.evaluation.zero_shot import class_ranks
 
@@ -107,7 +107,7 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, example_si
     metrics = retrieval_recall(*inputs, text_image=features.text_image)
     metrics["mean_r1"] = (metrics["image_to_text_r1"] + metrics["text_to_image_r1"]) / 2
     metrics |= retrieval_map(*inputs, text_image=features.text_image)
-    examples = () if example_size is None else retrieval_examples(opened.source, features, example_size)
+    examples = () if example_size is None else retrieval_examples(opened.source, features, mesh, example_size)
     return _result(opened, "retrieval", metrics, len(features), examples)
 
 
@@ -131,21 +131,21 @@ def score_classification(
       ValueError: labels or groups do not fit the classes.
     """
     assert opened.classes is not None
-    similarity = functools.cache(lambda: l2_normalize(features.image) @ classifier.T)
     if opened.multilabel:
-        metrics = {"mean_average_precision": mean_average_precision(similarity(), _targets(opened))}
+        scores = l2_normalize(features.image) @ classifier.T
+        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened))}
         return _result(opened, "multilabel", metrics, len(features), ())
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
     metrics = accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}
     if opened.main_metric == "macro_f1":
-        metrics["macro_f1"] = macro_f1(ranks < 1, similarity().argmax(axis=1)[labeled], labels)
+        metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
     if opened.main_metric in GROUP_METRICS:
         hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[labeled]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
     examples: tuple[ExamplePrediction, ...] = ()
     if example_size is not None:
-        examples = classification_examples(opened.source, features, opened.classes, classifier, example_size)
+        examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, example_size)
     return _result(opened, "zero_shot", metrics, len(features), examples)
 
 

@@ -5,10 +5,12 @@ from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.few_shot import FewShot, few_shot
 from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
+from infcl_jax.evaluation.page import write_page
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.retrieval import retrieval_recall
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite
+from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
@@ -18,10 +20,12 @@ __all__ = [
     "FewShot",
     "LinearProbe",
     "Suite",
+    "append_csv",
     "batch_loss",
     "class_data",
     "class_data_names",
     "class_embeddings",
+    "describe_environment",
     "encode_split",
     "few_shot",
     "format_line",
@@ -33,5 +37,7 @@ __all__ = [
     "read_templates",
     "retrieval_recall",
     "split_loss",
+    "write_json",
+    "write_page",
     "zero_shot_accuracy",
 ]

@@ -6,6 +6,7 @@ from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.few_shot import FewShot, few_shot
 from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
+from infcl_jax.evaluation.page import write_page
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
@@ -13,6 +14,7 @@ from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
 from infcl_jax.evaluation.tasks import Task
+from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
@@ -25,10 +27,12 @@ __all__ = [
     "Suite",
     "Task",
     "TaskResult",
+    "append_csv",
     "batch_loss",
     "class_data",
     "class_data_names",
     "class_embeddings",
+    "describe_environment",
     "encode_split",
     "few_shot",
     "flat_metrics",
@@ -44,5 +48,7 @@ __all__ = [
     "retrieval_recall",
     "split_loss",
     "top_k",
+    "write_json",
+    "write_page",
     "zero_shot_accuracy",
 ]

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    accuracies,
     check_regularization,
     check_widths,
+    classification_metrics,
     draw_order,
     labeled_features,
 )
@@ -105,7 +105,7 @@ def few_shot(
         drawn = train.take(position < k)
         if classifier == "ridge":
             strength = _RIDGE_REGULARIZATION if regularization is None else regularization
-            return accuracies(_ridge_ranks(drawn, test, strength), test.labels)[metric]
+            return classification_metrics(_ridge_ranks(drawn, test, strength), test.labels)[metric]
         strength = regularization
         if strength is None:
             others = (position >= k) & (position < k + min(k, _MAX_VALIDATION))
@@ -117,7 +117,7 @@ def few_shot(
             held_out = train.take(others) if validation_set is None else validation_set
             strength, _ = search_regularization(drawn, held_out, mesh, metric=metric)
         model = LogisticRegressionSolver(*drawn, mesh).fit(strength)
-        return accuracies(model.ranks(*test, mesh), test.labels)[metric]
+        return classification_metrics(model.ranks(*test, mesh), test.labels)[metric]
 
     draws = {k: tuple(test_result(k, seed + i) for i in range(repeats)) for k in shots}
     metrics: dict[str, float] = {}

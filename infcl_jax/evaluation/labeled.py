@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infcl_jax.evaluation.metrics import accuracies, mean_per_class_recall
+
 
 class LabeledFeatures(NamedTuple):
     """Features with labels.
@@ -97,20 +99,14 @@ def draw_order(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return position, counts[index]
 
 
-def accuracies(ranks: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Compute accuracies from the ranks of the true classes.
+def classification_metrics(ranks: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Compute the metrics of a classifier from the ranks of the true classes.
 
     Args:
       ranks: int [n], rank of the true class; 0 is a correct prediction.
       labels: int [n].
 
     Returns:
-      `top1`, `top5` and `mean_per_class`, the mean recall of the classes in `labels`, as fractions.
+      `top1`, `top5` and `mean_per_class_recall`, as fractions.
     """
-    _, index = np.unique(labels, return_inverse=True)
-    recalls = np.bincount(index, ranks < 1) / np.bincount(index)
-    return {
-        "top1": float(np.mean(ranks < 1)),
-        "top5": float(np.mean(ranks < 5)),
-        "mean_per_class": float(np.mean(recalls)),
-    }
+    return accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from infcl_jax.distributed import data_mesh, is_lead
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    accuracies,
     check_regularization,
     check_widths,
+    classification_metrics,
     draw_order,
     labeled_features,
 )
@@ -27,7 +27,7 @@ from infcl_jax.evaluation.logistic_regression import (
     LogisticRegressionSolver,
 )
 
-METRICS = ("top1", "mean_per_class")
+METRICS = ("top1", "mean_per_class_recall")
 # L2 strengths of CLIP (arXiv:2103.00020, appendix A.3): 8 steps per decade from 1e-6 to 1e6.
 REGULARIZATIONS = tuple(float(strength) for strength in np.logspace(-6, 6, 97))
 
@@ -42,7 +42,7 @@ class LinearProbe:
     """Result of a linear probe.
 
     Attributes:
-      metrics: test results as fractions: `top1`, `top5` and `mean_per_class`, the mean recall over the test classes.
+      metrics: test results as fractions: `top1`, `top5` and `mean_per_class_recall`.
       model: the fitted classifier.
       validation: validation result by L2 strength that the search tried; empty if the strength was given.
     """
@@ -111,7 +111,7 @@ def linear_probe(
     model = LogisticRegressionSolver(*train, mesh, **options).fit(regularization)
     if not model.converged and is_lead():
         _logger.warning("The linear probe stopped after max_iterations=%d before it converged.", max_iterations)
-    return LinearProbe(accuracies(model.ranks(*test, mesh), test.labels), model, tried)
+    return LinearProbe(classification_metrics(model.ranks(*test, mesh), test.labels), model, tried)
 
 
 def search_regularization(
@@ -141,7 +141,9 @@ def search_regularization(
     """
     solver = LogisticRegressionSolver(*train, mesh, max_iterations=max_iterations, tolerance=tolerance)
     return binary_search(
-        lambda strength: accuracies(solver.fit(strength).ranks(*validation, mesh), validation.labels)[metric]
+        lambda strength: classification_metrics(solver.fit(strength).ranks(*validation, mesh), validation.labels)[
+            metric
+        ]
     )
 
 

@@ -61,9 +61,9 @@ def test_metrics_are_means_over_draws(classifier):
 
 def test_all_samples_are_the_linear_probe():
     train, test = samples(12, 1, noise=1.5), samples(60, 2, noise=1.5)
-    result = few_shot(*train, *test, shots=(4,), repeats=1, regularization=1.0, metric="mean_per_class")
+    result = few_shot(*train, *test, shots=(4,), repeats=1, regularization=1.0, metric="mean_per_class_recall")
     probe = linear_probe(*train, *test, regularization=1.0)
-    assert result.draws[4] == (probe.metrics["mean_per_class"],)
+    assert result.draws[4] == (probe.metrics["mean_per_class_recall"],)
 
 
 def test_search_uses_the_validation_set(monkeypatch):

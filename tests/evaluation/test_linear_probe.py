@@ -8,7 +8,7 @@ import pytest
 
 from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import linear_probe
-from infcl_jax.evaluation.labeled import LabeledFeatures, accuracies
+from infcl_jax.evaluation.labeled import LabeledFeatures, classification_metrics
 from infcl_jax.evaluation.linear_probe import REGULARIZATIONS, binary_search, hold_out
 from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
 
@@ -40,7 +40,7 @@ def test_optimum_equals_scikit_learn(name, devices, monkeypatch):
         np.testing.assert_allclose(weights, golden["coef"], atol=3e-3)
         np.testing.assert_allclose(bias, golden["intercept"], atol=1e-2)
         ranks = fit.ranks(test_features, test_labels, mesh)
-        assert accuracies(ranks, test_labels)["top1"] == golden["accuracy"]
+        assert classification_metrics(ranks, test_labels)["top1"] == golden["accuracy"]
 
 
 def test_ranks_equal_those_of_sorted_logits():
@@ -76,9 +76,9 @@ def test_unlabeled_samples_are_ignored():
     np.testing.assert_allclose(probe.model.weights, expected.model.weights, atol=1e-4)
 
 
-def test_accuracies():
+def test_classification_metrics():
     ranks, labels = np.array([0, 0, 0, 1, 6]), np.array([2, 2, 2, 2, 7])
-    assert accuracies(ranks, labels) == {"top1": 0.6, "top5": 0.8, "mean_per_class": 0.375}
+    assert classification_metrics(ranks, labels) == {"top1": 0.6, "top5": 0.8, "mean_per_class_recall": 0.375}
 
 
 @pytest.mark.parametrize("peak", [0, 3, 41, 48, 96])
@@ -117,7 +117,7 @@ def test_hold_out_takes_a_fifth_of_each_class():
         ({"test_features": np.full((4, 3), np.nan)}, "expected finite test features"),
         ({"test_features": np.ones((4, 2))}, "expected features of one width"),
         ({"validation": (np.ones((1, 2)), np.zeros(1, np.int32))}, "expected features of one width"),
-        ({"metric": "map"}, "expected a metric of top1, mean_per_class"),
+        ({"metric": "map"}, "expected a metric of top1, mean_per_class_recall"),
         ({"regularization": -1.0}, "expected a regularization >= 0"),
         ({"train_labels": np.arange(8), "regularization": None}, "two or more samples to hold one out"),
     ],

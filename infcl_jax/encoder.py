@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 
 from infcl_jax import run
+from infcl_jax.checks import check_choice
+from infcl_jax.data import ByteTokenizer, load_tokenizer
 from infcl_jax.data.decode.api import pixels
 from infcl_jax.data.decode.pillow import load_upright
 from infcl_jax.data.parallelism import usable_cores
-from infcl_jax.data.tokenizers import BaseTokenizer, load_tokenizer
-from infcl_jax.data.transforms import resize_center_crop
-from infcl_jax.distributed import data_mesh
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.transforms import INTERPOLATIONS, RESIZE_MODES, SHORTEST_BICUBIC, Resize, resize_center_crop
+from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
-from infcl_jax.models import CLIP, build_model
+from infcl_jax.models import CLIP, build_model, load_pretrained
+from infcl_jax.models.convert import hugging_face, open_clip
+from infcl_jax.models.convert.sources import HUB_PREFIX, open_source
+from infcl_jax.models.convert.sources import Source as PretrainedSource
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
 ImageLike = Image.Image | str | os.PathLike | bytes | np.ndarray | jax.Array
@@ -43,12 +50,14 @@ def load(
 ) -> Encoder:
     """Load a model to encode and classify images and texts.
 
-    Only the parameters of a checkpoint are read, not the optimizer state.
+    Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
+    own image size, normalization and resize. Its tokenizer is that of the files in its folder, or CLIP's for a
+    vocabulary of 49,408 ids.
 
     Args:
-      path: work directory of a run.
+      path: work directory of a run, or a folder or Hub name of `infcl_jax.models.load_pretrained`.
       step: step of the run's checkpoint; None: the latest.
-      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the run.
+      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
       dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
       mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
       batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
@@ -57,9 +66,9 @@ def load(
       The encoder.
 
     Raises:
-      FileNotFoundError: the path does not exist, or the run has no such checkpoint.
+      FileNotFoundError: the run has no such checkpoint, or there is no such Hub repository.
       ValueError: the path holds no model, or an argument does not fit it.
-      ImportError: a package of the tokenizer is missing.
+      ImportError: a package of the tokenizer or of the Hub is missing.
 
     Example:
       encoder = infcl_jax.load("runs/quickstart")
@@ -68,25 +77,35 @@ def load(
     """
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    folder, mesh = Path(path), data_mesh() if mesh is None else mesh
-    if not folder.exists():
-        raise FileNotFoundError(f"{path} does not exist; give the work directory of a run")
-    if not (folder / CHECKPOINTS).is_dir():
-        raise ValueError(f"expected the work directory of a run, got {path}, which has no {CHECKPOINTS}/")
-    return _load_run(folder, step, tokenizer, dtype, mesh, batch_size)
+    mesh = data_mesh() if mesh is None else mesh
+    changes = {} if dtype is None else {"dtype": dtype, "feature_dtype": None}
+    if (Path(path) / CHECKPOINTS).is_dir():
+        return _load_run(Path(path), step, tokenizer, changes, mesh, batch_size)
+    configs = (open_clip.CONFIG_FILE, hugging_face.CONFIG_FILE)
+    if not str(path).startswith(HUB_PREFIX) and not any((Path(path) / name).is_file() for name in configs):
+        raise ValueError(
+            f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, or "
+            f"{HUB_PREFIX}OWNER/NAME, got {path}"
+        )
+    if step is not None:
+        raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
+    return _load_pretrained(path, tokenizer, changes, mesh, batch_size)
 
 
 def _load_run(
-    workdir: Path, step: int | None, tokenizer: str | BaseTokenizer | None, dtype: str | None, mesh: Mesh, size: int
+    workdir: Path,
+    step: int | None,
+    tokenizer: str | BaseTokenizer | None,
+    changes: Mapping[str, Any],
+    mesh: Mesh,
+    batch_size: int,
 ) -> Encoder:
     """Load a checkpoint of a run."""
     config = run.saved_config(workdir)
-    settings = run.read_model_config(config)
-    if dtype is not None:
-        settings = dataclasses.replace(settings, dtype=dtype, feature_dtype=None)
-    model, text = build_model(settings), settings.text
+    settings = dataclasses.replace(run.read_model_config(config), **changes)
+    model = build_model(settings)
     image = jax.ShapeDtypeStruct((1, settings.vision.image_size, settings.vision.image_size, 3), jnp.uint8)
-    tokens = jax.ShapeDtypeStruct((1, text.context_length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, settings.text.context_length), jnp.int32)
     sharding = NamedSharding(mesh, PartitionSpec())
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -95,9 +114,72 @@ def _load_run(
     _, variables = restore_variables(workdir, template, step)
     if tokenizer is None:
         tokenizer = run.text_tokenizer(config, workdir)
-    elif not isinstance(tokenizer, BaseTokenizer):
-        tokenizer = load_tokenizer(tokenizer, text.context_length)
-    return Encoder(model, variables, tokenizer, settings.vision.image_size, mesh, size)
+    return Encoder(model, variables, _text_tokenizer(tokenizer, model), mesh, batch_size)
+
+
+def _load_pretrained(
+    path: str | os.PathLike[str],
+    tokenizer: str | BaseTokenizer | None,
+    changes: Mapping[str, Any],
+    mesh: Mesh,
+    batch_size: int,
+) -> Encoder:
+    """Load a model of OpenCLIP or Hugging Face."""
+    source = open_source(str(path))
+    model, variables = load_pretrained(str(path), compare_features=False, **changes)
+    if tokenizer is None:
+        tokenizer = _tokenizer_spec(source.folder, model)
+    text = _text_tokenizer(tokenizer, model)
+    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, _resize(source))
+
+
+def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenizer:
+    """Load a tokenizer for a model, and check that the model embeds its ids."""
+    if not isinstance(tokenizer, BaseTokenizer):
+        tokenizer = load_tokenizer(tokenizer, model.text.context_length)
+    if tokenizer.vocab_size > model.text.vocab_size or tokenizer.context_length > model.text.context_length:
+        raise ValueError(
+            f"expected a tokenizer of at most {model.text.vocab_size} ids and {model.text.context_length} tokens, got "
+            f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
+        )
+    return tokenizer
+
+
+def _tokenizer_spec(folder: Path, model: CLIP) -> str:
+    """Return the spec of the tokenizer of a pretrained model."""
+    clip = model.text.vocab_size == CLIP_VOCAB_SIZE
+    kinds = (("clip", "merges.txt"), ("hf", "tokenizer.json"), ("sentencepiece", "spiece.model"))
+    for kind, name in kinds:
+        if (folder / name).is_file() and (clip or kind != "clip"):
+            return f"{kind}:{folder if kind != 'sentencepiece' else folder / name}"
+    if clip:
+        return "clip"
+    if model.text.vocab_size == ByteTokenizer(model.text.context_length).vocab_size:
+        return "bytes"
+    raise ValueError(
+        f"expected the files of a tokenizer ({', '.join(name for _, name in kinds)}) in {folder} for a vocabulary of "
+        f"{model.text.vocab_size} ids, got none; pass tokenizer="
+    )
+
+
+def _resize(source: PretrainedSource) -> Resize:
+    """Read the resize of a pretrained model's images.
+
+    Raises:
+      ValueError: the resize is not supported.
+    """
+    if source.format == "open_clip":
+        preprocess = source.config.get("preprocess_cfg", {})
+        mode, interpolation = preprocess.get("resize_mode", "shortest"), preprocess.get("interpolation", "bicubic")
+    else:
+        size, crop = source.preprocessor.get("size"), source.preprocessor.get("do_center_crop")
+        # Image processors that resize without a crop, such as SigLIP's, give both sides.
+        mode = "squash" if isinstance(size, dict) and "height" in size and not crop else "shortest"
+        resample = source.preprocessor.get("resample", Image.Resampling.BICUBIC)
+        interpolation = Image.Resampling(resample).name.lower()
+    check_choice("resize_mode", mode, RESIZE_MODES)
+    check_choice("interpolation", interpolation, tuple(INTERPOLATIONS))
+    return Resize(mode, interpolation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,17 +193,22 @@ class Encoder:
       model: the `CLIP` module.
       variables: Flax variables of the model, on `mesh`.
       tokenizer: tokenizer of texts.
-      image_size: side of the center-cropped images, in pixels.
       mesh: devices, a mesh with an axis "data".
       batch_size: largest number of images or texts encoded at once, over all devices.
+      resize: resize of images before the center crop.
     """
 
     model: CLIP
     variables: Any
     tokenizer: BaseTokenizer
-    image_size: int
     mesh: Mesh
     batch_size: int = 256
+    resize: Resize = SHORTEST_BICUBIC
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square input images, in pixels; the model normalizes their channels."""
+        return self.model.visual.image_size
 
     def encode_images(self, images: Sequence[ImageLike]) -> np.ndarray:
         """Encode images.
@@ -208,6 +295,15 @@ class Encoder:
         logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
         return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
 
+    def fingerprint(self) -> str:
+        """Return a hash of the model, its parameters and its image transform, as 64 hexadecimal digits."""
+        digest = hashlib.sha256(repr((self.model, self.image_size, self.resize)).encode())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
+            array = np.ascontiguousarray(to_host(leaf))
+            digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
     @property
     def embed_dim(self) -> int:
         """Size D of the features."""
@@ -242,7 +338,7 @@ class Encoder:
     def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
         """Decode an image, resize it and crop its center."""
         try:
-            return resize_center_crop(_decoded(image), self.image_size)
+            return resize_center_crop(_decoded(image), self.image_size, self.resize)
         except Exception as error:  # image decoders raise any exception
             name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
             raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error

@@ -1,6 +1,7 @@
 """`infcl_jax.load`: features, classifiers and probabilities equal the model's own, from every kind of input."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -13,8 +14,10 @@ from PIL import Image
 
 import infcl_jax
 from infcl_jax import run
+from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.transforms import resize_center_crop
 from infcl_jax.distributed import data_mesh
+from infcl_jax.models import save_pretrained
 from infcl_jax.training import Checkpointer, save_config
 
 
@@ -155,11 +158,55 @@ def test_bad_inputs_are_named(encoder, call, message):
         call(encoder)
 
 
+@pytest.mark.parametrize("format", ["open_clip", "hf"])
+def test_exported_models_give_the_same_features(workdir, images, tmp_path, format):
+    encoder = infcl_jax.load(workdir, batch_size=8)
+    save_pretrained(tmp_path, encoder.model, encoder.variables, format, compare_features=False)
+    exported = infcl_jax.load(tmp_path, batch_size=8)
+    assert exported.image_size == runs.SIDE and exported.tokenizer.kind == "bytes"
+    np.testing.assert_allclose(exported.encode_images(images), encoder.encode_images(images), atol=1e-6)
+    np.testing.assert_allclose(exported.encode_texts(["a cat"]), encoder.encode_texts(["a cat"]), atol=1e-6)
+    half = infcl_jax.load(tmp_path, dtype="bfloat16").encode_images(images)
+    np.testing.assert_array_equal(half, half.astype(jnp.bfloat16).astype(np.float32))
+    with pytest.raises(ValueError, match="step=None for a pretrained model"):
+        infcl_jax.load(tmp_path, step=1)
+    with pytest.raises(ValueError, match="at most 259 ids and 36 tokens, got 'bytes' of 259 ids and 77 tokens"):
+        infcl_jax.load(tmp_path, tokenizer=ByteTokenizer(77))
+
+
+@pytest.mark.parametrize(
+    ("file", "preprocess", "resize"),
+    [
+        ("open_clip_config.json", {"resize_mode": "squash", "interpolation": "bilinear"}, ("squash", "bilinear")),
+        ("preprocessor_config.json", {"size": {"height": 16, "width": 16}, "resample": 2}, ("squash", "bilinear")),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 16}, "resample": 3}, ("shortest", "bicubic")),
+        ("preprocessor_config.json", {"size": 16, "do_center_crop": True}, ("shortest", "bicubic")),
+    ],
+)
+def test_images_are_resized_as_the_model_says(encoder, images, tmp_path, file, preprocess, resize):
+    format = "hf" if file.startswith("pre") else "open_clip"
+    save_pretrained(tmp_path, encoder.model, encoder.variables, format, compare_features=False)
+    content = {"preprocess_cfg": preprocess} if format == "open_clip" else preprocess
+    saved = json.loads((tmp_path / file).read_text()) if format == "open_clip" else {}
+    (tmp_path / file).write_text(json.dumps(saved | content))
+    loaded = infcl_jax.load(tmp_path, batch_size=8)
+    assert loaded.resize == resize
+    if resize[0] == "squash":
+        squashed = np.asarray(Image.fromarray(images[1]).resize((runs.SIDE, runs.SIDE), Image.Resampling.BILINEAR))
+        np.testing.assert_array_equal(loaded.encode_images([images[1]]), loaded.encode_images([squashed]))
+
+
+def test_fingerprint_changes_with_parameters_and_dtype(workdir, encoder):
+    same = infcl_jax.load(workdir, mesh=data_mesh(jax.devices()[:1]))
+    assert same.fingerprint() == encoder.fingerprint()
+    others = [infcl_jax.load(workdir, step=3), infcl_jax.load(workdir, dtype="bfloat16")]
+    assert len({encoder.fingerprint(), *(other.fingerprint() for other in others)}) == 3
+
+
 def test_bad_paths_and_arguments_are_named(workdir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; give the work directory of a run"):
-        infcl_jax.load(tmp_path / "missing")
-    with pytest.raises(ValueError, match="expected the work directory of a run"):
-        infcl_jax.load(tmp_path)
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ValueError, match=r"work directory of a run .*, a folder with open_clip_config.json or"):
+            infcl_jax.load(path)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 4 in .*; its steps are 3, 5"):
         infcl_jax.load(workdir, step=4)
     with pytest.raises(ValueError, match="batch_size >= 1"):

@@ -23,7 +23,7 @@ from infcl_jax.data.parallelism import Parallelism, choose_parallelism
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.tokenizers import Tokenizer
-from infcl_jax.data.transforms import resize_center_crop
+from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 
 
 class EvalBatches:
@@ -68,6 +68,7 @@ class _EvalChunk:
     skip_bad: bool
     tokenizer: Tokenizer | None
     image_size: int | None
+    resize: Resize
 
     def __call__(self, first: int, rows: int) -> dict[str, Any]:
         indices = range(first, max(first, min(first + rows, len(self.source))))
@@ -92,7 +93,7 @@ class _EvalChunk:
 
     def _image(self, example: Example) -> np.ndarray | None:
         """Decode an image, resize it and crop its center."""
-        return None if self.image_size is None else resize_center_crop(pixels(example), self.image_size)
+        return None if self.image_size is None else resize_center_crop(pixels(example), self.image_size, self.resize)
 
 
 def _captions(read: Sequence[tuple[DecodedExample, int]], tokenizer: Tokenizer) -> Batch:
@@ -116,6 +117,7 @@ def eval_batches(
     first_batch: int = 0,
     skip_bad: bool = False,
     parallelism: Parallelism | None = None,
+    resize: Resize = SHORTEST_BICUBIC,
 ) -> EvalBatches:
     """Create ordered batches that contain every image and every caption once.
 
@@ -132,6 +134,7 @@ def eval_batches(
       first_batch: number of batches to leave out at the start.
       skip_bad: whether bad records become padding instead of errors.
       parallelism: number of reading threads or workers; None: a thread per core.
+      resize: mode and interpolation of the resize before the crop.
 
     Returns:
       A reusable iterable of {"image": uint8 [b, S, S, 3], "index": int64 [b], "label": int32 [b] (-1 without class),
@@ -149,7 +152,7 @@ def eval_batches(
     if parallelism is None:
         parallelism = choose_parallelism(batch_bytes=local_size * 3 * (image_size or 1) ** 2, num_workers=0)
     return EvalBatches(
-        _EvalChunk(source, skip_bad, tokenizer, image_size),
+        _EvalChunk(source, skip_bad, tokenizer, image_size, resize),
         range(first_batch, math.ceil(len(source) / batch_size)),
         local_size,
         (process_index, process_count),

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-_BICUBIC = Image.Resampling.BICUBIC
+INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+RESIZE_MODES = ("shortest", "squash")
+
+_BICUBIC = INTERPOLATIONS["bicubic"]
 _CROP_TRIES = 10  # draws of a crop box, as in torchvision
 _MAX_ASPECT_RATIO = 100  # longer images are cropped first, which bounds a resized image of 224 pixels to 20 MB
 
@@ -24,16 +27,32 @@ def _check_image(image: np.ndarray) -> None:
         )
 
 
-def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize the short side (bicubic, antialiased), then crop the central square.
+class Resize(NamedTuple):
+    """Resize of the evaluation transform; the names are those of OpenCLIP's `preprocess_cfg`.
 
-    Equals torchvision's `Resize(size, interpolation=BICUBIC)` and `CenterCrop(size)` on PIL images, pixel for pixel,
-    for aspect ratios up to 100. A longer image is cropped first, because the resized image would take
-    `4 * size**2 * aspect_ratio` bytes.
+    Attributes:
+      mode: "shortest": the short side is resized and the central square cropped; "squash": both sides are resized.
+      interpolation: "bicubic" or "bilinear", antialiased.
+    """
+
+    mode: str = "shortest"
+    interpolation: str = "bicubic"
+
+
+SHORTEST_BICUBIC = Resize()  # of CLIP
+
+
+def resize_center_crop(image: np.ndarray, size: int, resize: Resize = SHORTEST_BICUBIC) -> np.ndarray:
+    """Resize the short side (antialiased), then crop the central square.
+
+    Equals torchvision's `Resize(size)` and `CenterCrop(size)` on PIL images, or `Resize((size, size))` with the mode
+    "squash", pixel for pixel, for aspect ratios up to 100. A longer image is cropped first with the mode "shortest",
+    because the resized image would take `4 * size**2 * aspect_ratio` bytes.
 
     Args:
       image: uint8 [H, W, 3].
       size: side S of the result, in pixels.
+      resize: mode and interpolation.
 
     Returns:
       uint8 [S, S, 3]; the input image itself if it has that size.
@@ -44,12 +63,15 @@ def resize_center_crop(image: np.ndarray, size: int) -> np.ndarray:
     _check_image(image)
     if image.shape[:2] == (size, size):
         return image
+    interpolation = INTERPOLATIONS[resize.interpolation]
+    if resize.mode == "squash":
+        return np.array(Image.fromarray(image).resize((size, size), interpolation))
     short = min(image.shape[:2])
     image = _center_crop(image, _MAX_ASPECT_RATIO * short)
     height, width, _ = image.shape
     # torchvision rounds the long side down, and a margin of half pixels to the even number. Pillow's `resize(box=...)`
     # would avoid the large image, but its pixels differ by up to 24 of 255 levels.
-    resized = np.asarray(Image.fromarray(image).resize((size * width // short, size * height // short), _BICUBIC))
+    resized = np.asarray(Image.fromarray(image).resize((size * width // short, size * height // short), interpolation))
     return np.ascontiguousarray(_center_crop(resized, size))
 
 

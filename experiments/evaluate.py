@@ -21,7 +21,18 @@ from configs import saved
 from experiments import command, compilation_cache
 from infcl_jax import distributed, run
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, plot_curves
+from infcl_jax.evaluation import (
+    EvaluationConfig,
+    Suite,
+    TaskResult,
+    append_csv,
+    describe_environment,
+    flat_metrics,
+    format_table,
+    plot_curves,
+    write_json,
+    write_page,
+)
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.settings import (
     SETTINGS,
@@ -50,10 +61,29 @@ def say_results(step: int, results: Mapping[str, float]) -> None:
     command.say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")
 
 
+def write_results(folder: Path, results: Sequence[TaskResult], model: str, weights: str) -> None:
+    """Write `results.json` and `results.html`, and append to `results.csv`, on the leading process only.
+
+    Args:
+      folder: output folder, created if it is missing.
+      results: results of all tasks; without any, nothing is written.
+      model: name of the model.
+      weights: origin of the weights.
+    """
+    if not (is_lead() and results):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = describe_environment(model, weights)
+    write_json(folder / "results.json", results, environment)
+    write_page(folder / "results.html", results, environment)
+    append_csv(folder / "results.csv", results, environment)
+
+
 def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Evaluate the latest checkpoint in `workdir` on all devices.
 
-    Writes `evaluation.json`, `curves.png` and, with a retrieval dataset, `retrieval.png` there.
+    Writes `evaluation.json`, `curves.png`, the files of `write_results` and, with a retrieval dataset, `retrieval.png`
+    there.
 
     Args:
       workdir: directory of the run.
@@ -80,10 +110,12 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
         command.say(line)
-    results = suite(state.variables, grid_path=workdir / GRID_FILE)
+    task_results = suite.results(state.variables, workdir / GRID_FILE, examples=True)
+    results = flat_metrics(task_results)
     save_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
+    write_results(workdir, task_results, config.model, f"{workdir}, step {step}")
     say_results(step, results)
     pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
     command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
@@ -171,6 +203,7 @@ def evaluate_weights(
         data_dir=data_dir,
         mesh=encoder.mesh,
         evaluations=evaluations,
+        resize=encoder.resize,
         say=command.say,
     )
     return suite.results(encoder.variables, examples=True)
@@ -182,7 +215,7 @@ def _define_flags() -> None:
     flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
     flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
-    flags.DEFINE_string("output", None, "Folder of the results with --weights.")
+    flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")
     flags.DEFINE_integer("batch_size", 256, "Images or texts encoded at a time with --weights.", lower_bound=1)
 
@@ -213,11 +246,8 @@ def _main() -> None:
         batch_size=values.batch_size,
     )
     command.say(format_table(flat_metrics(results)))
-    if values.output and is_lead():
-        folder = Path(values.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"weights": values.weights, **flat_metrics(results)}
-        (folder / RESULTS_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    if values.output:
+        write_results(Path(values.output), results, Path(values.weights).name, values.weights)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import Classes, Source
 from infcl_jax.data.decode import decode_example
-from infcl_jax.data.transforms import resize_center_crop
 from infcl_jax.evaluation.features import Features
 from infcl_jax.evaluation.results import ExamplePrediction
 from infcl_jax.evaluation.search import top_k
+
+Show = Callable[[np.ndarray], np.ndarray]  # from uint8 [H, W, 3] to uint8 [S, S, 3]
 
 _EXAMPLES = 12
 _PREDICTED = 3  # texts of each example
@@ -18,7 +21,7 @@ _CANDIDATES = 512  # images among which mistakes are searched
 
 
 def classification_examples(
-    source: Source, features: Features, classes: Classes, classifier: np.ndarray, mesh: Mesh, image_size: int
+    source: Source, features: Features, classes: Classes, classifier: np.ndarray, mesh: Mesh, show: Show
 ) -> tuple[ExamplePrediction, ...]:
     """Choose images with their most similar classes, mistakes first.
 
@@ -28,39 +31,38 @@ def classification_examples(
       classes: class names.
       classifier: [C, D], classifier vectors.
       mesh: mesh with an axis "data".
-      image_size: side of the shown images, in pixels.
+      show: transform of the images.
 
     Returns:
-      At most 12 examples: up to 6 mistakes, then correct predictions.
+      At most 12 examples, mistakes first, and as many correct predictions if there are enough of both.
     """
     labeled = np.flatnonzero(features.label >= 0)
     rows = labeled[_spread(len(labeled), _CANDIDATES)]
     similarity, nearest = top_k(features.image[rows], classifier, min(_PREDICTED, len(classifier)), mesh)
     label = features.label[rows]
     correct = nearest[:, 0] == label
-    mistakes = np.flatnonzero(~correct)[: _EXAMPLES // 2]
+    mistakes, hits = np.flatnonzero(~correct), np.flatnonzero(correct)
+    hits = hits[: max(_EXAMPLES // 2, _EXAMPLES - len(mistakes))]
     return tuple(
         ExamplePrediction(
-            image=_image(source, features, rows[i], image_size),
+            image=_image(source, features, rows[i], show),
             expected=(classes.names[label[i]],),
             predicted=tuple(classes.names[row] for row in nearest[i]),
             similarity=tuple(similarity[i].tolist()),
             correct=bool(correct[i]),
         )
-        for i in (*mistakes, *np.flatnonzero(correct)[: _EXAMPLES - len(mistakes)])
+        for i in (*mistakes[: _EXAMPLES - len(hits)], *hits)
     )
 
 
-def retrieval_examples(
-    source: Source, features: Features, mesh: Mesh, image_size: int
-) -> tuple[ExamplePrediction, ...]:
+def retrieval_examples(source: Source, features: Features, mesh: Mesh, show: Show) -> tuple[ExamplePrediction, ...]:
     """Choose images with their most similar captions.
 
     Args:
       source: dataset of the images and captions.
       features: features of the images and captions.
       mesh: mesh with an axis "data".
-      image_size: side of the shown images, in pixels.
+      show: transform of the images.
 
     Returns:
       At most 12 examples, evenly spaced over the dataset.
@@ -78,7 +80,7 @@ def retrieval_examples(
 
     return tuple(
         ExamplePrediction(
-            image=_image(source, features, row, image_size),
+            image=_image(source, features, row, show),
             expected=captions(row),
             predicted=tuple(caption(int(text)) for text in nearest[i]),
             similarity=tuple(similarity[i].tolist()),
@@ -93,5 +95,5 @@ def _spread(count: int, chosen: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(chosen, count)).astype(int)
 
 
-def _image(source: Source, features: Features, row: int, image_size: int) -> np.ndarray:
-    return resize_center_crop(decode_example(source, int(features.index[row]))["image"], image_size)
+def _image(source: Source, features: Features, row: int, show: Show) -> np.ndarray:
+    return show(decode_example(source, int(features.index[row]))["image"])

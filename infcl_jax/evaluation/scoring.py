@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from infcl_jax.data import Classes, Source
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
-from infcl_jax.evaluation.examples import classification_examples, retrieval_examples
+from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples
 from infcl_jax.evaluation.features import Features, l2_normalize
 from infcl_jax.evaluation.metrics import (
     accuracies,
@@ -90,14 +90,14 @@ def first_images(features: Features, count: int | None) -> Features:
     return Features(text=features.text[:texts], text_image=features.text_image[:texts], **cut)
 
 
-def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, example_size: int | None = None) -> TaskResult:
+def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show | None = None) -> TaskResult:
     """Measure retrieval in both directions.
 
     Args:
       opened: task with its data.
       features: features of the images and captions.
       mesh: mesh with an axis "data".
-      example_size: side of the images of the examples, in pixels; None: no examples.
+      show: transform of the images of the examples; None: no examples.
 
     Returns:
       `image_to_text_r<k>` and `text_to_image_r<k>` for k = 1, 5, 10, `mean_r1` of both directions, and
@@ -107,12 +107,12 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, example_si
     metrics = retrieval_recall(*inputs, text_image=features.text_image)
     metrics["mean_r1"] = (metrics["image_to_text_r1"] + metrics["text_to_image_r1"]) / 2
     metrics |= retrieval_map(*inputs, text_image=features.text_image)
-    examples = () if example_size is None else retrieval_examples(opened.source, features, mesh, example_size)
+    examples = () if show is None else retrieval_examples(opened.source, features, mesh, show)
     return _result(opened, "retrieval", metrics, len(features), examples)
 
 
 def score_classification(
-    opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, example_size: int | None = None
+    opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, show: Show | None = None
 ) -> TaskResult:
     """Measure zero-shot classification.
 
@@ -121,7 +121,7 @@ def score_classification(
       features: features of the images.
       classifier: [C, D], classifier vectors.
       mesh: mesh with an axis "data".
-      example_size: side of the images of the examples, in pixels; None: no examples.
+      show: transform of the images of the examples; None: no examples.
 
     Returns:
       `top1`, `top5` and `mean_per_class_recall`, with several classes per image `mean_average_precision`, and the main
@@ -144,8 +144,8 @@ def score_classification(
         hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[labeled]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
     examples: tuple[ExamplePrediction, ...] = ()
-    if example_size is not None:
-        examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, example_size)
+    if show is not None:
+        examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
     return _result(opened, "zero_shot", metrics, len(features), examples)
 
 
@@ -157,13 +157,13 @@ def average_results(average: Average, results: Mapping[str, TaskResult]) -> Task
       results: results by name; at least one is of the suite.
 
     Returns:
-      `average` if all tasks of the suite have results, else for example `average_of_30_of_38`.
+      Result of the name "suite/NAME", with `average` if all tasks have results, else for example `average_of_30_of_38`.
     """
     values = [result.metrics[result.main_metric] for name in average.tasks if (result := results.get(name))]
     count, size = len(values), len(average.tasks)
     name = "average" if count == size else f"average_of_{count}_of_{size}"
     metrics = {name: float(np.mean(values))}
-    return TaskResult(name=average.name, kind="average", metrics=metrics, main_metric=name, images=count)
+    return TaskResult(name=f"suite/{average.name}", kind="average", metrics=metrics, main_metric=name, images=count)
 
 
 def _result(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from infcl_jax.data import Classes, Source, eval_batches
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import Tokenizer
+from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
@@ -29,7 +30,7 @@ from infcl_jax.evaluation.scoring import (
     score_classification,
     score_retrieval,
 )
-from infcl_jax.evaluation.tasks import Task, load_tasks
+from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import class_embeddings
 
 GRID_QUERIES = 8  # captions in the retrieval plot
@@ -77,6 +78,7 @@ class Suite:
         implementation: str | None = None,
         train_batch_size: int | None = None,
         evaluations: Sequence[str] = (),
+        resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
     ):
         """Open the datasets.
@@ -91,6 +93,7 @@ class Suite:
           implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
           train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
           evaluations: further tasks and suites, see `load_tasks`.
+          resize: resize of images before the center crop.
           say: function that prints a line of progress; None: no progress.
 
         Raises:
@@ -100,11 +103,13 @@ class Suite:
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
-        self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
+        self._image_size, self._resize = image_size, resize
+        self._mesh, self._implementation = mesh, implementation
         self._train_batch_size, self._say = train_batch_size, say
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
+        check_names([*own, *named])
         self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
@@ -158,7 +163,8 @@ class Suite:
         """
         results: dict[str, TaskResult] = {}
         classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
-        size = self._image_size if examples else None
+        transform = functools.partial(resize_center_crop, size=self._image_size, resize=self._resize)
+        show = transform if examples else None
         for source in {id(opened.source): opened.source for opened in self._tasks}.values():
             tasks = [opened for opened in self._tasks if opened.source is source]
             features = self._encode(source, variables, texts=any(opened.classes is None for opened in tasks))
@@ -166,10 +172,10 @@ class Suite:
                 name = opened.task.name
                 if opened.classes is not None:
                     classifier = classifiers(opened.classes)
-                    results[name] = score_classification(opened, features, classifier, self._mesh, size)
+                    results[name] = score_classification(opened, features, classifier, self._mesh, show)
                     continue
                 gallery = first_images(features, opened.task.gallery)
-                results[name] = score_retrieval(opened, gallery, self._mesh, size)
+                results[name] = score_retrieval(opened, gallery, self._mesh, show)
                 if opened.task is self._validation:
                     results["validation"] = self._losses(features, variables)
                     if grid_path is not None and is_lead():
@@ -199,6 +205,7 @@ class Suite:
             tokenizer=self._tokenizer if texts else None,
             image_size=self._image_size,
             batch_size=self._config.batch_size,
+            resize=self._resize,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )

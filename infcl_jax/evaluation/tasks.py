@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +55,14 @@ class Task:
     gallery: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the names.
+        """Check the fields, and make tuples of lists.
 
         Raises:
           ValueError: a field is wrong.
         """
+        for name in ("class_names", "templates", "ignored_groups"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         if self.kind not in (None, *TASK_KINDS):
             raise ValueError(f"expected the kind of task {self.name} to be one of {TASK_KINDS}, got {self.kind!r}")
         if self.gallery is not None and self.gallery < 1:
@@ -93,7 +97,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
       FileNotFoundError: a file, a benchmark or all those of a suite are missing.
       ValueError: a file has no `get_task()`, or two tasks have the same name.
     """
-    tasks: dict[str, Task] = {}
+    tasks: dict[Task, None] = {}
     averages = []
     for name in names:
         if name in SUITES:
@@ -109,10 +113,20 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
                 f"no evaluation {name}: expected one of {', '.join(SUITES)}, a Python file, or the folder"
                 f" {_folders(name)[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
             )
-        for task in loaded:
-            if tasks.setdefault(task.name, task) != task:
-                raise ValueError(f"expected evaluations of different names, got two of the name {task.name}")
-    return list(tasks.values()), averages
+        tasks |= dict.fromkeys(loaded)
+    check_names(tasks)
+    return list(tasks), averages
+
+
+def check_names(tasks: Iterable[Task]) -> None:
+    """Check that tasks have different names.
+
+    Raises:
+      ValueError: two tasks have the same name.
+    """
+    for name, count in collections.Counter(task.name for task in tasks).items():
+        if count > 1:
+            raise ValueError(f"expected evaluations of different names, got {count} of the name {name}; rename one")
 
 
 def _benchmark(name: str, data_dir: str | Path) -> Task | None:

@@ -91,7 +91,9 @@ def test_all_metrics_equal_numpy(benchmarks, params, expected, devices):
     for way, value in first.items():
         assert found[f"flickr30k/{way}_r1"] == pytest.approx(value)
     assert (
-        found["retrieval/average_of_1_of_2"] == found["flickr30k/mean_r1"] == pytest.approx(np.mean([*first.values()]))
+        found["suite/retrieval/average_of_1_of_2"]
+        == found["flickr30k/mean_r1"]
+        == pytest.approx(np.mean([*first.values()]))
     )
     order = np.argsort(-classes, axis=0)
     precision = [np.cumsum(t[o]) / np.arange(1, IMAGES + 1) for t, o in zip(TARGETS.T, order.T, strict=True)]
@@ -119,7 +121,7 @@ def test_a_complete_suite_has_an_average(benchmarks, params, monkeypatch):
     evaluate, mesh = make_suite(benchmarks, 1, ["retrieval"])
     found = evaluate(replicate(mesh, {"params": params}))
     parts = found["wilds/fmow/worst_group_top1"], found["wilds/iwildcam/macro_f1"]
-    assert found["retrieval/average"] == pytest.approx(np.mean(parts))
+    assert found["suite/retrieval/average"] == pytest.approx(np.mean(parts))
 
 
 def test_examples_show_predictions(benchmarks, params, expected):

@@ -85,7 +85,7 @@ def test_class_names_and_templates_can_be_built_in(benchmarks):
         (["bad.py"], ValueError, "cannot load .*bad.py: .*get_task"),
         (["type.py"], ValueError, r"expected get_task\(\) of .*type.py to return an .*Task, got 3"),
         (["kind.py"], ValueError, "expected the kind of task a to be one of .*, got 'detection'"),
-        (["one.py", "two.py"], ValueError, "expected evaluations of different names, got two of the name a"),
+        (["one.py", "two.py"], ValueError, "expected evaluations of different names, got 2 of the name a"),
     ],
 )
 def test_mistakes_are_named(tmp_path, names, error, message):

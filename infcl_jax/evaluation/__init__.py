@@ -1,5 +1,6 @@
 """Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
 
+from infcl_jax.evaluation.adamw_probe import adamw_probe
 from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Features, encode_split
@@ -20,6 +21,7 @@ __all__ = [
     "FewShot",
     "LinearProbe",
     "Suite",
+    "adamw_probe",
     "append_csv",
     "batch_loss",
     "class_data",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from infcl_jax.evaluation.labeled import (
 from infcl_jax.evaluation.logistic_regression import (
     MAX_ITERATIONS,
     TOLERANCE,
-    LogisticRegression,
+    LinearClassifier,
     LogisticRegressionSolver,
 )
 
@@ -48,7 +48,7 @@ class LinearProbe:
     """
 
     metrics: Mapping[str, float]
-    model: LogisticRegression
+    model: LinearClassifier
     validation: Mapping[float, float]
 
 
@@ -140,18 +140,20 @@ def search_regularization(
       The best strength, and the validation result of every strength that was tried.
     """
     solver = LogisticRegressionSolver(*train, mesh, max_iterations=max_iterations, tolerance=tolerance)
-    return binary_search(
-        lambda strength: classification_metrics(solver.fit(strength).ranks(*validation, mesh), validation.labels)[
-            metric
-        ]
-    )
+
+    def score(strength: float) -> float:
+        ranks = solver.fit(strength).ranks(*validation, mesh)
+        return classification_metrics(ranks, validation.labels)[metric]
+
+    return binary_search(score, REGULARIZATIONS)
 
 
-def binary_search(score: Callable[[float], float]) -> tuple[float, dict[float, float]]:
-    """Maximize a unimodal function of the L2 strength over `REGULARIZATIONS`.
+def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
+    """Maximize a unimodal function over 97 strengths by CLIP's parametric binary search.
 
     Args:
       score: function of the strength.
+      grid: strengths in order; of equal scores, the later strength wins.
 
     Returns:
       The best strength of those tried, and their scores.
@@ -161,15 +163,15 @@ def binary_search(score: Callable[[float], float]) -> tuple[float, dict[float, f
     def best_of(candidates: range | tuple[int, ...]) -> int:
         for index in candidates:
             if index not in scores:
-                scores[index] = score(REGULARIZATIONS[index])
+                scores[index] = score(grid[index])
         return max(candidates, key=lambda index: (scores[index], index))
 
-    peak = best_of(range(0, len(REGULARIZATIONS), _FIRST_STRIDE))
+    peak = best_of(range(0, len(grid), _FIRST_STRIDE))
     stride = _FIRST_STRIDE // 2
     while stride:
-        peak = best_of((max(peak - stride, 0), peak, min(peak + stride, len(REGULARIZATIONS) - 1)))
+        peak = best_of((max(peak - stride, 0), peak, min(peak + stride, len(grid) - 1)))
         stride //= 2
-    return REGULARIZATIONS[peak], {REGULARIZATIONS[index]: scores[index] for index in sorted(scores)}
+    return grid[peak], {grid[index]: scores[index] for index in sorted(scores)}
 
 
 def hold_out(samples: LabeledFeatures, seed: int) -> tuple[LabeledFeatures, LabeledFeatures]:

@@ -83,14 +83,14 @@ def test_classification_metrics():
 
 @pytest.mark.parametrize("peak", [0, 3, 41, 48, 96])
 def test_binary_search_finds_the_peak_of_a_unimodal_function(peak):
-    best, scores = binary_search(lambda strength: -abs(np.log10(strength) - (peak / 8 - 6)))
+    best, scores = binary_search(lambda strength: -abs(np.log10(strength) - (peak / 8 - 6)), REGULARIZATIONS)
     assert best == REGULARIZATIONS[peak]
     assert {1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6} <= set(np.round(list(scores), 12))
     assert len(scores) <= 7 + 4 * 2
 
 
-def test_binary_search_prefers_the_stronger_penalty():
-    best, _ = binary_search(lambda strength: float(strength <= REGULARIZATIONS[50]))
+def test_binary_search_prefers_the_later_of_equal_strengths():
+    best, _ = binary_search(lambda strength: float(strength <= REGULARIZATIONS[50]), REGULARIZATIONS)
     assert best == REGULARIZATIONS[50]
 
 

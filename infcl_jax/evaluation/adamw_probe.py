@@ -15,7 +15,7 @@ from infcl_jax.distributed import data_mesh, replicate
 from infcl_jax.evaluation.features import l2_normalize
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    check_regularization,
+    check_strength,
     check_widths,
     classification_metrics,
     labeled_features,
@@ -44,8 +44,8 @@ def adamw_probe(
 ) -> LinearProbe:
     """Train a linear classifier on frozen features with AdamW and test it.
 
-    The protocol is that of clip_benchmark: normalized features, batches of 64, a learning rate of 0.1 with cosine
-    decay, and a weight decay from 1e-6 to 1e2 that the search of `linear_probe` finds on a validation set. The final
+    The protocol is that of clip_benchmark: normalized features, batches of 64, and a learning rate of 0.1 with cosine
+    decay. A validation set chooses the weight decay from 1e-6 to 1e2 by the search of `linear_probe`. The final
     classifier is trained on training and validation set together. Initial weights and the order of the samples are
     random, so results agree with clip_benchmark's up to the noise of its seeds.
 
@@ -74,7 +74,7 @@ def adamw_probe(
     test = _normalized(test_features, test_labels, "test")
     validation_set = None if validation is None else _normalized(*validation, "validation")
     check_widths(train, test, validation_set)
-    check_regularization(weight_decay)
+    check_strength(weight_decay, "weight_decay")
     tried: dict[float, float] = {}
     if weight_decay is None and validation_set is not None:
         fit = functools.partial(_train_classifier, train, epochs, seed, mesh)

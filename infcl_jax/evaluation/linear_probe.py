@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.distributed import data_mesh, is_lead
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    check_regularization,
+    check_strength,
     check_widths,
     classification_metrics,
     draw_order,
@@ -90,10 +89,10 @@ def linear_probe(
       Metrics, the classifier and the search, the same on every process.
 
     Raises:
-      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, no test sample
-        is labeled, the regularization is negative, or no class has a second sample to hold out.
+      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, or no test sample
+        is labeled; an option is out of range, or no class has a second sample to hold out.
     """
-    mesh = data_mesh(jax.devices()) if mesh is None else mesh
+    mesh = data_mesh() if mesh is None else mesh
     if metric not in METRICS:
         raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
     train = labeled_features(train_features, train_labels, "training")
@@ -101,7 +100,7 @@ def linear_probe(
     options: dict[str, Any] = {"max_iterations": max_iterations, "tolerance": tolerance}
     validation_set = None if validation is None else labeled_features(*validation, "validation")
     check_widths(train, test, validation_set)
-    check_regularization(regularization)
+    check_strength(regularization, "regularization")
     tried: dict[float, float] = {}
     if regularization is None:
         fit_set, held_out = hold_out(train, seed) if validation_set is None else (train, validation_set)

@@ -18,7 +18,7 @@ from infcl_jax.evaluation.features import shard_rows
 MAX_ITERATIONS = 1000  # CLIP, arXiv:2103.00020, appendix A.3
 TOLERANCE = 1e-4  # default of scikit-learn's LogisticRegression
 
-# Rows of a tile of logits on each device: 4096 rows of 1000 classes in float32 are 16 MiB.
+# Maximum rows of a tile of logits on each device: 4096 rows of 1000 classes in float32 are 16 MiB.
 _CHUNK_ROWS = 4096
 PADDING = -1
 
@@ -103,8 +103,10 @@ class LogisticRegressionSolver:
           tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
 
         Raises:
-          ValueError: there are fewer than two classes.
+          ValueError: there are fewer than two classes, or `max_iterations` < 1.
         """
+        if max_iterations < 1:
+            raise ValueError(f"expected max_iterations >= 1, got {max_iterations}")
         self._classes, index = np.unique(np.asarray(labels, np.int64), return_inverse=True)
         if len(self._classes) < 2:
             raise ValueError(f"expected training samples of two or more classes, got {len(self._classes)} class")
@@ -127,7 +129,7 @@ class LogisticRegressionSolver:
         def mean_loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
             table = flat.reshape(self._width + 1, classes)
             params = _split(table.astype(np.float32))
-            losses, gradient = _loss_and_gradient(params, *self._rows, mesh=self._mesh)
+            losses, gradient = jax.device_get(_loss_and_gradient(params, *self._rows, mesh=self._mesh))
             penalty = np.concatenate([table[:-1], np.zeros((1, classes))])
             # The host sums in float64, so that the line search sees decreases below float32 resolution.
             loss = np.asarray(losses, np.float64).sum() + strength / 2 * np.sum(penalty**2)
@@ -150,16 +152,21 @@ def _split(table: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _shard(features: np.ndarray, index: np.ndarray, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Pad samples to whole tiles on each device and shard them."""
-    chunk = min(_CHUNK_ROWS, -(-len(features) // mesh.size))
-    x = shard_rows(mesh, np.asarray(features, np.float32), multiple=chunk)
-    return x, shard_rows(mesh, np.asarray(index, np.int32), fill=PADDING, multiple=chunk)
+    """Pad samples to equal tiles on each device and shard them."""
+    chunks = _chunks(-(-len(features) // mesh.size))
+    x = shard_rows(mesh, np.asarray(features, np.float32), multiple=chunks)
+    return x, shard_rows(mesh, np.asarray(index, np.int32), fill=PADDING, multiple=chunks)
+
+
+def _chunks(rows: int) -> int:
+    """Return the number of tiles for the rows of one device."""
+    return -(-rows // _CHUNK_ROWS)
 
 
 def _tiles(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split the rows of one device into tiles."""
-    chunk = min(_CHUNK_ROWS, len(x))
-    return x.reshape(-1, chunk, x.shape[1]), index.reshape(-1, chunk)
+    chunks = _chunks(len(x))
+    return x.reshape(chunks, -1, x.shape[1]), index.reshape(chunks, -1)
 
 
 def _logits(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -204,7 +211,8 @@ def _ranks(params: Any, x: jax.Array, index: jax.Array, *, mesh: Mesh) -> jax.Ar
     def tile_ranks(params: Any, x: jax.Array, index: jax.Array) -> jax.Array:
         logits = _logits(params, x)
         own = jnp.take_along_axis(logits, jnp.maximum(index, 0)[:, None], axis=1)
-        return jnp.sum(logits >= own, axis=1, dtype=jnp.int32) - 1
+        # NaN ties with everything, so a diverged classifier scores 0.
+        return jnp.sum(~(logits < own), axis=1, dtype=jnp.int32) - 1
 
     def local(params: Any, x: jax.Array, index: jax.Array) -> jax.Array:
         ranks = jax.lax.map(lambda tile: tile_ranks(params, *tile), _tiles(x, index))

@@ -102,7 +102,7 @@ def _add_example(grid: Element, example: ExamplePrediction) -> None:
 
 
 def _table(parent: Element, header: Sequence[str], rows: Iterable[Sequence[str]], name: str) -> None:
-    """Add a table in a box that scrolls, so that the page fits a phone."""
+    """Add a table in a scrolling box, so that the page fits a phone."""
     table = SubElement(SubElement(parent, "div", {"class": "scroll"}), "table", {"class": name})
     if header:
         line = SubElement(SubElement(table, "thead"), "tr")

@@ -52,7 +52,7 @@ def test_features_are_normalized_and_seeds_matter():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [({"epochs": 0}, "epochs >= 1"), ({"weight_decay": -1.0}, "regularization >= 0")]
+    ("changes", "message"), [({"epochs": 0}, "epochs >= 1"), ({"weight_decay": -1.0}, "finite weight_decay >= 0")]
 )
 def test_bad_arguments(changes, message):
     with pytest.raises(ValueError, match=message):

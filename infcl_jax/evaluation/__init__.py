@@ -1,5 +1,6 @@
 """Evaluation of dual encoders: benchmarks, zero-shot classification, retrieval, split loss and plots."""
 
+from infcl_jax.evaluation.adamw_probe import adamw_probe
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
@@ -27,6 +28,7 @@ __all__ = [
     "Suite",
     "Task",
     "TaskResult",
+    "adamw_probe",
     "append_csv",
     "batch_loss",
     "class_data",

@@ -1,4 +1,4 @@
-"""Sources of benchmarks: the webdataset layout of clip_benchmark, and Karpathy's splits of COCO and Flickr30k."""
+"""Sources of benchmarks, in the layouts of clip_benchmark and Karpathy."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ class WebdatasetSource:
         )
 
     def arrays(self) -> np.ndarray:
-        """Read the `npy` member of every sample: its classes (multilabel), or its metadata such as groups.
+        """Read the `npy` member of every sample.
+
+        It has the classes of a multi-label image, or metadata such as groups.
 
         Returns:
           [N, ...], in the order of the samples.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    check_regularization,
+    check_strength,
     check_widths,
     classification_metrics,
     draw_order,
@@ -89,16 +88,18 @@ def few_shot(
       Means, deviations and the result of each draw, the same on every process.
 
     Raises:
-      ValueError: the shapes do not match, features are not finite, a class has fewer samples than a number of shots,
-        no samples are left for the search, or an argument is out of range.
+      ValueError: the shapes do not match, features are not finite, or a class has fewer samples than a number of
+        shots; no samples are left for the search, or an argument is out of range.
     """
-    mesh = data_mesh(jax.devices()) if mesh is None else mesh
+    mesh = data_mesh() if mesh is None else mesh
     train = labeled_features(train_features, train_labels, "training")
     test = labeled_features(test_features, test_labels, "test")
     validation_set = None if validation is None else labeled_features(*validation, "validation")
     check_widths(train, test, validation_set)
-    check_regularization(regularization, positive=classifier == "ridge")
+    check_strength(regularization, "regularization", positive=classifier == "ridge")
     _check(train, shots, repeats, classifier, metric)
+    if classifier == "ridge" and validation is not None:
+        raise ValueError("expected no validation set for ridge, which searches no regularization; leave it out")
 
     def test_result(k: int, draw: int) -> float:
         position, _ = draw_order(train.labels, draw)
@@ -127,7 +128,9 @@ def few_shot(
 
 
 def _ridge_ranks(train: LabeledFeatures, test: LabeledFeatures, strength: float) -> np.ndarray:
-    """Fit ridge regression to targets of -1 and 1, and rank the true class of each test sample.
+    """Rank the true classes of test samples by ridge regression.
+
+    The targets are -1 and 1.
 
     Args:
       train: training samples.
@@ -152,7 +155,7 @@ def _ridge_ranks(train: LabeledFeatures, test: LabeledFeatures, strength: float)
     scores = standardize(test.features) @ weights
     own_index = np.searchsorted(classes, test.labels).clip(max=len(classes) - 1)
     own = np.take_along_axis(scores, own_index[:, None], axis=1)
-    return np.where(classes[own_index] == test.labels, (scores >= own).sum(axis=1) - 1, np.iinfo(np.int32).max)
+    return np.where(classes[own_index] == test.labels, (~(scores < own)).sum(axis=1) - 1, np.iinfo(np.int32).max)
 
 
 def _check(train: LabeledFeatures, shots: Sequence[int], repeats: int, classifier: str, metric: str) -> None:

@@ -68,17 +68,14 @@ def check_widths(*samples: LabeledFeatures | None) -> None:
         raise ValueError(f"expected features of one width, got {widths}; encode all splits with the same model")
 
 
-def check_regularization(regularization: float | None, *, positive: bool = False) -> None:
-    """Check a given L2 strength.
+def check_strength(strength: float | None, name: str, *, positive: bool = False) -> None:
+    """Check a regularization strength, if it is given.
 
     Raises:
       ValueError: the strength is negative or not finite, or zero where it must be positive.
     """
-    if regularization is not None and not (0 <= regularization < np.inf and (regularization or not positive)):
-        raise ValueError(
-            f"expected a regularization {'> 0' if positive else '>= 0'}, got {regularization}; it is the inverse of"
-            " scikit-learn's C"
-        )
+    if strength is not None and not (0 <= strength < np.inf and (strength or not positive)):
+        raise ValueError(f"expected a finite {name} {'> 0' if positive else '>= 0'}, got {strength}")
 
 
 def draw_order(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

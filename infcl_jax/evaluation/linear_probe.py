@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.distributed import data_mesh, is_lead
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
-    check_regularization,
+    check_strength,
     check_widths,
     classification_metrics,
     draw_order,
@@ -23,7 +22,7 @@ from infcl_jax.evaluation.labeled import (
 from infcl_jax.evaluation.logistic_regression import (
     MAX_ITERATIONS,
     TOLERANCE,
-    LogisticRegression,
+    LinearClassifier,
     LogisticRegressionSolver,
 )
 
@@ -48,7 +47,7 @@ class LinearProbe:
     """
 
     metrics: Mapping[str, float]
-    model: LogisticRegression
+    model: LinearClassifier
     validation: Mapping[float, float]
 
 
@@ -90,10 +89,10 @@ def linear_probe(
       Metrics, the classifier and the search, the same on every process.
 
     Raises:
-      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, no test sample
-        is labeled, the regularization is negative, or no class has a second sample to hold out.
+      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, or no test sample
+        is labeled; an option is out of range, or no class has a second sample to hold out.
     """
-    mesh = data_mesh(jax.devices()) if mesh is None else mesh
+    mesh = data_mesh() if mesh is None else mesh
     if metric not in METRICS:
         raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
     train = labeled_features(train_features, train_labels, "training")
@@ -101,7 +100,7 @@ def linear_probe(
     options: dict[str, Any] = {"max_iterations": max_iterations, "tolerance": tolerance}
     validation_set = None if validation is None else labeled_features(*validation, "validation")
     check_widths(train, test, validation_set)
-    check_regularization(regularization)
+    check_strength(regularization, "regularization")
     tried: dict[float, float] = {}
     if regularization is None:
         fit_set, held_out = hold_out(train, seed) if validation_set is None else (train, validation_set)
@@ -140,18 +139,20 @@ def search_regularization(
       The best strength, and the validation result of every strength that was tried.
     """
     solver = LogisticRegressionSolver(*train, mesh, max_iterations=max_iterations, tolerance=tolerance)
-    return binary_search(
-        lambda strength: classification_metrics(solver.fit(strength).ranks(*validation, mesh), validation.labels)[
-            metric
-        ]
-    )
+
+    def score(strength: float) -> float:
+        ranks = solver.fit(strength).ranks(*validation, mesh)
+        return classification_metrics(ranks, validation.labels)[metric]
+
+    return binary_search(score, REGULARIZATIONS)
 
 
-def binary_search(score: Callable[[float], float]) -> tuple[float, dict[float, float]]:
-    """Maximize a unimodal function of the L2 strength over `REGULARIZATIONS`.
+def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
+    """Maximize a unimodal function over 97 strengths by CLIP's parametric binary search.
 
     Args:
       score: function of the strength.
+      grid: strengths in order; of equal scores, the later strength wins.
 
     Returns:
       The best strength of those tried, and their scores.
@@ -161,15 +162,15 @@ def binary_search(score: Callable[[float], float]) -> tuple[float, dict[float, f
     def best_of(candidates: range | tuple[int, ...]) -> int:
         for index in candidates:
             if index not in scores:
-                scores[index] = score(REGULARIZATIONS[index])
+                scores[index] = score(grid[index])
         return max(candidates, key=lambda index: (scores[index], index))
 
-    peak = best_of(range(0, len(REGULARIZATIONS), _FIRST_STRIDE))
+    peak = best_of(range(0, len(grid), _FIRST_STRIDE))
     stride = _FIRST_STRIDE // 2
     while stride:
-        peak = best_of((max(peak - stride, 0), peak, min(peak + stride, len(REGULARIZATIONS) - 1)))
+        peak = best_of((max(peak - stride, 0), peak, min(peak + stride, len(grid) - 1)))
         stride //= 2
-    return REGULARIZATIONS[peak], {REGULARIZATIONS[index]: scores[index] for index in sorted(scores)}
+    return grid[peak], {grid[index]: scores[index] for index in sorted(scores)}
 
 
 def hold_out(samples: LabeledFeatures, seed: int) -> tuple[LabeledFeatures, LabeledFeatures]:

@@ -1,4 +1,4 @@
-"""Multinomial logistic regression by L-BFGS on a mesh."""
+"""Linear classifiers, and multinomial logistic regression by L-BFGS on a mesh."""
 
 from __future__ import annotations
 
@@ -18,32 +18,26 @@ from infcl_jax.evaluation.features import shard_rows
 MAX_ITERATIONS = 1000  # CLIP, arXiv:2103.00020, appendix A.3
 TOLERANCE = 1e-4  # default of scikit-learn's LogisticRegression
 
-# Rows of a tile of logits on each device: 4096 rows of 1000 classes in float32 are 16 MiB.
+# Maximum rows of a tile of logits on each device: 4096 rows of 1000 classes in float32 are 16 MiB.
 _CHUNK_ROWS = 4096
-_PADDING = -1
+PADDING = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LogisticRegression:
-    """Fitted multinomial logistic regression.
+class LinearClassifier:
+    """Linear classifier of features.
 
     Attributes:
       weights: float32 [D, K].
       bias: float32 [K].
       classes: int64 [K], labels of the training set, ascending.
-      regularization: strength lambda of the L2 penalty.
-      loss: regularized training loss, summed over the samples, in nats.
-      iterations: L-BFGS iterations.
-      converged: whether L-BFGS stopped before its maximum number of iterations.
+      regularization: L2 strength lambda, or weight decay of AdamW.
     """
 
     weights: np.ndarray
     bias: np.ndarray
     classes: np.ndarray
     regularization: float
-    loss: float
-    iterations: int
-    converged: bool
 
     def ranks(self, features: np.ndarray, labels: np.ndarray, mesh: Mesh) -> np.ndarray:
         """Return the rank of the true class of each sample.
@@ -59,13 +53,28 @@ class LogisticRegression:
         """
         index = np.searchsorted(self.classes, labels).clip(max=len(self.classes) - 1)
         known = self.classes[index] == labels
-        rows = _shard(features, np.where(known, index, _PADDING), mesh)
+        rows = _shard(features, np.where(known, index, PADDING), mesh)
         ranks = np.asarray(_ranks({"weights": self.weights, "bias": self.bias}, *rows, mesh=mesh))[: len(labels)]
         return np.where(known, ranks, np.iinfo(np.int32).max).astype(np.int64)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogisticRegression(LinearClassifier):
+    """Fitted multinomial logistic regression.
+
+    Attributes:
+      loss: regularized training loss, summed over the samples, in nats.
+      iterations: L-BFGS iterations.
+      converged: whether L-BFGS stopped before its maximum number of iterations.
+    """
+
+    loss: float
+    iterations: int
+    converged: bool
+
+
 class LogisticRegressionSolver:
-    """Fit logistic regressions of one training set.
+    """Fit logistic regressions to one training set.
 
     The loss is that of scikit-learn's `LogisticRegression` with C = 1 / regularization: the sum of the cross-entropies
     plus half the regularization times the squared norm of the weights. The bias is not regularized. For two classes,
@@ -94,8 +103,10 @@ class LogisticRegressionSolver:
           tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
 
         Raises:
-          ValueError: there are fewer than two classes.
+          ValueError: there are fewer than two classes, or `max_iterations` < 1.
         """
+        if max_iterations < 1:
+            raise ValueError(f"expected max_iterations >= 1, got {max_iterations}")
         self._classes, index = np.unique(np.asarray(labels, np.int64), return_inverse=True)
         if len(self._classes) < 2:
             raise ValueError(f"expected training samples of two or more classes, got {len(self._classes)} class")
@@ -118,7 +129,7 @@ class LogisticRegressionSolver:
         def mean_loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
             table = flat.reshape(self._width + 1, classes)
             params = _split(table.astype(np.float32))
-            losses, gradient = _loss_and_gradient(params, *self._rows, mesh=self._mesh)
+            losses, gradient = jax.device_get(_loss_and_gradient(params, *self._rows, mesh=self._mesh))
             penalty = np.concatenate([table[:-1], np.zeros((1, classes))])
             # The host sums in float64, so that the line search sees decreases below float32 resolution.
             loss = np.asarray(losses, np.float64).sum() + strength / 2 * np.sum(penalty**2)
@@ -141,27 +152,38 @@ def _split(table: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _shard(features: np.ndarray, index: np.ndarray, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Pad samples to whole tiles on each device and shard them."""
-    chunk = min(_CHUNK_ROWS, -(-len(features) // mesh.size))
-    x = shard_rows(mesh, np.asarray(features, np.float32), multiple=chunk)
-    return x, shard_rows(mesh, np.asarray(index, np.int32), fill=_PADDING, multiple=chunk)
+    """Pad samples to equal tiles on each device and shard them."""
+    chunks = _chunks(-(-len(features) // mesh.size))
+    x = shard_rows(mesh, np.asarray(features, np.float32), multiple=chunks)
+    return x, shard_rows(mesh, np.asarray(index, np.int32), fill=PADDING, multiple=chunks)
+
+
+def _chunks(rows: int) -> int:
+    """Return the number of tiles for the rows of one device."""
+    return -(-rows // _CHUNK_ROWS)
 
 
 def _tiles(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split the rows of one device into tiles."""
-    chunk = min(_CHUNK_ROWS, len(x))
-    return x.reshape(-1, chunk, x.shape[1]), index.reshape(-1, chunk)
+    chunks = _chunks(len(x))
+    return x.reshape(chunks, -1, x.shape[1]), index.reshape(chunks, -1)
 
 
 def _logits(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.dot(x, params["weights"], precision=jax.lax.Precision.HIGHEST) + params["bias"][None]
 
 
-def _chunk_loss(params: dict[str, jax.Array], x: jax.Array, index: jax.Array) -> jax.Array:
-    """Sum the cross-entropies of a tile."""
+def cross_entropy(params: dict[str, jax.Array], x: jax.Array, index: jax.Array) -> jax.Array:
+    """Sum the cross-entropies of samples.
+
+    Args:
+      params: `weights` float32 [D, K] and `bias` float32 [K].
+      x: float32 [n, D].
+      index: int32 [n], class in [0, K), or `PADDING` for rows that do not count.
+    """
     log_probabilities = jax.nn.log_softmax(_logits(params, x))
     losses = -jnp.take_along_axis(log_probabilities, jnp.maximum(index, 0)[:, None], axis=1)[:, 0]
-    return jnp.sum(jnp.where(index == _PADDING, 0.0, losses))
+    return jnp.sum(jnp.where(index == PADDING, 0.0, losses))
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -170,7 +192,7 @@ def _loss_and_gradient(params: Any, x: jax.Array, index: jax.Array, *, mesh: Mes
 
     def local(params: Any, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
         def accumulate(gradient: Any, tile: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-            loss, tile_gradient = jax.value_and_grad(_chunk_loss)(varying, *tile)
+            loss, tile_gradient = jax.value_and_grad(cross_entropy)(varying, *tile)
             return jax.tree.map(jnp.add, gradient, tile_gradient), loss
 
         # Gradients of replicated parameters would be reduced over the devices once a tile.
@@ -189,7 +211,8 @@ def _ranks(params: Any, x: jax.Array, index: jax.Array, *, mesh: Mesh) -> jax.Ar
     def tile_ranks(params: Any, x: jax.Array, index: jax.Array) -> jax.Array:
         logits = _logits(params, x)
         own = jnp.take_along_axis(logits, jnp.maximum(index, 0)[:, None], axis=1)
-        return jnp.sum(logits >= own, axis=1, dtype=jnp.int32) - 1
+        # NaN ties with everything, so a diverged classifier scores 0.
+        return jnp.sum(~(logits < own), axis=1, dtype=jnp.int32) - 1
 
     def local(params: Any, x: jax.Array, index: jax.Array) -> jax.Array:
         ranks = jax.lax.map(lambda tile: tile_ranks(params, *tile), _tiles(x, index))

@@ -24,9 +24,9 @@ def accuracies(ranks: np.ndarray, topk: Sequence[int] = (1, 5)) -> dict[str, flo
 
 
 def mean_per_class_recall(hits: np.ndarray, labels: np.ndarray) -> float:
-    """Compute the mean over the classes of the fraction of their images that are hits.
+    """Compute the mean recall of the classes.
 
-    Equals scikit-learn's `balanced_accuracy_score`. Classes without images are left out.
+    The recall of a class is the fraction of its images that are hits. Equals scikit-learn's `balanced_accuracy_score`. Classes without images are left out.
 
     Args:
         hits: bool [N], whether an image is classified correctly.

@@ -63,8 +63,8 @@ def write_page(path: str | Path, results: Sequence[TaskResult], environment: Map
     _table(body, (), environment.items(), "environment")
     rows = [_summary_row(result) for result in results]
     _table(body, ("Task", "Kind", "Images", "Metric", "Value"), rows, "summary")
-    for number, result in enumerate(results):
-        _add_task(body, result, f"task-{number}")
+    for result in results:
+        _add_task(body, result)
     text = ElementTree.tostring(root, encoding="unicode", method="html")
     Path(path).write_text(f"<!DOCTYPE html>\n{text}\n", encoding="utf-8", errors="replace")
 
@@ -72,11 +72,12 @@ def write_page(path: str | Path, results: Sequence[TaskResult], environment: Map
 def _summary_row(result: TaskResult) -> tuple[str, ...]:
     metric = result.main_metric
     value = _format(metric, result.metrics[metric])
-    return result.name, _words(result.kind), f"{result.images:,}", _words(metric), value
+    size = f"{result.images:,} tasks" if result.kind == "average" else f"{result.images:,}"
+    return result.name, _words(result.kind), size, _words(metric), value
 
 
-def _add_task(body: Element, result: TaskResult, identifier: str) -> None:
-    section = SubElement(body, "section", {"id": identifier})
+def _add_task(body: Element, result: TaskResult) -> None:
+    section = SubElement(body, "section")
     _add(section, "h2", result.name)
     values = [(_words(name), _format(name, value)) for name, value in result.metrics.items()]
     _table(section, ("Metric", "Value"), values, "metrics")
@@ -102,7 +103,7 @@ def _add_example(grid: Element, example: ExamplePrediction) -> None:
 
 
 def _table(parent: Element, header: Sequence[str], rows: Iterable[Sequence[str]], name: str) -> None:
-    """Add a table in a box that scrolls, so that the page fits a phone."""
+    """Add a table in a scrolling box, so that the page fits a phone."""
     table = SubElement(SubElement(parent, "div", {"class": "scroll"}), "table", {"class": name})
     if header:
         line = SubElement(SubElement(table, "thead"), "tr")

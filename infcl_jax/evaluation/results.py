@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-KINDS = ("zero_shot", "multilabel", "retrieval", "loss", "average")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExamplePrediction:
@@ -35,7 +33,7 @@ class TaskResult:
 
     Attributes:
       name: name of the task or suite, such as "imagenet1k".
-      kind: one of `KINDS`.
+      kind: "zero_shot", "multilabel", "retrieval", "linear_probe", "few_shot", "loss" or "average".
       metrics: values by name, such as {"top1": 0.631, "top5": 0.87}; fractions, except for losses in nats.
       main_metric: name in `metrics` of the value that a suite averages, such as "top1".
       images: number of images; for an average, number of its tasks.

@@ -110,8 +110,8 @@ def retrieval_map(
     other_images = count_rivals(text, text_image, positive, image, image_row, mesh)
     order = np.lexsort((other_texts, text_image))  # captions of each image, best first
     captions = np.bincount(text_image, minlength=len(image))
-    place = np.arange(1, len(text) + 1) - np.repeat(np.cumsum(captions) - captions, captions)
-    precision = place / (place + other_texts[order])
+    own_rank = np.arange(1, len(text) + 1) - np.repeat(np.cumsum(captions) - captions, captions)
+    precision = own_rank / (own_rank + other_texts[order])
     per_image = np.bincount(text_image[order], weights=precision) / captions
     return {
         "image_to_text_map": float(np.mean(per_image)),

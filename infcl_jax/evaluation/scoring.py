@@ -46,7 +46,7 @@ class OpenTask:
 
     @property
     def multilabel(self) -> bool:
-        """Whether an image can have several classes."""
+        """True if an image can have several classes."""
         return isinstance(self.source, WebdatasetSource) and self.source.type == "multilabel"
 
     @property

@@ -113,7 +113,7 @@ class Suite:
         self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
-        """Return the task with the split loss, and the tasks of the datasets in the settings."""
+        """Return the validation task, which has the split loss, and all tasks of the settings."""
         config, tasks = self._config, []
         validation = None
         if config.retrieval_dataset:

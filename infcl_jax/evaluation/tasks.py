@@ -70,7 +70,7 @@ class Task:
 
 
 class Average(NamedTuple):
-    """Suite of which the main metrics are averaged.
+    """Suite whose main metrics are averaged.
 
     Attributes:
       name: name of the suite.

@@ -82,20 +82,19 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
       The file with the row.
 
     Raises:
-      ValueError: two results have one name.
+      ValueError: two results have the same name and metric.
     """
-    names = [result.name for result in results]
-    if len(set(names)) < len(names):
-        raise ValueError(f"expected results with different names, got {names}; rename a task")
     row = dict(environment)
     for result in results:
-        row |= {f"{result.name}/{metric}": repr(float(value)) for metric, value in result.metrics.items()}
+        columns = {f"{result.name}/{metric}": repr(float(value)) for metric, value in result.metrics.items()}
+        if repeated := row.keys() & columns.keys():
+            raise ValueError(f"expected different names of results, got {min(repeated)} twice; rename a task")
+        row |= columns
     header = list(row)
-    path, number = Path(path), 1
-    target = path
-    while target.exists() and (first := _header(target)) != header and first:
+    target, number = Path(path), 1
+    while target.exists() and _header(target) not in ([], header):
         number += 1
-        target = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        target = Path(path).with_stem(f"{Path(path).stem}-{number}")
     with target.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, header)
         if file.tell() == 0:

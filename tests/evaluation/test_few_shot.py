@@ -88,8 +88,9 @@ def test_search_uses_the_validation_set(monkeypatch):
         ({"repeats": 0}, "repeats >= 1"),
         ({"classifier": "svm"}, "got 'svm'"),
         ({"shots": (20,)}, "more than 20 samples of a class"),
-        ({"regularization": -1.0}, "expected a regularization >= 0"),
-        ({"classifier": "ridge", "regularization": 0.0}, "expected a regularization > 0"),
+        ({"classifier": "ridge", "validation": samples(12, 2)}, "expected no validation set for ridge"),
+        ({"regularization": -1.0}, "expected a finite regularization >= 0"),
+        ({"classifier": "ridge", "regularization": 0.0}, "expected a finite regularization > 0"),
     ],
 )
 def test_bad_arguments(changes, message):

@@ -10,7 +10,7 @@ from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import linear_probe
 from infcl_jax.evaluation.labeled import LabeledFeatures, classification_metrics
 from infcl_jax.evaluation.linear_probe import REGULARIZATIONS, binary_search, hold_out
-from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
+from infcl_jax.evaluation.logistic_regression import LinearClassifier, LogisticRegressionSolver
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "linear_probe.npz"))
 TRAIN = 150  # first samples of the golden file
@@ -53,6 +53,13 @@ def test_ranks_equal_those_of_sorted_logits():
     assert np.all(fit.ranks(test_features, 10 * test_labels + 4, mesh) > len(fit.classes))
 
 
+def test_diverged_classifier_scores_zero():
+    weights = np.full((4, 3), np.nan, np.float32)
+    classifier = LinearClassifier(weights, np.zeros(3, np.float32), np.arange(3), regularization=1.0)
+    ranks = classifier.ranks(np.ones((5, 4)), np.array([0, 1, 2, 0, 1]), data_mesh(jax.devices()[:1]))
+    assert ranks.tolist() == [2] * 5
+
+
 def test_probe_searches_on_the_validation_set_and_trains_on_all():
     features, labels, test_features, test_labels = split("multinomial")
     mesh = data_mesh(jax.devices()[:1])
@@ -83,14 +90,14 @@ def test_classification_metrics():
 
 @pytest.mark.parametrize("peak", [0, 3, 41, 48, 96])
 def test_binary_search_finds_the_peak_of_a_unimodal_function(peak):
-    best, scores = binary_search(lambda strength: -abs(np.log10(strength) - (peak / 8 - 6)))
+    best, scores = binary_search(lambda strength: -abs(np.log10(strength) - (peak / 8 - 6)), REGULARIZATIONS)
     assert best == REGULARIZATIONS[peak]
     assert {1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6} <= set(np.round(list(scores), 12))
     assert len(scores) <= 7 + 4 * 2
 
 
-def test_binary_search_prefers_the_stronger_penalty():
-    best, _ = binary_search(lambda strength: float(strength <= REGULARIZATIONS[50]))
+def test_binary_search_prefers_the_later_of_equal_strengths():
+    best, _ = binary_search(lambda strength: float(strength <= REGULARIZATIONS[50]), REGULARIZATIONS)
     assert best == REGULARIZATIONS[50]
 
 
@@ -118,7 +125,8 @@ def test_hold_out_takes_a_fifth_of_each_class():
         ({"test_features": np.ones((4, 2))}, "expected features of one width"),
         ({"validation": (np.ones((1, 2)), np.zeros(1, np.int32))}, "expected features of one width"),
         ({"metric": "map"}, "expected a metric of top1, mean_per_class_recall"),
-        ({"regularization": -1.0}, "expected a regularization >= 0"),
+        ({"max_iterations": 0}, "max_iterations >= 1"),
+        ({"regularization": -1.0}, "expected a finite regularization >= 0"),
         ({"train_labels": np.arange(8), "regularization": None}, "two or more samples to hold one out"),
     ],
 )

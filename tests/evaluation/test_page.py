@@ -58,6 +58,7 @@ def page(tmp_path):
             images=50_000,
             examples=(example(True), example(False, size=500), example(False, text="lone \ud800")),
         ),
+        TaskResult(name="suite", kind="average", metrics={"average": 0.125}, main_metric="average", images=38),
         TaskResult(name="run", kind="loss", metrics={"loss": 1.5}, main_metric="loss", images=3),
     ]
     write_page(tmp_path / "page.html", results, {"model": HOSTILE, "weights": "runs/a"})
@@ -90,9 +91,19 @@ def test_images_are_thumbnails(page):
 
 
 def test_tables_hold_all_metrics(page):
-    for text in ("top1", "50.00 %", "mean per class recall", "25.00 %", "50,000", "zero-shot", "1.5000 nats", "runs/a"):
+    for text in (
+        "top1",
+        "50.00 %",
+        "mean per class recall",
+        "25.00 %",
+        "50,000",
+        "zero-shot",
+        "1.5000 nats",
+        "runs/a",
+        "38 tasks",
+    ):
         assert text in page.texts
-    assert len(page.all("table")) == 4
+    assert len(page.all("table")) == 5
 
 
 def test_examples_show_mistakes_and_similarities(page):

@@ -71,6 +71,7 @@ def test_csv_of_other_columns_goes_to_another_file(tmp_path):
     assert [len(rows(path)) for path in paths[:3]] == [3, 3, 2]
 
 
-def test_csv_refuses_two_results_of_one_name(tmp_path):
-    with pytest.raises(ValueError, match="different names"):
+def test_csv_refuses_two_values_of_one_column(tmp_path):
+    append_csv(tmp_path / "results.csv", [result(), result(loss=1.0)], ENVIRONMENT)
+    with pytest.raises(ValueError, match="got imagenet1k/top1 twice"):
         append_csv(tmp_path / "results.csv", [result(), result()], ENVIRONMENT)

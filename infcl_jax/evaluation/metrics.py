@@ -26,7 +26,8 @@ def accuracies(ranks: np.ndarray, topk: Sequence[int] = (1, 5)) -> dict[str, flo
 def mean_per_class_recall(hits: np.ndarray, labels: np.ndarray) -> float:
     """Compute the mean recall of the classes.
 
-    The recall of a class is the fraction of its images that are hits. Equals scikit-learn's `balanced_accuracy_score`. Classes without images are left out.
+    The recall of a class is the fraction of its images that are hits. Classes without images are left out. Equals
+    scikit-learn's `balanced_accuracy_score`.
 
     Args:
         hits: bool [N], whether an image is classified correctly.

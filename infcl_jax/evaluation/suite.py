@@ -109,7 +109,7 @@ class Suite:
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
-        check_names([*own, *named])
+        check_names([*own, *named], reserved=["validation"])
         self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:

@@ -99,7 +99,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
     """
     tasks: dict[Task, None] = {}
     averages = []
-    for name in names:
+    for name in dict.fromkeys(names):
         if name in SUITES:
             averages.append(Average(name, SUITES[name]))
             loaded = [task for member in SUITES[name] if (task := _benchmark(member, data_dir))]
@@ -118,13 +118,17 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
     return list(tasks), averages
 
 
-def check_names(tasks: Iterable[Task]) -> None:
+def check_names(tasks: Iterable[Task], reserved: Iterable[str] = ()) -> None:
     """Check that tasks have different names.
 
+    Args:
+      tasks: all tasks.
+      reserved: names of other results.
+
     Raises:
-      ValueError: two tasks have the same name.
+      ValueError: two tasks have the same name, or one has a reserved name.
     """
-    for name, count in collections.Counter(task.name for task in tasks).items():
+    for name, count in collections.Counter([*reserved, *(task.name for task in tasks)]).items():
         if count > 1:
             raise ValueError(f"expected evaluations of different names, got {count} of the name {name}; rename one")
 

@@ -149,13 +149,14 @@ def test_examples_show_predictions(benchmarks, params, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ("main_metric='auc'", "expected main_metric of a to be one of .*top1.*, got 'auc'"),
-        ("class_names=('a', 'b')", "expected labels in .*2"),
-        ("kind='retrieval'", "with captions, got .*wds_wilds-fmow_test', which has only classes"),
+        ("name='validation'", "expected evaluations of different names, got 2 of the name validation"),
+        ("name='a', main_metric='auc'", "expected main_metric of a to be one of .*top1.*, got 'auc'"),
+        ("name='a', class_names=('a', 'b')", "expected labels in .*2"),
+        ("name='a', kind='retrieval'", "with captions, got .*wds_wilds-fmow_test', which has only classes"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused(benchmarks, params, tmp_path, fields, message):
-    task = f"Task(name='a', dataset='{benchmarks}/wds_wilds-fmow_test', {fields})"
+    task = f"Task(dataset='{benchmarks}/wds_wilds-fmow_test', {fields})"
     (tmp_path / "a.py").write_text(f"from infcl_jax.evaluation import Task\nget_task = lambda: {task}\n")
     with pytest.raises(ValueError, match=message):
         evaluate, mesh = make_suite(benchmarks, 1, [str(tmp_path / "a.py")])

@@ -49,6 +49,8 @@ RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
+_BATCH_SIZE = 256  # images or texts; the default of evaluation.batch_size
+
 
 def save_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
@@ -65,14 +67,13 @@ def write_results(folder: Path, results: Sequence[TaskResult], model: str, weigh
     """Write `results.json` and `results.html`, and append to `results.csv`, on the leading process only.
 
     Args:
-      folder: output folder, created if it is missing.
+      folder: output folder.
       results: results of all tasks; without any, nothing is written.
       model: name of the model.
       weights: origin of the weights.
     """
     if not (is_lead() and results):
         return
-    folder.mkdir(parents=True, exist_ok=True)
     environment = describe_environment(model, weights)
     write_json(folder / "results.json", results, environment)
     write_page(folder / "results.html", results, environment)
@@ -171,7 +172,7 @@ def _resolved_config() -> ConfigDict:
 
 
 def evaluate_weights(
-    path: str, evaluations: Sequence[str], data_dir: str, *, tokenizer: str | None = None, batch_size: int = 256
+    path: str, evaluations: Sequence[str], data_dir: str, *, tokenizer: str | None = None, batch_size: int = _BATCH_SIZE
 ) -> list[TaskResult]:
     """Evaluate a model without a run on all devices.
 
@@ -217,7 +218,9 @@ def _define_flags() -> None:
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
     flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")
-    flags.DEFINE_integer("batch_size", 256, "Images or texts encoded at a time with --weights.", lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", None, f"Images or texts encoded at a time with --weights; default: {_BATCH_SIZE}.", lower_bound=1
+    )
 
 
 def _chosen_evaluations() -> tuple[str, ...]:
@@ -234,20 +237,23 @@ def _flag_changes() -> dict[str, Any]:
 def _main() -> None:
     values = flags.FLAGS
     if not values.weights:
+        if given := [f"--{name}" for name in ("output", "tokenizer", "batch_size") if values[name].value is not None]:
+            raise ValueError(f"expected {', '.join(given)} with --weights only; a run has its own settings")
         evaluate(command.given_workdir(), given_changes() | _flag_changes())
         return
     if values.workdir:
         raise ValueError("expected --weights or --workdir, got both; the weights of a run are --weights=WORKDIR")
+    output = prepare_workdir(values.output) if values.output else None  # fails before the evaluation
     results = evaluate_weights(
         values.weights,
         _chosen_evaluations(),
         values.data_dir or "data",
         tokenizer=values.tokenizer,
-        batch_size=values.batch_size,
+        batch_size=values.batch_size or _BATCH_SIZE,
     )
     command.say(format_table(flat_metrics(results)))
-    if values.output:
-        write_results(Path(values.output), results, Path(values.weights).name, values.weights)
+    if output is not None:
+        write_results(output, results, Path(values.weights).name, values.weights)
 
 
 if __name__ == "__main__":

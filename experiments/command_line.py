@@ -3,6 +3,7 @@
 Imports neither JAX nor `infcl_jax`, which `experiments.benchmarks.open_clip` does not need.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,28 @@ from typing import Any
 from absl import app, flags, logging
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
+flags.disclaim_key_flags()  # a shared flag belongs to the command that asks for it, in its --help
+
+_SHARED: dict[str, tuple[str | None, str]] = {
+    "model": (None, "Work directory of a run, or folder or Hub name of a pretrained model, see `infcl_jax.load`."),
+    "source": (None, "Dataset to read, see `infcl_jax.data.load_source`."),
+    "split": ("train", "Split of --source."),
+    "output": (None, "File or folder to write."),
+    "data_dir": ("data", "Folder of the prepared datasets."),
+}
 
 # Errors that a user can correct. All others are defects and keep their traceback.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+
+
+@functools.cache
+def shared_flag(name: str) -> flags.FlagHolder:
+    """Define a flag that several commands have, once per process.
+
+    Args:
+      name: a flag of `_SHARED`.
+    """
+    return flags.DEFINE_string(name, *_SHARED[name])
 
 
 def one_line(error: Exception) -> str:

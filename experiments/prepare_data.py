@@ -26,17 +26,13 @@ from infcl_jax.data.convert import FILE_FORMATS
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "data", "Folder of the prepared datasets.")
-
-_SOURCE = flags.DEFINE_string("source", None, "Dataset to read, see `infcl_jax.data.load_source`.")
-_OUTPUT = flags.DEFINE_string("output", None, "Folder of the converted dataset.")
+_DATA_DIR, _SOURCE, _OUTPUT, _SPLIT = map(command_line.shared_flag, ("data_dir", "source", "output", "split"))
 _FORMAT = flags.DEFINE_enum("file_format", FILE_FORMATS[0], FILE_FORMATS, "Format of --output.")
 _MAX_SIDE = flags.DEFINE_integer(
     "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
 )
 _TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", CLIP_VOCAB_SIZE, "Token ids of --train_tokenizer.")
-_SPLIT = flags.DEFINE_string("split", "train", "Split of --source.")
 
 
 def main() -> None:

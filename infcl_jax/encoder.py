@@ -1,4 +1,4 @@
-"""A trained or converted model with its tokenizer, to encode and classify images and texts."""
+"""Encoder of images and texts: a model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class Encoder:
         return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
 
     def fingerprint(self) -> str:
-        """Return a hash of the model, its parameters and its image transform, as 64 hexadecimal digits."""
+        """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
         digest = hashlib.sha256(repr((self.model, self.image_size, self.resize)).encode())
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
             array = np.ascontiguousarray(to_host(leaf))

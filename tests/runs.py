@@ -22,9 +22,11 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from configs import base
+from infcl_jax import run
+from infcl_jax.distributed import data_mesh
 from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
 from infcl_jax.planner import Workload
-from infcl_jax.training import GradCacheConfig
+from infcl_jax.training import Checkpointer, GradCacheConfig, TrainState, prepare_workdir, save_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATION_CACHE")
@@ -112,6 +114,27 @@ def config(**changes):
     )
     config.update_from_flattened_dict(changes)
     return config
+
+
+class _NoData:
+    """Data iterator without data."""
+
+    def get_state(self):
+        return {}
+
+
+def save(workdir: Path, factors: dict[int, float]) -> dict[int, TrainState]:
+    """Save a run on one device whose checkpoint of each step has the initial parameters times a factor."""
+    initial = run.initial_state(config(), data_mesh(jax.devices()[:1]))
+    params = {
+        step: jax.tree.map(lambda x, factor=factor: x * factor, initial.params) for step, factor in factors.items()
+    }
+    states = {step: initial.replace(params=value) for step, value in params.items()}
+    save_config(prepare_workdir(workdir), config().to_dict())
+    with Checkpointer(workdir) as checkpoints:
+        for step, state in states.items():
+            checkpoints.save(step, state, _NoData())
+    return states
 
 
 def start(module: str, *arguments: str, start_new_session: bool = False, **environ: str) -> subprocess.Popen:

@@ -1,5 +1,6 @@
 """`infcl_jax.load`: features, classifiers and probabilities equal the model's own, from every kind of input."""
 
+import functools
 import io
 import json
 import subprocess
@@ -13,41 +14,25 @@ import runs
 from PIL import Image
 
 import infcl_jax
-from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.transforms import resize_center_crop
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import save_pretrained
-from infcl_jax.training import Checkpointer, save_config
-
-
-class Position:
-    """Data iterator without data."""
-
-    def get_state(self):
-        return {}
 
 
 @pytest.fixture(scope="module")
-def states():
-    """Parameters at steps 3 and 5."""
-    initial = run.initial_state(runs.config(), data_mesh())
-    return {3: initial, 5: initial.replace(params=jax.tree.map(lambda x: x * 1.5, initial.params))}
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory, states):
-    """A run with two checkpoints."""
-    workdir = tmp_path_factory.mktemp("run")
-    save_config(workdir, runs.config().to_dict())
-    with Checkpointer(workdir) as checkpoints:
-        for step, state in states.items():
-            checkpoints.save(step, state, Position())
-    return workdir
+def states(workdir):
+    """Train states of the checkpoints of a run, by step."""
+    return runs.save(workdir, {3: 1.0, 5: 1.5})
 
 
 @pytest.fixture(scope="module")
-def encoder(workdir):
+def encoder(workdir, states):
     return infcl_jax.load(workdir, batch_size=8)
 
 
@@ -68,9 +53,14 @@ def unit(features):
     return features / np.linalg.norm(features, axis=-1, keepdims=True)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def apply(method, variables, inputs):
+    return runs.model().apply(variables, inputs, method=method)
+
+
 def expected_images(state, images):
     pixels = np.stack([resize_center_crop(rgb(image), runs.SIDE) for image in images])
-    return runs.model().apply(state.variables, jnp.asarray(pixels), method="encode_image")
+    return apply("encode_image", state.variables, jnp.asarray(pixels))
 
 
 @pytest.mark.parametrize(("step", "restored"), [(None, 5), (3, 3)])
@@ -92,7 +82,7 @@ def test_image_features_are_those_of_the_model(workdir, states, images, devices,
 def test_texts_and_empty_lists(encoder, states):
     texts = [f"caption {i}" for i in range(11)]
     tokens = encoder.tokenizer(texts)
-    expected = runs.model().apply(states[5].variables, jnp.asarray(tokens), method="encode_text")
+    expected = apply("encode_text", states[5].variables, jnp.asarray(tokens))
     np.testing.assert_allclose(encoder.encode_texts(texts), expected, atol=1e-5)
     assert encoder.encode_texts([]).shape == encoder.encode_images([]).shape == (0, 16)
 
@@ -203,7 +193,7 @@ def test_fingerprint_changes_with_parameters_and_dtype(workdir, encoder):
     assert len({encoder.fingerprint(), *(other.fingerprint() for other in others)}) == 3
 
 
-def test_bad_paths_and_arguments_are_named(workdir, tmp_path):
+def test_bad_paths_and_arguments_are_named(workdir, states, tmp_path):
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ValueError, match=r"work directory of a run .*, a folder with open_clip_config.json or"):
             infcl_jax.load(path)

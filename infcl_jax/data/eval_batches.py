@@ -62,7 +62,7 @@ class EvalBatches:
 
 @dataclasses.dataclass(frozen=True)
 class _EvalChunk:
-    """Function that makes one chunk of a batch from its first row and its number of rows."""
+    """Function that makes one chunk of a batch from its first row."""
 
     source: Source
     skip_bad: bool

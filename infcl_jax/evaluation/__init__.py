@@ -4,6 +4,7 @@ from infcl_jax.evaluation.adamw_probe import adamw_probe
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
+from infcl_jax.evaluation.feature_files import FeatureRows, read_features
 from infcl_jax.evaluation.features import Features, encode_split
 from infcl_jax.evaluation.few_shot import FewShot, few_shot
 from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
@@ -22,6 +23,7 @@ __all__ = [
     "ClassData",
     "EvaluationConfig",
     "ExamplePrediction",
+    "FeatureRows",
     "Features",
     "FewShot",
     "LinearProbe",
@@ -45,6 +47,7 @@ __all__ = [
     "plot_curves",
     "plot_retrieval_grid",
     "read_class_names",
+    "read_features",
     "read_templates",
     "retrieval_map",
     "retrieval_recall",

@@ -58,13 +58,13 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
     for rows, block in query_blocks(len(query)):
         queries = l2_normalize(query[rows])
         padded = replicate(mesh, pad_rows(queries, block))
-        found = _candidates(padded, sharded, row, count=candidates, mesh=mesh, tile_rows=tile_rows)
-        similarity[rows], index[rows] = _rescore(queries, unit, np.asarray(found)[: len(queries)], k)
+        best = _candidates(padded, sharded, row, count=candidates, mesh=mesh, tile_rows=tile_rows)
+        similarity[rows], index[rows] = _rescore(queries, unit, np.asarray(best)[: len(queries)], k)
     return similarity, index
 
 
 def _rescore(query: np.ndarray, gallery: np.ndarray, index: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Select the k best of the candidates [Q, count] of each query by float64 similarity, then by index."""
+    """Select the k best candidates of each query by float64 similarity, then by index."""
     similarity = np.concatenate(
         [
             np.einsum("qd,qcd->qc", query[rows], gallery[index[rows]], dtype=np.float64)
@@ -118,6 +118,6 @@ def _candidates(
 
 
 def _best(score: jax.Array, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Select the `count` largest scores [Q, n] and their rows; equal scores keep their order."""
+    """Select the largest scores and their rows; equal scores keep their order."""
     best, position = jax.lax.top_k(score, min(count, score.shape[1]))
     return best, jnp.take_along_axis(row, position, axis=1)

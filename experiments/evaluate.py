@@ -1,25 +1,39 @@
-"""Evaluate the latest checkpoint of a run.
-
-Measures zero-shot accuracy, retrieval and the whole-split loss, and plots the curves and a retrieval grid.
+"""Evaluate the latest checkpoint of a run, or other weights, on benchmarks.
 
     python -m experiments.evaluate --workdir=runs/quickstart [--config.evaluation.gallery=100]
+    python -m experiments.evaluate --weights=PATH --suite=imagenet_variants --data_dir=benchmarks --output=results
 
-Starts from the settings of the run. The command line can change those that docs/settings.md marks with "evaluation":
-data, devices and evaluation.
+Measures zero-shot accuracy and retrieval. Of a run, it also measures the whole-split loss, and plots the curves and a
+retrieval grid. It starts from the settings of the run. The command line can change those that docs/settings.md marks
+with "evaluation": data, devices and evaluation. docs/evaluation.md describes benchmarks and suites.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
 from ml_collections import ConfigDict
 
+import infcl_jax
 from configs import saved
-from experiments import command
-from infcl_jax import run
+from experiments import command, compilation_cache
+from infcl_jax import distributed, run
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.evaluation import (
+    EvaluationConfig,
+    Suite,
+    TaskResult,
+    append_csv,
+    describe_environment,
+    flat_metrics,
+    format_table,
+    plot_curves,
+    write_json,
+    write_page,
+)
+from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -35,6 +49,8 @@ RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
+_BATCH_SIZE = 256  # images or texts; the default of evaluation.batch_size
+
 
 def save_curves(workdir: Path, suite: Suite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
@@ -47,10 +63,28 @@ def say_results(step: int, results: Mapping[str, float]) -> None:
     command.say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")
 
 
+def write_results(folder: Path, results: Sequence[TaskResult], model: str, weights: str) -> None:
+    """Write `results.json` and `results.html`, and append to `results.csv`, on the leading process only.
+
+    Args:
+      folder: output folder.
+      results: results of all tasks; without any, nothing is written.
+      model: name of the model.
+      weights: origin of the weights.
+    """
+    if not (is_lead() and results):
+        return
+    environment = describe_environment(model, weights)
+    write_json(folder / "results.json", results, environment)
+    write_page(folder / "results.html", results, environment)
+    append_csv(folder / "results.csv", results, environment)
+
+
 def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Evaluate the latest checkpoint in `workdir` on all devices.
 
-    Writes `evaluation.json`, `curves.png` and, with a retrieval dataset, `retrieval.png` there.
+    Writes `evaluation.json`, `curves.png`, the files of `write_results` and, with a retrieval dataset, `retrieval.png`
+    there.
 
     Args:
       workdir: directory of the run.
@@ -67,7 +101,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     config, changed = changed_config(workdir, changes or {})
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
-    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir))
+    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir), command.say)
     state = run.initial_state(config, mesh, run.sample_source(config))
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
@@ -77,10 +111,12 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
         command.say(line)
-    results = suite(state.evaluated_variables, grid_path=workdir / GRID_FILE)
+    task_results = suite.results(state.evaluated_variables, workdir / GRID_FILE, examples=True)
+    results = flat_metrics(task_results)
     save_curves(workdir, suite)
     if is_lead():
         (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
+    write_results(workdir, task_results, config.model, f"{workdir}, step {step}")
     say_results(step, results)
     pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
     command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
@@ -131,9 +167,95 @@ def given_changes() -> dict[str, Any]:
 
 def _resolved_config() -> ConfigDict:
     """Return the settings of this evaluation, for `--print_config`."""
-    config, _ = changed_config(command.given_workdir(), given_changes())
+    config, _ = changed_config(command.given_workdir(), given_changes() | _flag_changes())
     return config
 
 
+def evaluate_weights(
+    path: str, evaluations: Sequence[str], data_dir: str, *, tokenizer: str | None = None, batch_size: int = _BATCH_SIZE
+) -> list[TaskResult]:
+    """Evaluate a model without a run on all devices.
+
+    Args:
+      path: weights, see `infcl_jax.load`.
+      evaluations: suites, benchmarks or Python files, see `infcl_jax.evaluation.tasks.load_tasks`.
+      data_dir: folder of the benchmarks.
+      tokenizer: see `infcl_jax.load`.
+      batch_size: images or texts encoded at once, over all devices.
+
+    Returns:
+      Results of the tasks with examples, then of the suites.
+
+    Raises:
+      FileNotFoundError: the weights or benchmarks are missing.
+      ValueError: the weights or a benchmark are wrong, or `evaluations` is empty.
+      ImportError: a package is not installed.
+    """
+    if not evaluations:
+        raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
+    distributed.initialize()
+    compilation_cache.enable(None, command.say)
+    encoder = infcl_jax.load(path, tokenizer=tokenizer, batch_size=batch_size)
+    suite = Suite(
+        EvaluationConfig(batch_size=encoder.batch_size),
+        encoder.model,
+        encoder.tokenizer,
+        image_size=encoder.image_size,
+        data_dir=data_dir,
+        mesh=encoder.mesh,
+        evaluations=evaluations,
+        resize=encoder.resize,
+        say=command.say,
+    )
+    return suite.results(encoder.variables, examples=True)
+
+
+def _define_flags() -> None:
+    """Define the flags of this command; other commands import the module without them."""
+    flags.DEFINE_string("weights", None, "Weights of infcl_jax.load, instead of --workdir.")
+    flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
+    flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
+    flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
+    flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
+    flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")
+    flags.DEFINE_integer(
+        "batch_size", None, f"Images or texts encoded at a time with --weights; default: {_BATCH_SIZE}.", lower_bound=1
+    )
+
+
+def _chosen_evaluations() -> tuple[str, ...]:
+    values = flags.FLAGS
+    return (*filter(None, [values.suite]), *values.evaluations)
+
+
+def _flag_changes() -> dict[str, Any]:
+    """Return the settings given as flags of their own."""
+    changes = {"evaluations": _chosen_evaluations(), "evaluation.data_dir": flags.FLAGS.data_dir}
+    return {name: value for name, value in changes.items() if value}
+
+
+def _main() -> None:
+    values = flags.FLAGS
+    if not values.weights:
+        if given := [f"--{name}" for name in ("output", "tokenizer", "batch_size") if values[name].value is not None]:
+            raise ValueError(f"expected {', '.join(given)} with --weights only; a run has its own settings")
+        evaluate(command.given_workdir(), given_changes() | _flag_changes())
+        return
+    if values.workdir:
+        raise ValueError("expected --weights or --workdir, got both; the weights of a run are --weights=WORKDIR")
+    output = prepare_workdir(values.output) if values.output else None  # fails before the evaluation
+    results = evaluate_weights(
+        values.weights,
+        _chosen_evaluations(),
+        values.data_dir or "data",
+        tokenizer=values.tokenizer,
+        batch_size=values.batch_size or _BATCH_SIZE,
+    )
+    command.say(format_table(flat_metrics(results)))
+    if output is not None:
+        write_results(output, results, Path(values.weights).name, values.weights)
+
+
 if __name__ == "__main__":
-    command.run(lambda workdir: evaluate(workdir, given_changes()), saved_config=True, config=_resolved_config)
+    _define_flags()
+    command.run_without_workdir(_main, saved_config=True, config=_resolved_config)

@@ -17,18 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 
 from infcl_jax import run
-from infcl_jax.checks import check_choice
 from infcl_jax.data import ByteTokenizer, load_tokenizer
 from infcl_jax.data.decode.api import pixels
 from infcl_jax.data.decode.pillow import load_upright
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
-from infcl_jax.data.transforms import RESIZE_MODES, SHORTEST_BICUBIC, Resize, resize_center_crop
+from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
-from infcl_jax.models import CLIP, CLIPConfig, build_model, load_pretrained
+from infcl_jax.models import CLIP, build_model, load_pretrained
 from infcl_jax.models.convert import hugging_face, open_source
 from infcl_jax.models.convert.api import read_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
@@ -115,7 +114,7 @@ def _load_run(
     _, variables = restore_variables(workdir, template, step)
     if tokenizer is None:
         tokenizer = run.text_tokenizer(config, workdir)
-    return Encoder(model, variables, _text_tokenizer(tokenizer, model), mesh, batch_size, _resize(settings))
+    return Encoder(model, variables, _text_tokenizer(tokenizer, model), mesh, batch_size, run.image_resize(settings))
 
 
 def _load_pretrained(
@@ -131,7 +130,7 @@ def _load_pretrained(
     if tokenizer is None:
         tokenizer = _tokenizer_spec(source.weights.parent, model)
     text = _text_tokenizer(tokenizer, model)
-    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, _resize(read_config(source)))
+    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(read_config(source)))
 
 
 def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenizer:
@@ -161,16 +160,6 @@ def _tokenizer_spec(folder: Path, model: CLIP) -> str:
         f"expected the files of a tokenizer ({', '.join(name for _, name in kinds)}) in {folder} for a vocabulary of "
         f"{model.text.vocab_size} ids, got none; pass tokenizer="
     )
-
-
-def _resize(config: CLIPConfig) -> Resize:
-    """Return the resize of a model's images.
-
-    Raises:
-      ValueError: the resize is not supported.
-    """
-    check_choice("resize_mode", config.resize_mode, RESIZE_MODES)
-    return Resize(config.resize_mode, config.interpolation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

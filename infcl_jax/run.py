@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from infcl_jax.checks import check_choice
 from infcl_jax.data import (
     Augmentation,
     BadRecordError,
@@ -30,6 +31,7 @@ from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.transforms import RESIZE_MODES, Resize
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
@@ -94,6 +96,16 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
     return model_config(config.model, **overrides)
 
 
+def image_resize(model: CLIPConfig) -> Resize:
+    """Return the resize of a model's images in evaluations.
+
+    Raises:
+      ValueError: the resize is not supported.
+    """
+    check_choice("resize_mode", model.resize_mode, RESIZE_MODES)
+    return Resize(model.resize_mode, model.interpolation)
+
+
 def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> BaseTokenizer:
     """Load the tokenizer of a run and check that it fits the model.
 
@@ -125,13 +137,19 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
     return tokenizer
 
 
-def evaluation_suite(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Suite:
+def evaluation_suite(
+    config: ConfigDict,
+    mesh: Mesh,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Suite:
     """Create the evaluation suite of a run.
 
     Args:
       config: settings of the run.
       mesh: devices.
       tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
+      say: function that prints a line of progress; None: no progress.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
@@ -146,6 +164,9 @@ def evaluation_suite(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer | None
         mesh=mesh,
         implementation=config.implementation,
         train_batch_size=config.batch_size if config.loss == "clip" else None,
+        evaluations=config.evaluations,
+        resize=image_resize(model),
+        say=say,
     )
 
 

@@ -1,30 +1,59 @@
-"""Evaluation of dual encoders: zero-shot accuracy, retrieval recall, split loss and plots."""
+"""Evaluation of dual encoders: benchmarks, zero-shot classification, retrieval, split loss and plots."""
 
+from infcl_jax.evaluation.adamw_probe import adamw_probe
+from infcl_jax.evaluation.benchmark_source import load_benchmark
+from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_names, read_class_names, read_templates
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.feature_files import FeatureRows, read_features
 from infcl_jax.evaluation.features import Features, encode_split
+from infcl_jax.evaluation.few_shot import FewShot, few_shot
+from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
+from infcl_jax.evaluation.page import write_page
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
 from infcl_jax.evaluation.report import format_line, format_table
-from infcl_jax.evaluation.retrieval import retrieval_recall
+from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
+from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
-from infcl_jax.evaluation.suite import EvaluationConfig, Suite
+from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
+from infcl_jax.evaluation.tasks import Task
+from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
+    "ClassData",
     "EvaluationConfig",
+    "ExamplePrediction",
     "FeatureRows",
     "Features",
+    "FewShot",
+    "LinearProbe",
     "Suite",
+    "Task",
+    "TaskResult",
+    "adamw_probe",
+    "append_csv",
     "batch_loss",
+    "class_data",
+    "class_data_names",
     "class_embeddings",
+    "describe_environment",
     "encode_split",
+    "few_shot",
+    "flat_metrics",
     "format_line",
     "format_table",
+    "linear_probe",
+    "load_benchmark",
     "plot_curves",
     "plot_retrieval_grid",
+    "read_class_names",
     "read_features",
+    "read_templates",
+    "retrieval_map",
     "retrieval_recall",
     "split_loss",
     "top_k",
+    "write_json",
+    "write_page",
     "zero_shot_accuracy",
 ]

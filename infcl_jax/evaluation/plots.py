@@ -5,6 +5,7 @@ The plots need matplotlib, which is imported on first use.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -30,7 +31,9 @@ _CAPTION_INCHES = 2.6  # width of the caption column
 _LEGEND_INCHES = 0.4  # height of the legend above the retrieval plot
 _FRAME_COLOR = "limegreen"
 _LOSS = re.compile(r"(^|[/_])loss$")
-_SCORE = re.compile(r"(^|[/_])(top\d+|r\d+|accuracy|recall)$")
+_SCORE = re.compile(r"(^|[/_])(top\d+|(?<!mean_)r\d+|accuracy|(?<!class_)recall|average)$")
+_MAIN_SCORE = re.compile(r"(^|[/_])(top1|r1|average)$")
+_MAX_CURVES = 12  # in a panel; more are not told apart
 
 
 def plot_curves(
@@ -42,9 +45,9 @@ def plot_curves(
     """Plot the losses, accuracies and recalls of a run over its steps.
 
     The last word of a metric's name decides its panel; "/" and "_" separate words. `loss` makes it a loss (`loss`,
-    `val/loss`). `accuracy`, `recall`, `top<k>` and `r<k>` make it a score (`zero_shot/top1`, `image_to_text_r5`).
-    Losses and scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values
-    leave gaps.
+    `val/loss`). `accuracy`, `recall`, `average`, `top<k>` and `r<k>` make it a score (`zero_shot/top1`). Losses and
+    scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values leave gaps.
+    Of more than 12 scores, the panel has the first 12 averages and scores at k = 1.
 
     A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks each chance level,
     ln(pairs). Losses with the same chance level are comparable.
@@ -61,6 +64,8 @@ def plot_curves(
     """
     lines = read_metrics(metrics_path)
     losses, scores = _series(lines, _LOSS), _series(lines, _SCORE)
+    if len(scores) > _MAX_CURVES:
+        scores = dict(itertools.islice(_series(lines, _MAIN_SCORE).items(), _MAX_CURVES))
     panels = [(series, label) for series, label in ((losses, "loss"), (scores, "accuracy, recall")) if series]
     if not panels:
         raise ValueError(f"expected losses or scores in {os.fspath(metrics_path)}, got none in {len(lines)} lines")

@@ -5,19 +5,20 @@ from collections.abc import Mapping
 
 # Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")
+_IN_LINE = re.compile(r"loss$|/(mean_average_precision|average\w*)$")
 _KINDS = {"r": "R@k", "top": "top-k accuracy"}
 
 
 def format_table(results: Mapping[str, float]) -> str:
     """Format results as a table of tasks (rows) by k (columns).
 
-    Losses follow in rows of their own.
+    Other metrics follow in rows of their own.
 
     Args:
       results: metrics of `infcl_jax.evaluation.Suite`.
 
     Returns:
-      Lines without a final newline. Recalls and accuracies are percentages of the examples, losses are in nats.
+      Lines without a final newline. Losses are in nats, all other metrics are percentages.
     """
     rows: dict[str, dict[str, str]] = {}
     others = {}
@@ -26,7 +27,7 @@ def format_table(results: Mapping[str, float]) -> str:
             label = f"{_words(match['task'])} ({_KINDS[match['kind']]})"
             rows.setdefault(label, {})[f"k = {match['k']}"] = f"{100 * value:.1f} %"
         else:
-            others[f"{_words(name)} (nats)" if name.endswith("loss") else _words(name)] = f"{value:.4f}"
+            others[f"{_words(name)} (nats)" if name.endswith("loss") else _words(name)] = _format(name, value)
     # column[4:] is the number after "k = ".
     columns = sorted({column for row in rows.values() for column in row}, key=lambda column: int(column[4:]))
     width = max(map(len, (*rows, *others)), default=0)
@@ -36,15 +37,18 @@ def format_table(results: Mapping[str, float]) -> str:
 
 
 def format_line(results: Mapping[str, float]) -> str:
-    """Format losses and results at k = 1 as one line."""
+    """Format losses, main results at k = 1 and averages as one line."""
     entries = []
     for name, value in results.items():
         match = _TOP_K.fullmatch(name)
-        if match is None:
-            entries.append(f"{name} {value:.4f}")
-        elif match["k"] == "1":
-            entries.append(f"{name} {100 * value:.1f} %")
+        if match["k"] == "1" if match else _IN_LINE.search(name):
+            entries.append(f"{name} {_format(name, value)}")
     return "  ".join(entries)
+
+
+def _format(name: str, value: float) -> str:
+    """Format a loss in nats or a fraction as a percentage."""
+    return f"{value:.4f}" if name.endswith("loss") else f"{100 * value:.1f} %"
 
 
 def _words(name: str) -> str:

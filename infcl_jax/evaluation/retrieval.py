@@ -80,6 +80,45 @@ def retrieval_recall(
     return {f"{name}_r{k}": float(np.mean(count < k)) for name, count in rivals.items() for k in ks}
 
 
+def retrieval_map(
+    image: np.ndarray, text: np.ndarray, mesh: Mesh, text_image: np.ndarray | None = None
+) -> dict[str, float]:
+    """Compute the mean average precision of retrieval in both directions.
+
+    The average precision of a query is the mean of the precision at the ranks of its correct matches (Manning et al.
+    2008, Introduction to Information Retrieval, section 8.4). Ties count as misses, as in `retrieval_recall`.
+
+    Args:
+        image: [N, D] image features, see `retrieval_recall`.
+        text: [M, D] caption features.
+        mesh: mesh with an axis "data".
+        text_image: int [M], row of `image` for each caption; None: row i of `text` belongs to row i of `image` (M = N).
+
+    Returns:
+        `{"image_to_text_map": ..., "text_to_image_map": ...}`, fractions in (0, 1].
+
+    Raises:
+        ValueError: see `retrieval_recall`.
+    """
+    text_image = _check(image, text, (1,), text_image)
+    image, text = l2_normalize(image), l2_normalize(text)
+    own = image[text_image]
+    positive = paired_similarity(text, own)
+    # One query per caption: its image, with the similarity of this caption as the threshold.
+    other_texts = count_rivals(own, text_image, positive, text, text_image, mesh)
+    image_row = np.arange(len(image), dtype=np.int32)
+    other_images = count_rivals(text, text_image, positive, image, image_row, mesh)
+    order = np.lexsort((other_texts, text_image))  # captions of each image, best first
+    captions = np.bincount(text_image, minlength=len(image))
+    own_rank = np.arange(1, len(text) + 1) - np.repeat(np.cumsum(captions) - captions, captions)
+    precision = own_rank / (own_rank + other_texts[order])
+    per_image = np.bincount(text_image[order], weights=precision) / captions
+    return {
+        "image_to_text_map": float(np.mean(per_image)),
+        "text_to_image_map": float(np.mean(1 / (1 + other_images))),
+    }
+
+
 def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float, float]:
     """Count captions shared between images, and bound recall at 1.
 

@@ -1,8 +1,9 @@
 """Evaluation suite: zero-shot accuracy, retrieval recall and split loss."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import Source, classes, eval_batches, load_source
+from infcl_jax.data import Classes, Source, eval_batches
 from infcl_jax.data.decode import decode_example
-from infcl_jax.data.sources import is_captioned
 from infcl_jax.data.tokenizers import Tokenizer
+from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import is_lead
+from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Encode, Features, TowerEncoder, encode_split
+from infcl_jax.evaluation.features import Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
-from infcl_jax.evaluation.retrieval import retrieval_recall
-from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
+from infcl_jax.evaluation.progress import with_progress
+from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.evaluation.scoring import (
+    average_results,
+    first_images,
+    open_task,
+    score_classification,
+    score_retrieval,
+)
+from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
+from infcl_jax.evaluation.zero_shot import class_embeddings
 
 GRID_QUERIES = 8  # captions in the retrieval plot
 
@@ -31,11 +42,12 @@ class EvaluationConfig:
 
     Attributes:
       batch_size: images or captions encoded at once, over all devices.
-      retrieval_dataset: dataset of `infcl_jax.data.load_source` for retrieval and the split loss; None: skip both.
+      retrieval_dataset: dataset of `load_benchmark` for retrieval and the split loss; None: skip both.
       retrieval_split: split for retrieval and the split loss.
       gallery: number of first images of the split used for retrieval, with all their captions; None: all.
       zero_shot_dataset: dataset with classes for zero-shot classification; None: skip.
       zero_shot_split: split for zero-shot classification.
+      data_dir: folder of the benchmarks in `Suite`'s `evaluations`; None: that of the prepared datasets.
     """
 
     batch_size: int = 256
@@ -44,12 +56,14 @@ class EvaluationConfig:
     gallery: int | None = None
     zero_shot_dataset: str | None = None
     zero_shot_split: str = "validation"
+    data_dir: str | None = None
 
 
 class Suite:
     """Evaluate a model on all devices of a mesh.
 
-    Every process must call it, and every process gets the results.
+    Every process must call it, and every process gets the results. The images of a split are encoded once for all its
+    tasks, and the prompts of equal classes and templates once.
     """
 
     def __init__(
@@ -63,6 +77,9 @@ class Suite:
         mesh: Mesh,
         implementation: str | None = None,
         train_batch_size: int | None = None,
+        evaluations: Sequence[str] = (),
+        resize: Resize = SHORTEST_BICUBIC,
+        say: Callable[[str], None] | None = None,
     ):
         """Open the datasets.
 
@@ -75,32 +92,44 @@ class Suite:
           mesh: mesh with an axis "data".
           implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
           train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
+          evaluations: further tasks and suites, see `load_tasks`.
+          resize: resize of images before the center crop.
+          say: function that prints a line of progress; None: no progress.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
-          ValueError: a dataset or split is unknown, the retrieval dataset has no captions, or the zero-shot dataset has
-            no classes.
+          ValueError: a dataset, split or task is unknown, the retrieval dataset has no captions, or the zero-shot
+            dataset has no classes.
         """
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
-        self._image_size, self._mesh, self._implementation = image_size, mesh, implementation
-        self._train_batch_size = train_batch_size
-        self._retrieval_source = self._zero_shot_source = None
+        self._image_size, self._resize = image_size, resize
+        self._mesh, self._implementation = mesh, implementation
+        self._train_batch_size, self._say = train_batch_size, say
+        load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
+        named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
+        self._validation, own = self._configured_tasks()
+        check_names([*own, *named], reserved=["validation"])
+        self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
+
+    def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
+        """Return the validation task, which has the split loss, and all tasks of the settings."""
+        config, tasks = self._config, []
+        validation = None
         if config.retrieval_dataset:
-            self._retrieval_source = load_source(config.retrieval_dataset, config.retrieval_split, data_dir)
-            if not is_captioned(self._retrieval_source):
-                raise ValueError(
-                    f"expected a retrieval_dataset with captions, got {config.retrieval_dataset!r}, which has only"
-                    " classes; add captions, or evaluate it as zero_shot_dataset"
-                )
+            dataset, split = config.retrieval_dataset, config.retrieval_split
+            validation = Task(name="retrieval", kind="retrieval", dataset=dataset, split=split, gallery=config.gallery)
+            tasks.append(validation)
         if config.zero_shot_dataset:
-            self._zero_shot_source = load_source(config.zero_shot_dataset, config.zero_shot_split, data_dir)
-            self._classes = classes(self._zero_shot_source)
+            dataset, split = config.zero_shot_dataset, config.zero_shot_split
+            tasks.append(Task(name="zero_shot", kind="zero_shot", dataset=dataset, split=split))
+        return validation, tasks
 
     @property
     def chance_losses(self) -> dict[str, float]:
         """Chance levels ln(pairs) of the training and validation losses, by name, in nats."""
-        size, split_size = self._train_batch_size, 0 if self._retrieval_source is None else len(self._retrieval_source)
+        split_size = next((len(opened.source) for opened in self._tasks if opened.task is self._validation), 0)
+        size = self._train_batch_size
         pairs = {"loss": size, "validation/batch_loss": size, "validation/loss": split_size}
         return {name: math.log(number) for name, number in pairs.items() if number}
 
@@ -112,58 +141,86 @@ class Suite:
           grid_path: output file for a plot of retrieval results; None: no plot.
 
         Returns:
-          Metrics of the configured datasets. As fractions: `zero_shot/top1`, `zero_shot/top5`, and
-          `retrieval/image_to_text_r<k>` and `retrieval/text_to_image_r<k>` for k = 1, 5, 10, with all captions of each
-          image. In nats: `validation/loss` of the whole split as one batch, and `validation/batch_loss` of batches of
-          `train_batch_size` pairs, if the split has that many. The losses pair each image with its first caption.
+          Metrics of `results` by "task/metric", such as `zero_shot/top1` and `retrieval/image_to_text_r1`.
         """
-        metrics: dict[str, float] = {}
-        if self._retrieval_source is not None:
-            features = self._encode(self._retrieval_source, variables, self._encode_text)
-            scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
-            inputs = features.image, features.first_text, float(scale), self._mesh
-            metrics["validation/loss"] = split_loss(*inputs, self._implementation)
-            size = self._train_batch_size
-            if size is not None and size <= len(features.image):
-                metrics["validation/batch_loss"] = batch_loss(*inputs, size, self._implementation)
-            image = features.image[: self._config.gallery]
-            text_image = features.text_image[features.text_image < len(image)]
-            recall = retrieval_recall(image, features.text[: len(text_image)], self._mesh, text_image=text_image)
-            metrics |= {f"retrieval/{name}": value for name, value in recall.items()}
-            if grid_path is not None and is_lead():
-                self._draw_grid(image, features.first_text[: min(GRID_QUERIES, len(image))], grid_path)
-        if self._zero_shot_source is not None:
-            metrics |= {f"zero_shot/{name}": value for name, value in self._classify(variables).items()}
-        return metrics
+        return flat_metrics(self.results(variables, grid_path))
 
-    def _classify(self, variables: Any) -> dict[str, float]:
-        embeddings = class_embeddings(
-            self._encode_text,
-            variables,
-            self._tokenizer,
-            self._classes.names,
-            self._classes.templates,
-            self._mesh,
-            batch_size=self._config.batch_size,
+    def results(
+        self, variables: Any, grid_path: str | Path | None = None, *, examples: bool = False
+    ) -> list[TaskResult]:
+        """Evaluate a model by task.
+
+        Args:
+          variables: Flax variables of the model on the mesh.
+          grid_path: output file for a plot of retrieval results; None: no plot.
+          examples: whether the results have examples.
+
+        Returns:
+          Results of the tasks, see `score_classification` and `score_retrieval`, then of the suites, see
+          `average_results`. In nats, "validation" has `loss` of the whole retrieval split as one batch, and
+          `batch_loss` of batches of `train_batch_size` pairs, if the split has that many. The losses pair each image
+          with its first caption.
+        """
+        results: dict[str, TaskResult] = {}
+        classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
+        transform = functools.partial(resize_center_crop, size=self._image_size, resize=self._resize)
+        show = transform if examples else None
+        for source in {id(opened.source): opened.source for opened in self._tasks}.values():
+            tasks = [opened for opened in self._tasks if opened.source is source]
+            features = self._encode(source, variables, texts=any(opened.classes is None for opened in tasks))
+            for opened in tasks:
+                name = opened.task.name
+                if opened.classes is not None:
+                    classifier = classifiers(opened.classes)
+                    results[name] = score_classification(opened, features, classifier, self._mesh, show)
+                    continue
+                gallery = first_images(features, opened.task.gallery)
+                results[name] = score_retrieval(opened, gallery, self._mesh, show)
+                if opened.task is self._validation:
+                    results["validation"] = self._losses(features, variables)
+                    if grid_path is not None and is_lead():
+                        self._draw_grid(source, gallery, grid_path)
+        order = ["validation", *(opened.task.name for opened in self._tasks)]
+        done = [results[name] for name in order if name in results]
+        return done + [average_results(average, results) for average in self._averages]
+
+    def _losses(self, features: Features, variables: Any) -> TaskResult:
+        scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
+        inputs = features.image, features.first_text, float(scale), self._mesh
+        metrics = {"loss": split_loss(*inputs, self._implementation)}
+        size = self._train_batch_size
+        if size is not None and size <= len(features):
+            metrics["batch_loss"] = batch_loss(*inputs, size, self._implementation)
+        return TaskResult(name="validation", kind="loss", metrics=metrics, main_metric="loss", images=len(features))
+
+    def _classifier(self, classes: Classes, variables: Any) -> np.ndarray:
+        size = self._config.batch_size
+        return class_embeddings(
+            self._encode_text, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
         )
-        features = self._encode(self._zero_shot_source, variables, None)
-        return zero_shot_accuracy(features.image, features.label, embeddings, self._mesh)
 
-    def _encode(self, source: Source, variables: Any, encode_text: Encode | None) -> Features:
+    def _encode(self, source: Source, variables: Any, *, texts: bool) -> Features:
         batches = eval_batches(
             source,
-            tokenizer=None if encode_text is None else self._tokenizer,
+            tokenizer=self._tokenizer if texts else None,
             image_size=self._image_size,
             batch_size=self._config.batch_size,
+            resize=self._resize,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        return encode_split(self._encode_image, encode_text, variables, batches, self._mesh)
+        shown = batches if self._say is None else with_progress(batches, len(batches), source.name, self._say)
+        return encode_split(self._encode_image, self._encode_text if texts else None, variables, shown, self._mesh)
 
-    def _draw_grid(self, image: np.ndarray, text: np.ndarray, path: str | Path) -> None:
-        captions = [self._retrieval_source[i]["captions"][0] for i in range(len(text))]
-        images = _Images(self._retrieval_source, len(image))
-        plot_retrieval_grid(captions, images, text @ image.T, path)
+    def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
+        text = features.first_text[:GRID_QUERIES]
+        captions = [source[i]["captions"][0] for i in range(len(text))]
+        plot_retrieval_grid(captions, _Images(source, len(features)), text @ features.image.T, path)
+
+
+def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
+    """Return the metrics of results by "task/metric"."""
+    return {f"{result.name}/{name}": value for result in results for name, value in result.metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.evaluation.features import Encode, encode_texts, l2_normalize
+from infcl_jax.evaluation.metrics import accuracies
 from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity
 
 Template = str | Callable[[str], str]
@@ -90,14 +91,33 @@ def zero_shot_accuracy(
     Raises:
         ValueError: the shapes do not match, a label is >= C or < -1, no sample is labeled, or a k is < 1.
     """
+    if not topk or min(topk) < 1:
+        raise ValueError(f"expected cutoffs topk >= 1, got {tuple(topk)}")
+    return accuracies(class_ranks(image_features, labels, class_embeddings, mesh), topk)
+
+
+def class_ranks(image_features: np.ndarray, labels: np.ndarray, class_embeddings: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Rank the class of each labeled image by cosine similarity.
+
+    Args:
+        image_features: [N, D], see `zero_shot_accuracy`.
+        labels: int [N], classes in [0, C), or -1 for samples without a class, which are left out.
+        class_embeddings: [C, D], classifier vectors from `class_embeddings`.
+        mesh: mesh with an axis "data".
+
+    Returns:
+        int32 [labeled images], zero-based ranks: the number of other classes that are at least as similar to the image.
+
+    Raises:
+        ValueError: the shapes do not match, a label is >= C or < -1, or no sample is labeled.
+    """
     labels = np.asarray(labels)
-    _check(image_features, labels, class_embeddings, topk)
+    _check(image_features, labels, class_embeddings)
     labeled = labels >= 0
     label = labels[labeled].astype(np.int32)
     image, classes = l2_normalize(image_features[labeled]), l2_normalize(class_embeddings)
     positive = paired_similarity(image, classes[label])
-    rivals = count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
-    return {f"top{k}": float(np.mean(rivals < k)) for k in topk}
+    return count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
 
 
 def _fill(template: Template, name: str) -> str:
@@ -109,14 +129,12 @@ def _fill(template: Template, name: str) -> str:
     return template.replace("{}", name)
 
 
-def _check(image: np.ndarray, labels: np.ndarray, classes: np.ndarray, topk: Sequence[int]) -> None:
-    """Validate the arguments of `zero_shot_accuracy`."""
+def _check(image: np.ndarray, labels: np.ndarray, classes: np.ndarray) -> None:
+    """Validate the arguments of `class_ranks`."""
     if image.ndim != 2 or classes.ndim != 2 or image.shape[1] != classes.shape[1] or 0 in classes.shape:
         raise ValueError(f"expected features [N, D] and class embeddings [C, D], got {image.shape} and {classes.shape}")
     if labels.shape != (len(image),) or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(f"expected integer labels of shape ({len(image)},), got {labels.dtype} {labels.shape}")
-    if not topk or min(topk) < 1:
-        raise ValueError(f"expected cutoffs topk >= 1, got {tuple(topk)}")
     if not np.any(labels >= 0):
         raise ValueError(f"expected labeled samples, got none among {len(labels)}; use a split that has classes")
     if labels.min() < -1 or labels.max() >= len(classes):

@@ -388,6 +388,14 @@ _OPTIMIZER = _shaping(
 _EVALUATION = (
     Setting("eval_every", int, 500, "steps between evaluations; 0: at the end only", _FROM_ZERO),
     *_evaluated(
+        Setting(
+            "evaluations",
+            tuple[str, ...],
+            (),
+            "further evaluations: suites (imagenet_variants, retrieval, datacomp38), benchmarks such as cifar10, or "
+            "Python files, see docs/evaluation.md",
+        ),
+        Setting("evaluation.data_dir", str | None, None, "folder of the benchmarks in evaluations; None: data_dir"),
         Setting("evaluation.batch_size", int, 256, "images or captions encoded at a time, over all devices", _COUNT),
         Setting(
             "evaluation.retrieval_dataset",

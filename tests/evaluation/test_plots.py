@@ -53,6 +53,16 @@ def figures(monkeypatch):
     return saved
 
 
+def test_of_many_scores_the_main_ones_are_drawn(tmp_path, figures):
+    scores = {f"task{i}/top{k}": 0.5 for i in range(10) for k in (1, 5)}
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, scores | {"suite/x/average": 0.5, "task0/mean_per_class_recall": 0.5})
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    (axes,) = figures[0].axes
+    names = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert names == {f"task{i}/top1" for i in range(10)} | {"suite/x/average"}
+
+
 def test_curves_show_the_chance_levels_of_their_losses(tmp_path, figures):
     with MetricWriter(tmp_path) as writer:
         writer.write(1, {"loss": 4.2, "validation/batch_loss": 4.1, "validation/loss": 6.9, "other/loss": 1.0})

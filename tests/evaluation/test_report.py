@@ -32,6 +32,19 @@ LINE = "  ".join(
         (RESULTS, TABLE, LINE),
         ({"validation/loss": 2.0}, "validation loss (nats)   2.0000", "validation/loss 2.0000"),
         ({}, "", ""),
+        (
+            {
+                "vtab/pets/top1": 0.5,
+                "vtab/pets/mean_per_class_recall": 0.25,
+                "suite/datacomp38/average_of_1_of_38": 0.25,
+            },
+            """\
+                                       k = 1
+vtab pets (top-k accuracy)            50.0 %
+vtab pets mean per class recall       25.0 %
+suite datacomp38 average of 1 of 38   25.0 %""",
+            "vtab/pets/top1 50.0 %  suite/datacomp38/average_of_1_of_38 25.0 %",
+        ),
     ],
 )
 def test_results_are_formatted(results, table, line):

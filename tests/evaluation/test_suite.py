@@ -96,7 +96,7 @@ class RaggedSource:
 @pytest.mark.parametrize("gallery", [None, 20])
 def test_all_captions_are_retrieved_and_the_first_has_a_loss(params, encode, monkeypatch, devices, gallery):
     source = RaggedSource()
-    monkeypatch.setattr(suite, "load_source", lambda *arguments: source)
+    monkeypatch.setattr(suite, "load_benchmark", lambda *arguments: source)
     variables = replicate(oracle.mesh_of(devices), {"params": params})
     results = make_suite(devices, retrieval_dataset="ragged", gallery=gallery)(variables)
     captions = [source[i]["captions"] for i in range(len(source))]
@@ -185,6 +185,6 @@ def test_zero_shot_needs_classes_and_retrieval_captions(tmp_path):
 
 
 def test_a_source_without_classes_is_named(monkeypatch):
-    monkeypatch.setattr(suite, "load_source", lambda *arguments: RaggedSource())
+    monkeypatch.setattr(suite, "load_benchmark", lambda *arguments: RaggedSource())
     with pytest.raises(ValueError, match="expected a dataset with classes, got ragged"):
         make_suite(zero_shot_dataset="ragged")

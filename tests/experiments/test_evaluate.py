@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import benchmark_layout as layout
 import captioned
 import jax
 import pytest
@@ -48,7 +49,7 @@ def test_an_evaluation_changes_what_it_uses(run, capsys):
     before = load_config(run)
     changes = {"evaluation.zero_shot_dataset": "digits", "evaluation.batch_size": 128}
     results = evaluate.evaluate(run, changes)
-    assert set(results) == {"zero_shot/top1", "zero_shot/top5"}
+    assert set(results) == {"zero_shot/top1", "zero_shot/top5", "zero_shot/mean_per_class_recall"}
     assert json.loads((run / "evaluation.json").read_text()) == {"step": 2, **results}
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["evaluation.batch_size: 64 -> 128", "evaluation.zero_shot_dataset: None -> 'digits'"]
@@ -61,6 +62,36 @@ def test_a_picture_that_was_drawn_is_announced(run, capsys):
     results = evaluate.evaluate(run, {"evaluation.retrieval_dataset": "digits", "evaluation.gallery": 20})
     assert "retrieval/text_to_image_r10" in results and (run / "retrieval.png").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"pictures: {run / 'curves.png'}, {run / 'retrieval.png'}"
+
+
+@pytest.fixture(scope="module")
+def benchmarks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    layout.write_benchmark(folder / "wds_cifar10", layout.classified([0, 1, 2, 3, 4, 5, 0]))
+    return folder
+
+
+BENCHMARK_RESULTS = {f"cifar10/{name}" for name in ("top1", "top5", "mean_per_class_recall")}
+
+
+def test_benchmarks_evaluate_a_run(run, benchmarks):
+    arguments = (f"--workdir={run}", "--evaluations=cifar10", f"--data_dir={benchmarks}")
+    status, stdout, stderr = runs.command("experiments.evaluate", *arguments)
+    assert (status, stderr) == (0, "")
+    assert "evaluations: [] -> ['cifar10']\n" in stdout
+    results = json.loads((run / "evaluation.json").read_text())
+    assert results.keys() == {"step"} | BENCHMARK_RESULTS
+    saved = json.loads((run / "results.json").read_text())
+    assert saved["environment"]["model"] == "tiny" and saved["environment"]["weights"] == f"{run}, step 2"
+    assert saved["results"][0]["metrics"] == {name.partition("/")[2]: results[name] for name in BENCHMARK_RESULTS}
+    assert (run / "results.csv").is_file() and (run / "results.html").is_file()
+
+
+def test_benchmarks_evaluate_a_run_during_training(run, benchmarks):
+    where = {"evaluations": ("cifar10",), "evaluation.data_dir": str(benchmarks)}
+    results = train.train(settings(total_steps=3, **where), run)
+    assert results.keys() == BENCHMARK_RESULTS
+    assert read_metrics(run / "metrics.jsonl")[-1].items() >= results.items()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +193,7 @@ def test_evaluations_of_a_run_are_lines_and_the_last_is_a_table(run, capsys):
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step  ")]
     (line,) = [line for line in said if "zero_shot/" in line]
     assert line.startswith("step 3: zero_shot/top1 ")
-    assert said[-3:] == ["step 4:", *format_table(results).splitlines()]
+    assert said[-4:] == ["step 4:", *format_table(results).splitlines()]
 
 
 @pytest.mark.parametrize(

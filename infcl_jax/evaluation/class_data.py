@@ -1,0 +1,140 @@
+"""Class names and prompt templates of public data sets, and readers of such files."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from infcl_jax.data.sources import files
+
+_FOLDER = resources.files("infcl_jax.evaluation") / "classes"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassData:
+    """Class names and prompt templates of a data set.
+
+    Attributes:
+      classes: class names in label order. Names may repeat, as in ImageNet-1k, or be empty, as in CLEVR distance.
+      templates: prompt templates with "{}" for the class name.
+      source: origin of the names and templates.
+      folders: folder name of each class in the data set's own layout, such as WordNet ids of ImageNet; None: unknown.
+      imagenet: ImageNet-1k labels that each class covers; None: not an ImageNet variant.
+    """
+
+    classes: tuple[str, ...]
+    templates: tuple[str, ...]
+    source: str
+    folders: tuple[str, ...] | None = None
+    imagenet: tuple[tuple[int, ...], ...] | None = None
+
+
+@functools.cache
+def class_data_names() -> tuple[str, ...]:
+    """Return the names of the built-in data sets, sorted."""
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in _FOLDER.iterdir()))
+
+
+@functools.cache
+def class_data(name: str) -> ClassData:
+    """Return the class names and prompt templates of a public data set.
+
+    Names are those of clip_benchmark, such as "imagenet1k", "imagenet-a", "objectnet", "cifar100" or "sun397". Class
+    order is the label order of torchvision or VTAB. ImageNet's templates are the 80 of CLIP (Radford et al. 2021,
+    arXiv:2103.00020, appendix A).
+
+    Args:
+      name: name of the data set; "-" and "_", upper and lower case are equal.
+
+    Returns:
+      Class names, templates and their source.
+
+    Raises:
+      ValueError: the data set is unknown.
+    """
+    key = name.lower().replace("-", "_")
+    if key not in class_data_names():
+        close = difflib.get_close_matches(key, class_data_names()) or class_data_names()
+        raise ValueError(
+            f"expected a data set with built-in classes, such as {', '.join(close)}, got {name!r}; or give files with"
+            " class names and templates"
+        )
+    fields = json.loads((_FOLDER / f"{key}.json").read_text(encoding="utf-8"))
+    return _from_fields(**fields)
+
+
+def read_class_names(path: str | Path) -> tuple[str, ...]:
+    """Read class names, one a line in label order.
+
+    The format is that of `classnames.txt` in clip_benchmark's webdatasets. A blank line inside the file is an empty
+    class name, as there. Blank lines at the end are ignored.
+
+    Args:
+      path: UTF-8 text file, local or a URL that `fsspec` reads.
+
+    Returns:
+      The class names.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is not UTF-8, or has no class names.
+    """
+    return _lines(path, "class names")
+
+
+def read_templates(path: str | Path) -> tuple[str, ...]:
+    """Read prompt templates, one a line.
+
+    The format is that of `zeroshot_classification_templates.txt` in clip_benchmark's webdatasets.
+
+    Args:
+      path: UTF-8 text file, local or a URL that `fsspec` reads. "{c}" or "{}" is the place of the class name.
+
+    Returns:
+      Templates with "{}" for the class name.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is not UTF-8, has no templates, or a template has no place or another placeholder.
+    """
+    templates = []
+    for number, line in enumerate(_lines(path, "templates"), 1):
+        template = line.replace("{c}", "{}")
+        if "{}" not in template or any(brace in template.replace("{}", "") for brace in "{}"):
+            raise ValueError(f'{path}, line {number}: expected "{{c}}" or "{{}}" for the class name, got {line!r}')
+        templates.append(template)
+    return tuple(templates)
+
+
+def _from_fields(
+    source: str,
+    base: str | None = None,
+    classes: Iterable[str] | None = None,
+    templates: Iterable[str] | None = None,
+    folders: Iterable[str] | None = None,
+    imagenet: Iterable[Iterable[int]] | None = None,
+) -> ClassData:
+    """Build class data, with missing fields from the data set `base`."""
+    covered = None if imagenet is None else tuple(map(tuple, imagenet))
+    if base is not None:
+        parent = class_data(base)
+        covered = covered or tuple((label,) for label in range(len(parent.classes)))
+        classes = classes or [parent.classes[labels[0]] for labels in covered]
+        folders = folders or [parent.folders[labels[0]] for labels in covered]
+        templates = templates or parent.templates
+    return ClassData(tuple(classes), tuple(templates), source, None if folders is None else tuple(folders), covered)
+
+
+def _lines(path: str | Path, content: str) -> tuple[str, ...]:
+    try:
+        text = files.read_file(str(path)).decode("utf-8-sig").rstrip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start}") from None
+    if not text:
+        raise ValueError(f"expected {content} in {path}, one a line, got an empty file")
+    return tuple(line.strip() for line in text.split("\n"))

@@ -1,0 +1,195 @@
+"""Linear probe of frozen features by CLIP's protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from infcl_jax.distributed import data_mesh, is_lead
+from infcl_jax.evaluation.labeled import (
+    LabeledFeatures,
+    check_strength,
+    check_widths,
+    classification_metrics,
+    draw_order,
+    labeled_features,
+)
+from infcl_jax.evaluation.logistic_regression import (
+    MAX_ITERATIONS,
+    TOLERANCE,
+    LinearClassifier,
+    LogisticRegressionSolver,
+)
+
+METRICS = ("top1", "mean_per_class_recall")
+# L2 strengths of CLIP (arXiv:2103.00020, appendix A.3): 8 steps per decade from 1e-6 to 1e6.
+REGULARIZATIONS = tuple(float(strength) for strength in np.logspace(-6, 6, 97))
+
+_FIRST_STRIDE = 16  # the search starts two decades apart
+_HELD_OUT = 0.2  # share of the training set for validation; CLIP does not state one
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearProbe:
+    """Result of a linear probe.
+
+    Attributes:
+      metrics: test results as fractions: `top1`, `top5` and `mean_per_class_recall`.
+      model: the fitted classifier.
+      validation: validation result by L2 strength that the search tried; empty if the strength was given.
+    """
+
+    metrics: Mapping[str, float]
+    model: LinearClassifier
+    validation: Mapping[float, float]
+
+
+def linear_probe(
+    train_features: np.ndarray,
+    train_labels: np.ndarray,
+    test_features: np.ndarray,
+    test_labels: np.ndarray,
+    *,
+    regularization: float | None = None,
+    validation: tuple[np.ndarray, np.ndarray] | None = None,
+    metric: str = "top1",
+    max_iterations: int = MAX_ITERATIONS,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+) -> LinearProbe:
+    """Train a logistic regression on frozen features and test it.
+
+    The protocol is that of CLIP (Radford et al. 2021, arXiv:2103.00020, appendix A.3): L-BFGS with at most 1000
+    iterations, and an L2 strength that is searched on a validation set, see `search_regularization`. The final
+    classifier is trained on training and validation set together. Features are used as given: CLIP probes features
+    before the projection, clip_benchmark probes normalized embeddings.
+
+    Args:
+      train_features: [N, D], any float dtype, the same on every process.
+      train_labels: int [N]; samples with the label -1 are ignored.
+      test_features: [n, D].
+      test_labels: int [n], as `train_labels`. A class without training samples counts as a miss.
+      regularization: L2 strength lambda, the inverse of scikit-learn's C; None: search.
+      validation: features and labels of a validation set; None: hold out a fifth of each training class.
+      metric: metric of the search, one of `METRICS`.
+      max_iterations: maximum number of L-BFGS iterations of each fit.
+      tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
+      seed: seed of the held-out samples.
+      mesh: mesh with an axis "data"; None: all devices.
+
+    Returns:
+      Metrics, the classifier and the search, the same on every process.
+
+    Raises:
+      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, or no test sample
+        is labeled; an option is out of range, or no class has a second sample to hold out.
+    """
+    mesh = data_mesh() if mesh is None else mesh
+    if metric not in METRICS:
+        raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
+    train = labeled_features(train_features, train_labels, "training")
+    test = labeled_features(test_features, test_labels, "test")
+    options: dict[str, Any] = {"max_iterations": max_iterations, "tolerance": tolerance}
+    validation_set = None if validation is None else labeled_features(*validation, "validation")
+    check_widths(train, test, validation_set)
+    check_strength(regularization, "regularization")
+    tried: dict[float, float] = {}
+    if regularization is None:
+        fit_set, held_out = hold_out(train, seed) if validation_set is None else (train, validation_set)
+        regularization, tried = search_regularization(fit_set, held_out, mesh, metric=metric, **options)
+    if validation_set is not None:
+        train = train.join(validation_set)
+    model = LogisticRegressionSolver(*train, mesh, **options).fit(regularization)
+    if not model.converged and is_lead():
+        _logger.warning("The linear probe stopped after max_iterations=%d before it converged.", max_iterations)
+    return LinearProbe(classification_metrics(model.ranks(*test, mesh), test.labels), model, tried)
+
+
+def search_regularization(
+    train: LabeledFeatures,
+    validation: LabeledFeatures,
+    mesh: Mesh,
+    *,
+    metric: str = "top1",
+    max_iterations: int = MAX_ITERATIONS,
+    tolerance: float = TOLERANCE,
+) -> tuple[float, dict[float, float]]:
+    """Search the L2 strength with the best validation result.
+
+    CLIP's parametric binary search (arXiv:2103.00020, appendix A.3) starts with 1e-6, 1e-4, ..., 1e6 and halves the
+    interval around the peak down to 8 steps per decade. Of equal results, the stronger penalty wins.
+
+    Args:
+      train: training samples.
+      validation: validation samples.
+      mesh: mesh with an axis "data".
+      metric: metric to maximize, one of `METRICS`.
+      max_iterations: maximum number of L-BFGS iterations of each fit.
+      tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
+
+    Returns:
+      The best strength, and the validation result of every strength that was tried.
+    """
+    solver = LogisticRegressionSolver(*train, mesh, max_iterations=max_iterations, tolerance=tolerance)
+
+    def score(strength: float) -> float:
+        ranks = solver.fit(strength).ranks(*validation, mesh)
+        return classification_metrics(ranks, validation.labels)[metric]
+
+    return binary_search(score, REGULARIZATIONS)
+
+
+def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
+    """Maximize a unimodal function over 97 strengths by CLIP's parametric binary search.
+
+    Args:
+      score: function of the strength.
+      grid: strengths in order; of equal scores, the later strength wins.
+
+    Returns:
+      The best strength of those tried, and their scores.
+    """
+    scores: dict[int, float] = {}
+
+    def best_of(candidates: range | tuple[int, ...]) -> int:
+        for index in candidates:
+            if index not in scores:
+                scores[index] = score(grid[index])
+        return max(candidates, key=lambda index: (scores[index], index))
+
+    peak = best_of(range(0, len(grid), _FIRST_STRIDE))
+    stride = _FIRST_STRIDE // 2
+    while stride:
+        peak = best_of((max(peak - stride, 0), peak, min(peak + stride, len(grid) - 1)))
+        stride //= 2
+    return grid[peak], {grid[index]: scores[index] for index in sorted(scores)}
+
+
+def hold_out(samples: LabeledFeatures, seed: int) -> tuple[LabeledFeatures, LabeledFeatures]:
+    """Hold out a fifth of each class for validation.
+
+    Args:
+      samples: training samples. Classes of one sample stay in the training set, others give at least one.
+      seed: seed of the choice.
+
+    Returns:
+      Training and validation samples.
+
+    Raises:
+      ValueError: every class has a single sample.
+    """
+    position, size = draw_order(samples.labels, seed)
+    held_out = position < np.maximum((_HELD_OUT * size).astype(np.int64), size > 1)
+    if not held_out.any():
+        raise ValueError(
+            "expected a class with two or more samples to hold one out, got one sample per class; give a regularization"
+        )
+    return samples.take(~held_out), samples.take(held_out)

@@ -1,0 +1,48 @@
+"""Results of evaluation tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExamplePrediction:
+    """Image with its best-ranked texts, for a report.
+
+    Attributes:
+      image: uint8 [S, S, 3], the image as the model sees it.
+      expected: class name, or the captions of the image.
+      predicted: best-ranked class names or captions, best first.
+      similarity: cosine similarity of each entry of `predicted`.
+      correct: whether the first entry of `predicted` is the class, or a caption, of the image.
+    """
+
+    image: np.ndarray
+    expected: tuple[str, ...]
+    predicted: tuple[str, ...]
+    similarity: tuple[float, ...]
+    correct: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TaskResult:
+    """Result of one evaluation task, or the average of a suite.
+
+    Attributes:
+      name: name of the task or suite, such as "imagenet1k".
+      kind: "zero_shot", "multilabel", "retrieval", "linear_probe", "few_shot", "loss" or "average".
+      metrics: values by name, such as {"top1": 0.631, "top5": 0.87}; fractions, except for losses in nats.
+      main_metric: name in `metrics` of the value that a suite averages, such as "top1".
+      images: number of images; for an average, number of its tasks.
+      examples: mistakes and correct predictions, at most a dozen; for retrieval, nearest captions.
+    """
+
+    name: str
+    kind: str
+    metrics: Mapping[str, float]
+    main_metric: str
+    images: int
+    examples: tuple[ExamplePrediction, ...] = ()

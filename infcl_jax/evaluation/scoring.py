@@ -1,0 +1,195 @@
+"""Scores of evaluation tasks, from the features of their data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+from jax.sharding import Mesh
+
+from infcl_jax.data import Classes, Source
+from infcl_jax.data.sources import is_captioned
+from infcl_jax.evaluation.benchmark_source import WebdatasetSource
+from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples
+from infcl_jax.evaluation.features import Features, l2_normalize
+from infcl_jax.evaluation.metrics import (
+    accuracies,
+    macro_f1,
+    mean_average_precision,
+    mean_per_class_recall,
+    worst_group_accuracy,
+)
+from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
+from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
+from infcl_jax.evaluation.search import top_k
+from infcl_jax.evaluation.tasks import CLASSIFICATION_METRICS, GROUP_METRICS, Average, Task, task_classes
+from infcl_jax.evaluation.zero_shot import class_ranks
+
+_DIRECTIONS = ("image_to_text", "text_to_image")
+_RETRIEVAL_METRICS = ("mean_r1", *(f"{way}_{name}" for way in _DIRECTIONS for name in ("r1", "r5", "r10", "map")))
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenTask:
+    """Task with its data.
+
+    Attributes:
+      task: the task.
+      source: dataset; the same object for tasks on the same split.
+      classes: class names and templates; None: retrieval.
+    """
+
+    task: Task
+    source: Source
+    classes: Classes | None
+
+    @property
+    def multilabel(self) -> bool:
+        """True if an image can have several classes."""
+        return isinstance(self.source, WebdatasetSource) and self.source.type == "multilabel"
+
+    @property
+    def main_metric(self) -> str:
+        """Metric that a suite averages."""
+        default = "mean_r1" if self.classes is None else "mean_average_precision" if self.multilabel else "top1"
+        return self.task.main_metric or default
+
+
+def open_task(task: Task, source: Source) -> OpenTask:
+    """Check a task against its dataset.
+
+    Raises:
+      ValueError: the dataset lacks captions, classes or groups, or the main metric is unknown.
+    """
+    retrieval = is_captioned(source) if task.kind is None else task.kind == "retrieval"
+    if retrieval and not is_captioned(source):
+        raise ValueError(
+            f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add captions,"
+            " or evaluate it as zero_shot_dataset"
+        )
+    opened = OpenTask(task, source, None if retrieval else task_classes(task, source))
+    classification = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
+    known = _RETRIEVAL_METRICS if retrieval else classification
+    if opened.main_metric not in known:
+        raise ValueError(f"expected main_metric of {task.name} to be one of {known}, got {task.main_metric!r}")
+    if opened.main_metric in GROUP_METRICS and not isinstance(source, WebdatasetSource):
+        raise ValueError(
+            f"expected a dataset in the layout of clip_benchmark for {opened.main_metric} of {task.name}, got"
+            f" {task.dataset}; its npy members have the groups"
+        )
+    return opened
+
+
+def first_images(features: Features, count: int | None) -> Features:
+    """Return the features of the first `count` images with their captions; None: of all."""
+    if count is None or count >= len(features):
+        return features
+    texts = int(np.searchsorted(features.text_image, count))
+    cut = {name: getattr(features, name)[:count] for name in ("image", "label", "index")}
+    return Features(text=features.text[:texts], text_image=features.text_image[:texts], **cut)
+
+
+def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show | None = None) -> TaskResult:
+    """Measure retrieval in both directions.
+
+    Args:
+      opened: task with its data.
+      features: features of the images and captions.
+      mesh: mesh with an axis "data".
+      show: transform of the images of the examples; None: no examples.
+
+    Returns:
+      `image_to_text_r<k>` and `text_to_image_r<k>` for k = 1, 5, 10, `mean_r1` of both directions, and
+      `image_to_text_map` and `text_to_image_map`, as fractions.
+    """
+    inputs = features.image, features.text, mesh
+    metrics = retrieval_recall(*inputs, text_image=features.text_image)
+    metrics["mean_r1"] = (metrics["image_to_text_r1"] + metrics["text_to_image_r1"]) / 2
+    metrics |= retrieval_map(*inputs, text_image=features.text_image)
+    examples = () if show is None else retrieval_examples(opened.source, features, mesh, show)
+    return _result(opened, "retrieval", metrics, len(features), examples)
+
+
+def score_classification(
+    opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, show: Show | None = None
+) -> TaskResult:
+    """Measure zero-shot classification.
+
+    Args:
+      opened: task with its data.
+      features: features of the images.
+      classifier: [C, D], classifier vectors.
+      mesh: mesh with an axis "data".
+      show: transform of the images of the examples; None: no examples.
+
+    Returns:
+      `top1`, `top5` and `mean_per_class_recall`, with several classes per image `mean_average_precision`, and the main
+      metric, as fractions.
+
+    Raises:
+      ValueError: labels or groups do not fit the classes.
+    """
+    assert opened.classes is not None
+    if opened.multilabel:
+        scores = l2_normalize(features.image) @ classifier.T
+        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened))}
+        return _result(opened, "multilabel", metrics, len(features), ())
+    labeled = features.label >= 0
+    ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
+    metrics = accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}
+    if opened.main_metric == "macro_f1":
+        metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
+    if opened.main_metric in GROUP_METRICS:
+        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[labeled]
+        metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
+    examples: tuple[ExamplePrediction, ...] = ()
+    if show is not None:
+        examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
+    return _result(opened, "zero_shot", metrics, len(features), examples)
+
+
+def average_results(average: Average, results: Mapping[str, TaskResult]) -> TaskResult:
+    """Average the main metrics of a suite.
+
+    Args:
+      average: the suite.
+      results: results by name; at least one is of the suite.
+
+    Returns:
+      Result of the name "suite/NAME", with `average` if all tasks have results, else for example `average_of_30_of_38`.
+    """
+    values = [result.metrics[result.main_metric] for name in average.tasks if (result := results.get(name))]
+    count, size = len(values), len(average.tasks)
+    name = "average" if count == size else f"average_of_{count}_of_{size}"
+    metrics = {name: float(np.mean(values))}
+    return TaskResult(name=f"suite/{average.name}", kind="average", metrics=metrics, main_metric=name, images=count)
+
+
+def _result(
+    opened: OpenTask, kind: str, metrics: Mapping[str, float], images: int, examples: tuple[ExamplePrediction, ...]
+) -> TaskResult:
+    return TaskResult(
+        name=opened.task.name,
+        kind=kind,
+        metrics=metrics,
+        main_metric=opened.main_metric,
+        images=images,
+        examples=examples,
+    )
+
+
+def _targets(opened: OpenTask) -> np.ndarray:
+    """Read the classes of the images, [N, C]."""
+    assert opened.classes is not None and isinstance(opened.source, WebdatasetSource)
+    targets, expected = opened.source.arrays(), (len(opened.source), len(opened.classes.names))
+    if targets.shape != expected:
+        raise ValueError(f"expected npy members of {opened.source.name} to stack to {expected}, got {targets.shape}")
+    return targets
+
+
+def _groups(opened: OpenTask) -> np.ndarray:
+    """Read the group of each image, the first number of its npy member."""
+    assert isinstance(opened.source, WebdatasetSource)
+    metadata = opened.source.arrays()
+    return metadata.reshape(len(metadata), -1)[:, 0].astype(np.int64)

@@ -1,0 +1,201 @@
+"""Evaluation tasks: a dataset and what is measured on it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infcl_jax.data import Classes, Source, classes
+from infcl_jax.data.sources import files
+from infcl_jax.distributed import is_lead
+from infcl_jax.evaluation.benchmark_source import SHARD_COUNT
+from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
+from infcl_jax.evaluation.suites import IGNORED_GROUPS, KARPATHY_FILES, MAIN_METRICS, SUITES
+
+TASK_KINDS = ("zero_shot", "retrieval")
+GROUP_METRICS = {"worst_group_top1": 1, "worst_group_top5": 5}  # cutoff k by main metric
+CLASSIFICATION_METRICS = ("top1", "top5", "mean_per_class_recall", "macro_f1", *GROUP_METRICS)
+
+_SPLIT = "test"  # of all benchmarks in the layout of clip_benchmark
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Evaluation task.
+
+    Attributes:
+      name: name of the results.
+      dataset: dataset of `infcl_jax.evaluation.load_benchmark`.
+      split: split of the dataset.
+      kind: "zero_shot" or "retrieval"; None: "retrieval" for a dataset with captions.
+      class_names: names in label order, a text file with one per line, or a name of `class_data` such as "imagenet1k";
+        None: those of the dataset.
+      templates: prompts with "{}" or "{c}" for the class name, or as `class_names`; None: those of the dataset.
+      main_metric: metric that a suite averages; None: "top1", "mean_average_precision" or "mean_r1", by the dataset.
+        "macro_f1" and "worst_group_top1" or "worst_group_top5" are measured only where they are the main metric. Groups
+        are the first number in the `npy` member of each sample.
+      ignored_groups: groups that do not count for the worst group.
+      gallery: number of first images used for retrieval; None: all.
+    """
+
+    name: str
+    dataset: str
+    split: str = _SPLIT
+    kind: str | None = None
+    class_names: tuple[str, ...] | str | None = None
+    templates: tuple[str, ...] | str | None = None
+    main_metric: str | None = None
+    ignored_groups: tuple[int, ...] = ()
+    gallery: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields, and make tuples of lists.
+
+        Raises:
+          ValueError: a field is wrong.
+        """
+        for name in ("class_names", "templates", "ignored_groups"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        if self.kind not in (None, *TASK_KINDS):
+            raise ValueError(f"expected the kind of task {self.name} to be one of {TASK_KINDS}, got {self.kind!r}")
+        if self.gallery is not None and self.gallery < 1:
+            raise ValueError(f"expected gallery >= 1 in task {self.name}, got {self.gallery}")
+
+
+class Average(NamedTuple):
+    """Suite whose main metrics are averaged.
+
+    Attributes:
+      name: name of the suite.
+      tasks: names of all its tasks.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+
+
+def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], list[Average]]:
+    """Find the tasks of the setting `evaluations`.
+
+    Args:
+      names: names of `suites.SUITES`; names of benchmarks, such as "cifar10" for the folder `wds_cifar10` in
+        `data_dir`; paths of Python files with a function `get_task()` that returns a `Task`.
+      data_dir: folder of the benchmarks.
+
+    Returns:
+      Tasks without repetition, and the suites among the names. The tasks of a suite that have no data are left out, and
+      the lead process logs their names.
+
+    Raises:
+      FileNotFoundError: a file, a benchmark or all those of a suite are missing.
+      ValueError: a file has no `get_task()`, or two tasks have the same name.
+    """
+    tasks: dict[Task, None] = {}
+    averages = []
+    for name in dict.fromkeys(names):
+        if name in SUITES:
+            averages.append(Average(name, SUITES[name]))
+            loaded = [task for member in SUITES[name] if (task := _benchmark(member, data_dir))]
+            _report_missing(name, loaded, data_dir)
+        elif name.endswith(".py"):
+            loaded = [_task_of_file(name)]
+        elif task := _benchmark(name, data_dir):
+            loaded = [task]
+        else:
+            raise FileNotFoundError(
+                f"no evaluation {name}: expected one of {', '.join(SUITES)}, a Python file, or the folder"
+                f" {_folders(name)[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
+            )
+        tasks |= dict.fromkeys(loaded)
+    check_names(tasks)
+    return list(tasks), averages
+
+
+def check_names(tasks: Iterable[Task], reserved: Iterable[str] = ()) -> None:
+    """Check that tasks have different names.
+
+    Args:
+      tasks: all tasks.
+      reserved: names of other results.
+
+    Raises:
+      ValueError: two tasks have the same name, or one has a reserved name.
+    """
+    for name, count in collections.Counter([*reserved, *(task.name for task in tasks)]).items():
+        if count > 1:
+            raise ValueError(f"expected evaluations of different names, got {count} of the name {name}; rename one")
+
+
+def _benchmark(name: str, data_dir: str | Path) -> Task | None:
+    """Return the task of a benchmark, or None if its data is missing."""
+    metric, ignored = MAIN_METRICS.get(name), IGNORED_GROUPS.get(name, ())
+    root = str(data_dir).rstrip("/")
+    for folder in _folders(name):
+        if files.is_file(f"{root}/{folder}/{_SPLIT}/{SHARD_COUNT}"):
+            return Task(name=name, dataset=f"{root}/{folder}", main_metric=metric, ignored_groups=ignored)
+    for file in KARPATHY_FILES.get(name, ()):
+        if files.is_file(f"{root}/{file}"):
+            return Task(name=name, dataset=f"{root}/{file}", kind="retrieval")
+    return None
+
+
+def _folders(name: str) -> tuple[str, ...]:
+    """List the names of a benchmark's folder."""
+    base = name.removeprefix("fairness/").replace("/", "-")
+    return f"wds_{base}", f"wds_{base}_{_SPLIT}", base
+
+
+def _report_missing(suite: str, tasks: Sequence[Task], data_dir: str | Path) -> None:
+    present = {task.name for task in tasks}
+    missing = [name for name in SUITES[suite] if name not in present]
+    if not present:
+        raise FileNotFoundError(
+            f"no benchmark of the suite {suite} in {data_dir}: expected folders such as {_folders(missing[0])[0]}"
+        )
+    if missing and is_lead():
+        _logger.warning("%s: %d of %d without data: %s", suite, len(missing), len(SUITES[suite]), ", ".join(missing))
+
+
+def _task_of_file(path: str) -> Task:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; expected a Python file with get_task()")
+    spec = importlib.util.spec_from_file_location(f"evaluation_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None  # true of a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        task = module.get_task()
+    except (SyntaxError, ImportError, AttributeError, NameError, TypeError) as error:
+        raise ValueError(f"cannot load {path}: {error}; expected a function get_task()") from error
+    if not isinstance(task, Task):
+        raise ValueError(f"expected get_task() of {path} to return an infcl_jax.evaluation.Task, got {task!r}")
+    return task
+
+
+def task_classes(task: Task, source: Source) -> Classes:
+    """Return the class names and templates of a task.
+
+    Raises:
+      ValueError: the dataset has no classes and the task names none, or a name or file is wrong.
+      FileNotFoundError: a file is missing.
+    """
+    names, templates = task.class_names, task.templates
+    if isinstance(names, str):
+        names = read_class_names(names) if _is_file_name(names) else class_data(names).classes
+    if isinstance(templates, str):
+        templates = read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
+    if names is None or templates is None:
+        own = classes(source)
+        names, templates = names or own.names, templates or own.templates
+    return Classes(tuple(names), tuple(template.replace("{c}", "{}") for template in templates))
+
+
+def _is_file_name(text: str) -> bool:
+    return text.endswith(".txt") or "/" in text

@@ -1,0 +1,99 @@
+"""Evaluations by name: suites, benchmarks and Python files."""
+
+import logging
+
+import benchmark_layout as layout
+import pytest
+
+from infcl_jax.data import Classes, load_source
+from infcl_jax.evaluation import Task, class_data, load_benchmark
+from infcl_jax.evaluation.suites import DATACOMP38, MAIN_METRICS, SUITES
+from infcl_jax.evaluation.tasks import load_tasks, task_classes
+
+LABELS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def benchmarks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    for name in ("wds_imagenetv2", "wds_vtab-pets_test", "wds_geode_test", "wds_mine"):
+        layout.write_benchmark(folder / name, layout.classified(LABELS))
+    layout.write_karpathy(folder / "coco", [("test", "val2014", ("a",))])
+    return folder
+
+
+def test_suites_are_those_of_the_papers():
+    assert len(set(DATACOMP38)) == len(DATACOMP38) == 38
+    assert MAIN_METRICS.keys() < set(DATACOMP38)
+    assert all(set(names) <= set(DATACOMP38) for names in SUITES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "metric"),
+    [
+        ("imagenetv2", "wds_imagenetv2", None),
+        ("vtab/pets", "wds_vtab-pets_test", "mean_per_class_recall"),
+        ("fairness/geode", "wds_geode_test", "worst_group_top1"),
+        ("mine", "wds_mine", None),
+        ("mscoco_captions", "coco/dataset_coco.json", None),
+    ],
+)
+def test_a_name_is_that_of_a_folder(benchmarks, name, folder, metric):
+    (task,), averages = load_tasks([name, name], benchmarks)
+    assert (task.name, task.dataset, task.main_metric, averages) == (name, f"{benchmarks}/{folder}", metric, [])
+
+
+def test_the_tasks_of_a_suite_without_data_are_named_once(benchmarks, caplog):
+    with caplog.at_level(logging.WARNING):
+        tasks, averages = load_tasks(["imagenet_variants", "imagenetv2", "retrieval"], benchmarks)
+    assert [task.name for task in tasks] == ["imagenetv2", "mscoco_captions"]
+    assert [(average.name, len(average.tasks)) for average in averages] == [("imagenet_variants", 6), ("retrieval", 2)]
+    missing = "imagenet_sketch, imagenet-a, imagenet-o, imagenet-r, objectnet"
+    expected = [f"imagenet_variants: 5 of 6 without data: {missing}", "retrieval: 1 of 2 without data: flickr30k"]
+    assert caplog.messages == expected
+
+
+def write_task(path, body):
+    path.write_text(f"from infcl_jax.evaluation import Task\n\n\ndef get_task():\n    return {body}\n")
+    return str(path)
+
+
+def test_a_file_describes_a_task(benchmarks, tmp_path):
+    names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
+    names.write_text("tabby\npoodle\nwalrus\n")
+    templates.write_text("one {c}\n{} here\n")
+    fields = f"name='pets', dataset='{benchmarks}/wds_mine', class_names='{names}', templates='{templates}'"
+    (task,), _ = load_tasks([write_task(tmp_path / "pets.py", f"Task({fields})")], "nowhere")
+    source = load_benchmark(task.dataset, task.split, "nowhere")
+    assert task_classes(task, source) == Classes(("tabby", "poodle", "walrus"), ("one {}", "{} here"))
+
+
+def test_class_names_and_templates_can_be_built_in(benchmarks):
+    task = Task(name="x", dataset=f"{benchmarks}/wds_mine", class_names=("a", "b"), templates="imagenet1k")
+    source = load_benchmark(task.dataset, task.split, "nowhere")
+    assert task_classes(task, source) == Classes(("a", "b"), class_data("imagenet1k").templates)
+    named = Task(name="x", dataset="digits", class_names="cifar10")
+    assert task_classes(named, load_source("digits", "zero_shot")).names == class_data("cifar10").classes
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["cifar11"], FileNotFoundError, "no evaluation cifar11: expected one of imagenet_variants, .*wds_cifar11"),
+        (["datacomp38"], FileNotFoundError, "no benchmark of the suite datacomp38 in .*wds_imagenet1k"),
+        (["nothing.py"], FileNotFoundError, "nothing.py does not exist"),
+        (["bad.py"], ValueError, "cannot load .*bad.py: .*get_task"),
+        (["type.py"], ValueError, r"expected get_task\(\) of .*type.py to return an .*Task, got 3"),
+        (["kind.py"], ValueError, "expected the kind of task a to be one of .*, got 'detection'"),
+        (["one.py", "two.py"], ValueError, "expected evaluations of different names, got 2 of the name a"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, names, error, message):
+    (tmp_path / "bad.py").write_text("x = 1\n")
+    write_task(tmp_path / "type.py", "3")
+    write_task(tmp_path / "kind.py", "Task(name='a', dataset='x', kind='detection')")
+    write_task(tmp_path / "one.py", "Task(name='a', dataset='x')")
+    write_task(tmp_path / "two.py", "Task(name='a', dataset='y')")
+    paths = [str(tmp_path / name) if name.endswith(".py") else name for name in names]
+    with pytest.raises(error, match=f"^[^\\n]*{message}[^\\n]*$"):
+        load_tasks(paths, tmp_path)

@@ -1,0 +1,77 @@
+"""JSON and CSV files of results."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from infcl_jax.evaluation import append_csv, describe_environment, write_json
+from infcl_jax.evaluation.results import TaskResult
+
+ENVIRONMENT = {"date": "2026-01-01T00:00:00+00:00", "model": "ViT-B/32, tuned", "weights": 'a "file"'}
+
+
+def result(name="imagenet1k", **metrics):
+    metrics = metrics or {"top1": np.float32(0.5), "top5": 0.75}
+    return TaskResult(name=name, kind="zero_shot", metrics=metrics, main_metric="top1", images=50_000)
+
+
+def rows(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
+
+
+def test_environment_names_model_devices_and_versions():
+    environment = describe_environment("ViT-B-32", "run")
+    assert environment["model"] == "ViT-B-32" and environment["weights"] == "run"
+    assert environment["devices"].startswith("8 x ")
+    assert environment["date"].endswith("+00:00")
+    assert environment["numpy"] == np.__version__
+
+
+def test_json_holds_results_and_environment(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text("old")
+    write_json(path, [result(), result("b", top1=float("nan"))], ENVIRONMENT)
+    content = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert content["environment"] == ENVIRONMENT
+    assert content["results"][0] == {
+        "name": "imagenet1k",
+        "kind": "zero_shot",
+        "images": 50_000,
+        "main_metric": "top1",
+        "metrics": {"top1": 0.5, "top5": 0.75},
+    }
+    assert content["results"][1]["metrics"] == {"top1": None}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_csv_has_one_header_and_a_row_per_evaluation(tmp_path):
+    path = tmp_path / "results.csv"
+    path.touch()
+    for model in ("a", "b"):
+        assert append_csv(path, [result(), result("x", top1=1 / 3)], ENVIRONMENT | {"model": model}) == path
+    header, *values = rows(path)
+    assert header == ["date", "model", "weights", "imagenet1k/top1", "imagenet1k/top5", "x/top1"]
+    assert [row[1] for row in values] == ["a", "b"]
+    assert values[0][2] == 'a "file"' and float(values[0][5]) == 1 / 3
+
+
+def test_csv_of_other_columns_goes_to_another_file(tmp_path):
+    path = tmp_path / "results.csv"
+    paths = [append_csv(path, [result(name)], ENVIRONMENT) for name in ("a", "b", "c", "b", "a")]
+    assert [path.name for path in paths] == [
+        "results.csv",
+        "results-2.csv",
+        "results-3.csv",
+        "results-2.csv",
+        "results.csv",
+    ]
+    assert [len(rows(path)) for path in paths[:3]] == [3, 3, 2]
+
+
+def test_csv_refuses_two_values_of_one_column(tmp_path):
+    append_csv(tmp_path / "results.csv", [result(), result(loss=1.0)], ENVIRONMENT)
+    with pytest.raises(ValueError, match="got imagenet1k/top1 twice"):
+        append_csv(tmp_path / "results.csv", [result(), result()], ENVIRONMENT)

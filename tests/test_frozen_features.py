@@ -54,7 +54,6 @@ def losses(config, workdir, devices):
     ("frozen", "devices", "cache"),
     [
         ("image", 1, {}),
-        ("image", 8, {}),
         ("text", 8, {}),
         ("image", 8, CHUNKS),
         pytest.param("text", 1, CHUNKS | {"grad_cache.residency": "host"}, marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,6 @@ OPS = {
     "ViT-H-14": set(MODULES),  # heads of 80 channels have none, those of the text tower do
     "ViT-SO400M-14-SigLIP": {"layer_norm"},  # heads of 72 channels, 4304 hidden units
 }
-FP16 = pytest.param("float16", marks=pytest.mark.slow)  # the layouts are those of bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,11 @@ def count_lowered(launch):
     return count_kernels(lowered(jax.jit(functools.partial(launch.kernel, **settings)), *launch.operands))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", FP16, "float32"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # The layouts of fp16 are those of bf16.
+    [*itertools.product(OPS, ["bfloat16", "float32"]), pytest.param("ViT-L-14", "float16", marks=pytest.mark.slow)],
+)
 def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
     trace_gradients(name, dtype)
     with_kernels = OPS[name]
@@ -102,16 +105,12 @@ def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
 
 
 SIZES = sorted({model_config(name).embed_dim for name in OPS})
-FAST = [(768, "float16")]  # the other dtypes are in pairwise_lse/test_pallas_mosaic_gpu.py
 
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [
-        pytest.param(size, dtype, marks=() if (size, dtype) in FAST else pytest.mark.slow)
-        for size in SIZES
-        for dtype in ("bfloat16", "float16", "float32")
-    ],
+    # Other sizes in fp16 and fp32 are in pairwise_lse/test_pallas_mosaic_gpu.py.
+    [(768, "float16"), *(pytest.param(size, "bfloat16", marks=pytest.mark.slow) for size in SIZES)],
 )
 def test_loss_lowers_at_the_feature_sizes_of_the_models(size, dtype):
     features, scale = jax.ShapeDtypeStruct((4 * BATCH, size), dtype), jax.ShapeDtypeStruct((), jnp.float32)

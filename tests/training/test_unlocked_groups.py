@@ -112,7 +112,7 @@ def test_groups_of_a_resnet_are_its_stages():
         assert names and all(re.match(prefix, name) for name in names)
 
 
-@pytest.mark.parametrize("cache", [NO_CACHE, CHUNKS, HOST], ids=str)
+@pytest.mark.parametrize("cache", [NO_CACHE, HOST], ids=str)
 def test_a_partly_locked_tower_is_trained_as_a_whole_one(cache):
     """With plain gradient descent, trained parameters move as if nothing were frozen."""
     model, batch = transformers(2), runs.batch(BATCH)

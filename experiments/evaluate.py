@@ -214,7 +214,11 @@ def _define_flags() -> None:
     """Define the flags of this command; other commands import the module without them."""
     flags.DEFINE_string("weights", None, "Weights of infcl_jax.load, instead of --workdir.")
     flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
-    flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
+    flags.DEFINE_list(
+        "evaluations",
+        [],
+        "Benchmarks in --data_dir (cifar10, cifar10:linear_probe), suites and Python files, with commas.",
+    )
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
     flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")

@@ -1,9 +1,9 @@
-"""Evaluation suite: zero-shot accuracy, retrieval recall and split loss."""
+"""Evaluation suite: zero-shot accuracy, retrieval recall, probes and split loss."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_cr
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Features, TowerEncoder, encode_split
+from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.progress import with_progress
 from infcl_jax.evaluation.results import TaskResult
@@ -28,6 +28,7 @@ from infcl_jax.evaluation.scoring import (
     first_images,
     open_task,
     score_classification,
+    score_probe,
     score_retrieval,
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
@@ -63,7 +64,7 @@ class Suite:
     """Evaluate a model on all devices of a mesh.
 
     Every process must call it, and every process gets the results. The images of a split are encoded once for all its
-    tasks, and the prompts of equal classes and templates once.
+    tasks, whether they test or train on it, and the prompts of equal classes and templates once.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Suite:
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
         check_names([*own, *named], reserved=["validation"])
-        self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
+        self._tasks = [
+            open_task(task, *(load(task.dataset, split) for split in task.splits)) for task in (*own, *named)
+        ]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
         """Return the validation task, which has the split loss, and all tasks of the settings."""
@@ -156,7 +159,7 @@ class Suite:
           examples: whether the results have examples.
 
         Returns:
-          Results of the tasks, see `score_classification` and `score_retrieval`, then of the suites, see
+          Results of the tasks, see `score_classification`, `score_retrieval` and `score_probe`, then of the suites, see
           `average_results`. In nats, "validation" has `loss` of the whole retrieval split as one batch, and
           `batch_loss` of batches of `train_batch_size` pairs, if the split has that many. The losses pair each image
           with its first caption.
@@ -165,21 +168,28 @@ class Suite:
         classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
         transform = functools.partial(resize_center_crop, size=self._image_size, resize=self._resize)
         show = transform if examples else None
-        for source in {id(opened.source): opened.source for opened in self._tasks}.values():
-            tasks = [opened for opened in self._tasks if opened.source is source]
-            features = self._encode(source, variables, texts=any(opened.classes is None for opened in tasks))
-            for opened in tasks:
-                name = opened.task.name
-                if opened.classes is not None:
-                    classifier = classifiers(opened.classes)
-                    results[name] = score_classification(opened, features, classifier, self._mesh, show)
-                    continue
+        encoded: dict[int, Features] = {}
+        last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
+        for opened in self._tasks:
+            for source in opened.sources:
+                if id(source) not in encoded:
+                    encoded[id(source)] = self._encode(source, variables)
+            name, features = opened.task.name, encoded[id(opened.source)]
+            if opened.train is not None:
+                results[name] = score_probe(opened, encoded[id(opened.train)], features, self._mesh)
+            elif opened.classes is not None:
+                classifier = classifiers(opened.classes)
+                results[name] = score_classification(opened, features, classifier, self._mesh, show)
+            else:
                 gallery = first_images(features, opened.task.gallery)
                 results[name] = score_retrieval(opened, gallery, self._mesh, show)
                 if opened.task is self._validation:
                     results["validation"] = self._losses(features, variables)
                     if grid_path is not None and is_lead():
-                        self._draw_grid(source, gallery, grid_path)
+                        self._draw_grid(opened.source, gallery, grid_path)
+            for source in opened.sources:
+                if last_use[id(source)] is opened:
+                    del encoded[id(source)]  # features of a training split can take gigabytes
         order = ["validation", *(opened.task.name for opened in self._tasks)]
         done = [results[name] for name in order if name in results]
         return done + [average_results(average, results) for average in self._averages]
@@ -199,7 +209,8 @@ class Suite:
             self._encode_text, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
         )
 
-    def _encode(self, source: Source, variables: Any, *, texts: bool) -> Features:
+    def _encode(self, source: Source, variables: Any) -> Features:
+        texts = any(opened.source is source and opened.retrieval for opened in self._tasks)
         batches = eval_batches(
             source,
             tokenizer=self._tokenizer if texts else None,
@@ -209,7 +220,9 @@ class Suite:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        shown = batches if self._say is None else with_progress(batches, len(batches), source.name, self._say)
+        shown: Iterable[Batch] = batches
+        if self._say is not None:
+            shown = with_progress(batches, len(batches), f"{source.name} {source.split}", self._say)
         return encode_split(self._encode_image, self._encode_text if texts else None, variables, shown, self._mesh)
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:

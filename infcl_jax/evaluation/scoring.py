@@ -180,7 +180,7 @@ def score_classification(
     assert opened.classes is not None
     if opened.multilabel:
         scores = l2_normalize(features.image) @ classifier.T
-        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened))}
+        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened)[features.index])}
         return _result(opened, "multilabel", metrics, len(features))
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
@@ -188,7 +188,7 @@ def score_classification(
     if opened.main_metric == "macro_f1":
         metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
     if opened.main_metric in GROUP_METRICS:
-        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[labeled]
+        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[features.index][labeled]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
     examples: tuple[ExamplePrediction, ...] = ()
     if show is not None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import Classes, Source, eval_batches
+from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
+from infcl_jax.data.bad_records import BAD_RECORDS
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
@@ -35,6 +37,8 @@ from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import class_embeddings
 
 GRID_QUERIES = 8  # captions in the retrieval plot
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,7 @@ class Suite:
         evaluations: Sequence[str] = (),
         resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
+        max_bad_records: int = 0,
     ):
         """Open the datasets.
 
@@ -96,6 +101,7 @@ class Suite:
           evaluations: further tasks and suites, see `load_tasks`.
           resize: resize of images before the center crop.
           say: function that prints a line of progress; None: no progress.
+          max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -106,7 +112,7 @@ class Suite:
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._resize = image_size, resize
         self._mesh, self._implementation = mesh, implementation
-        self._train_batch_size, self._say = train_batch_size, say
+        self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
@@ -163,6 +169,10 @@ class Suite:
           `average_results`. In nats, "validation" has `loss` of the whole retrieval split as one batch, and
           `batch_loss` of batches of `train_batch_size` pairs, if the split has that many. The losses pair each image
           with its first caption.
+
+        Raises:
+          BadRecordError: a split has more bad records than `max_bad_records`.
+          ValueError: labels, groups or training samples do not fit a task.
         """
         results: dict[str, TaskResult] = {}
         classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
@@ -219,16 +229,34 @@ class Suite:
             resize=self._resize,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            skip_bad=True,
         )
         shown: Iterable[Batch] = batches
         if self._say is not None:
             shown = with_progress(batches, len(batches), f"{source.name} {source.split}", self._say)
-        return encode_split(self._encode_image, self._encode_text if texts else None, variables, shown, self._mesh)
+        encode_text = self._encode_text if texts else None
+        return encode_split(self._encode_image, encode_text, variables, self._readable(source, shown), self._mesh)
+
+    def _readable(self, source: Source, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Log and count the bad records of batches, up to their limit."""
+        bad = 0
+        for batch in batches:
+            for message in batch[BAD_RECORDS]["message"].tolist():
+                bad += 1
+                if bad > self._max_bad_records:
+                    raise BadRecordError(
+                        f"{message}; more than the {self._max_bad_records} bad records of a split that max_bad_records"
+                        " allows, check the data"
+                    )
+                _logger.warning("%s; left out", message)
+            yield batch
+        if bad:
+            _logger.warning("%s, split %s: left out %d bad records", source.name, source.split, bad)
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
-        captions = [source[i]["captions"][0] for i in range(len(text))]
-        plot_retrieval_grid(captions, _Images(source, len(features)), text @ features.image.T, path)
+        captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
+        plot_retrieval_grid(captions, _Images(source, features.index), text @ features.image.T, path)
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
@@ -238,13 +266,13 @@ def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Images(Sequence[np.ndarray]):
-    """First `length` images of a source, read on access."""
+    """Images of a source at int64 indices [n], read on access."""
 
     source: Source
-    length: int
+    indices: np.ndarray
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.indices)
 
-    def __getitem__(self, index: Any) -> Any:
-        return decode_example(self.source, index)["image"]
+    def __getitem__(self, row: Any) -> Any:
+        return decode_example(self.source, int(self.indices[row]))["image"]

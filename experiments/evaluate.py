@@ -50,6 +50,7 @@ CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 _BATCH_SIZE = 256  # images or texts; the default of evaluation.batch_size
+_MAX_BAD_RECORDS = 100  # of each split; the default of max_bad_records
 
 
 def save_curves(workdir: Path, suite: Suite) -> None:
@@ -172,7 +173,13 @@ def _resolved_config() -> ConfigDict:
 
 
 def evaluate_weights(
-    path: str, evaluations: Sequence[str], data_dir: str, *, tokenizer: str | None = None, batch_size: int = _BATCH_SIZE
+    path: str,
+    evaluations: Sequence[str],
+    data_dir: str,
+    *,
+    tokenizer: str | None = None,
+    batch_size: int = _BATCH_SIZE,
+    max_bad_records: int = _MAX_BAD_RECORDS,
 ) -> list[TaskResult]:
     """Evaluate a model without a run on all devices.
 
@@ -182,6 +189,7 @@ def evaluate_weights(
       data_dir: folder of the benchmarks.
       tokenizer: see `infcl_jax.load`.
       batch_size: images or texts encoded at once, over all devices.
+      max_bad_records: maximum number of bad records of each split, which are left out with a warning.
 
     Returns:
       Results of the tasks with examples, then of the suites.
@@ -190,6 +198,7 @@ def evaluate_weights(
       FileNotFoundError: the weights or benchmarks are missing.
       ValueError: the weights or a benchmark are wrong, or `evaluations` is empty.
       ImportError: a package is not installed.
+      BadRecordError: a split has more bad records than `max_bad_records`.
     """
     if not evaluations:
         raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
@@ -206,6 +215,7 @@ def evaluate_weights(
         evaluations=evaluations,
         resize=encoder.resize,
         say=command.say,
+        max_bad_records=max_bad_records,
     )
     return suite.results(encoder.variables, examples=True)
 
@@ -214,12 +224,22 @@ def _define_flags() -> None:
     """Define the flags of this command; other commands import the module without them."""
     flags.DEFINE_string("weights", None, "Weights of infcl_jax.load, instead of --workdir.")
     flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
-    flags.DEFINE_list("evaluations", [], "Benchmarks in --data_dir, suites or Python files, separated by commas.")
+    flags.DEFINE_list(
+        "evaluations",
+        [],
+        "Benchmarks in --data_dir (cifar10, cifar10:linear_probe), suites and Python files, with commas.",
+    )
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
     flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer of --weights; default: that of the model.")
     flags.DEFINE_integer(
         "batch_size", None, f"Images or texts encoded at a time with --weights; default: {_BATCH_SIZE}.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "max_bad_records",
+        None,
+        f"Largest number of bad records of a split with --weights; default: {_MAX_BAD_RECORDS}.",
+        lower_bound=0,
     )
 
 
@@ -237,7 +257,8 @@ def _flag_changes() -> dict[str, Any]:
 def _main() -> None:
     values = flags.FLAGS
     if not values.weights:
-        if given := [f"--{name}" for name in ("output", "tokenizer", "batch_size") if values[name].value is not None]:
+        own = ("output", "tokenizer", "batch_size", "max_bad_records")
+        if given := [f"--{name}" for name in own if values[name].value is not None]:
             raise ValueError(f"expected {', '.join(given)} with --weights only; a run has its own settings")
         evaluate(command.given_workdir(), given_changes() | _flag_changes())
         return
@@ -250,6 +271,7 @@ def _main() -> None:
         values.data_dir or "data",
         tokenizer=values.tokenizer,
         batch_size=values.batch_size or _BATCH_SIZE,
+        max_bad_records=_MAX_BAD_RECORDS if values.max_bad_records is None else values.max_bad_records,
     )
     command.say(format_table(flat_metrics(results)))
     if output is not None:

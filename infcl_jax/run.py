@@ -167,6 +167,7 @@ def evaluation_suite(
         evaluations=config.evaluations,
         resize=image_resize(model),
         say=say,
+        max_bad_records=config.max_bad_records,
     )
 
 

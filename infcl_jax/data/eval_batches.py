@@ -1,7 +1,6 @@
 """Ordered batches for evaluation and for features of whole datasets.
 
-Each global batch is split into one contiguous block of rows per process. In evaluation a bad record is an error,
-because a score over a subset of a benchmark would be misleading.
+Each global batch is split into one contiguous block of rows per process.
 """
 
 from __future__ import annotations

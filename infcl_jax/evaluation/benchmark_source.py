@@ -41,6 +41,10 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
     folder = os.path.expanduser(dataset).rstrip("/")
     if files.is_file(f"{folder}/{split}/{SHARD_COUNT}"):
         return WebdatasetSource(folder, split)
+    if files.is_file(f"{folder}/test/{SHARD_COUNT}"):
+        raise FileNotFoundError(
+            f"{folder} has no split {split!r}: expected {split}/{SHARD_COUNT}, as in its split test"
+        )
     path = _FOLDER_OPTION.sub("", folder)
     if path.endswith(".json") and files.is_file(path):
         content = _read_json(path)

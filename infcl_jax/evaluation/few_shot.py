@@ -88,8 +88,8 @@ def few_shot(
       Means, deviations and the result of each draw, the same on every process.
 
     Raises:
-      ValueError: the shapes do not match, features are not finite, or a class has fewer samples than a number of
-        shots; no samples are left for the search, or an argument is out of range.
+      ValueError: the shapes do not match, features are not finite, there are fewer than two classes, or a class has
+        fewer samples than a number of shots; no samples are left for the search, or an argument is out of range.
     """
     mesh = data_mesh() if mesh is None else mesh
     train = labeled_features(train_features, train_labels, "training")
@@ -97,7 +97,10 @@ def few_shot(
     validation_set = None if validation is None else labeled_features(*validation, "validation")
     check_widths(train, test, validation_set)
     check_strength(regularization, "regularization", positive=classifier == "ridge")
-    _check(train, shots, repeats, classifier, metric)
+    check_options(shots, repeats, classifier)
+    _check_samples(train, max(shots))
+    if metric not in METRICS:
+        raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
     if classifier == "ridge" and validation is not None:
         raise ValueError("expected no validation set for ridge, which searches no regularization; leave it out")
 
@@ -158,18 +161,25 @@ def _ridge_ranks(train: LabeledFeatures, test: LabeledFeatures, strength: float)
     return np.where(classes[own_index] == test.labels, (~(scores < own)).sum(axis=1) - 1, np.iinfo(np.int32).max)
 
 
-def _check(train: LabeledFeatures, shots: Sequence[int], repeats: int, classifier: str, metric: str) -> None:
-    """Validate the arguments of `few_shot`."""
-    if classifier not in CLASSIFIERS or metric not in METRICS:
-        raise ValueError(
-            f"expected a classifier of {', '.join(CLASSIFIERS)} and a metric of {', '.join(METRICS)}, got"
-            f" {classifier!r} and {metric!r}"
-        )
+def check_options(shots: Sequence[int], repeats: int, classifier: str) -> None:
+    """Check options of `few_shot`.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+    if classifier not in CLASSIFIERS:
+        raise ValueError(f"expected a classifier of {', '.join(CLASSIFIERS)}, got {classifier!r}")
     if not shots or min(shots) < 1 or repeats < 1:
         raise ValueError(f"expected shots >= 1 and repeats >= 1, got {tuple(shots)} and {repeats}")
+
+
+def _check_samples(train: LabeledFeatures, shots: int) -> None:
+    """Check that there are several classes, with enough samples each."""
     classes, counts = np.unique(train.labels, return_counts=True)
-    if counts.min() < max(shots):
+    if len(classes) < 2:
+        raise ValueError(f"expected training samples of two or more classes, got {len(classes)} class")
+    if counts.min() < shots:
         raise ValueError(
-            f"expected {max(shots)} training samples of every class, got {counts.min()} of class"
+            f"expected {shots} training samples of every class, got {counts.min()} of class"
             f" {classes[counts.argmin()]}; use fewer shots"
         )

@@ -140,4 +140,4 @@ def _format(metric: str, value: float) -> str:
 
 def _words(name: str) -> str:
     """Turn "mean_per_class_recall" into "mean per class recall"."""
-    return name.replace("zero_shot", "zero-shot").replace("_", " ")
+    return name.replace("zero_shot", "zero-shot").replace("few_shot", "few-shot").replace("_", " ")

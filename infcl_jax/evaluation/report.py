@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 # Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")
-_IN_LINE = re.compile(r"loss$|/(mean_average_precision|average\w*)$")
+_IN_LINE = re.compile(r"loss$|/(mean_average_precision|average\w*|\d+_shot)$")
 _KINDS = {"r": "R@k", "top": "top-k accuracy"}
 
 
@@ -37,7 +37,7 @@ def format_table(results: Mapping[str, float]) -> str:
 
 
 def format_line(results: Mapping[str, float]) -> str:
-    """Format losses, main results at k = 1 and averages as one line."""
+    """Format losses, main results at k = 1, few-shot results and averages as one line."""
     entries = []
     for name, value in results.items():
         match = _TOP_K.fullmatch(name)
@@ -53,7 +53,7 @@ def _format(name: str, value: float) -> str:
 
 def _words(name: str) -> str:
     """Turn "retrieval/image_to_text" into "retrieval image to text"."""
-    return name.replace("zero_shot", "zero-shot").replace("/", " ").replace("_", " ")
+    return name.replace("zero_shot", "zero-shot").replace("few_shot", "few-shot").replace("/", " ").replace("_", " ")
 
 
 def _line(label: str, cells: list[str], width: int) -> str:

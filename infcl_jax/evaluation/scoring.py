@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import Classes, Source
+from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
 from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples
 from infcl_jax.evaluation.features import Features, l2_normalize
+from infcl_jax.evaluation.few_shot import few_shot
+from infcl_jax.evaluation.linear_probe import linear_probe
 from infcl_jax.evaluation.metrics import (
     accuracies,
     macro_f1,
@@ -23,7 +26,14 @@ from infcl_jax.evaluation.metrics import (
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
-from infcl_jax.evaluation.tasks import CLASSIFICATION_METRICS, GROUP_METRICS, Average, Task, task_classes
+from infcl_jax.evaluation.tasks import (
+    CLASSIFICATION_METRICS,
+    GROUP_METRICS,
+    PROBE_METRICS,
+    Average,
+    Task,
+    task_classes,
+)
 from infcl_jax.evaluation.zero_shot import class_ranks
 
 _DIRECTIONS = ("image_to_text", "text_to_image")
@@ -37,12 +47,24 @@ class OpenTask:
     Attributes:
       task: the task.
       source: dataset; the same object for tasks on the same split.
-      classes: class names and templates; None: retrieval.
+      classes: class names and templates of zero-shot classification; None for other kinds.
+      train: training samples of a probe; None for other kinds.
     """
 
     task: Task
     source: Source
-    classes: Classes | None
+    classes: Classes | None = None
+    train: Source | None = None
+
+    @property
+    def retrieval(self) -> bool:
+        """True for retrieval, which needs captions."""
+        return self.classes is None and self.train is None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Datasets to encode."""
+        return (self.source,) if self.train is None else (self.source, self.train)
 
     @property
     def multilabel(self) -> bool:
@@ -52,25 +74,36 @@ class OpenTask:
     @property
     def main_metric(self) -> str:
         """Metric that a suite averages."""
-        default = "mean_r1" if self.classes is None else "mean_average_precision" if self.multilabel else "top1"
+        default = "mean_r1" if self.retrieval else "mean_average_precision" if self.multilabel else "top1"
         return self.task.main_metric or default
 
 
-def open_task(task: Task, source: Source) -> OpenTask:
+def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTask:
     """Check a task against its dataset.
 
+    Args:
+      task: the task.
+      source: dataset of the results.
+      train: training samples of a probe; None for other kinds.
+
     Raises:
-      ValueError: the dataset lacks captions, classes or groups, or the main metric is unknown.
+      ValueError: the dataset lacks captions, classes or groups, the classes of `source` and `train` differ, or the main
+        metric is unknown.
     """
-    retrieval = is_captioned(source) if task.kind is None else task.kind == "retrieval"
-    if retrieval and not is_captioned(source):
-        raise ValueError(
-            f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add captions,"
-            " or evaluate it as zero_shot_dataset"
-        )
-    opened = OpenTask(task, source, None if retrieval else task_classes(task, source))
-    classification = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
-    known = _RETRIEVAL_METRICS if retrieval else classification
+    if train is not None:
+        _check_labels(task, source, train)
+        opened = OpenTask(task, source, train=train)
+        known: tuple[str, ...] = PROBE_METRICS
+    elif task.kind == "retrieval" or (task.kind is None and is_captioned(source)):
+        if not is_captioned(source):
+            raise ValueError(
+                f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add"
+                " captions, or evaluate it as zero_shot_dataset"
+            )
+        opened, known = OpenTask(task, source), _RETRIEVAL_METRICS
+    else:
+        opened = OpenTask(task, source, task_classes(task, source))
+        known = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
     if opened.main_metric not in known:
         raise ValueError(f"expected main_metric of {task.name} to be one of {known}, got {task.main_metric!r}")
     if opened.main_metric in GROUP_METRICS and not isinstance(source, WebdatasetSource):
@@ -79,6 +112,20 @@ def open_task(task: Task, source: Source) -> OpenTask:
             f" {task.dataset}; its npy members have the groups"
         )
     return opened
+
+
+def _check_labels(task: Task, source: Source, train: Source) -> None:
+    """Check that training and test samples have labels of the same classes."""
+    if isinstance(source, WebdatasetSource):
+        if source.type != "classification":
+            raise ValueError(f"expected one label per image for {task.name}, got a dataset of type {source.type}")
+        return  # labels are integers, the same in all splits
+    names, train_names = classes(source).names, classes(train).names
+    if names != train_names:
+        raise ValueError(
+            f"expected the same classes in the splits {task.train_split} and {task.split} of {task.dataset}, got"
+            f" {len(train_names)} and {len(names)} classes or another order; add a classes.txt"
+        )
 
 
 def first_images(features: Features, count: int | None) -> Features:
@@ -133,20 +180,47 @@ def score_classification(
     assert opened.classes is not None
     if opened.multilabel:
         scores = l2_normalize(features.image) @ classifier.T
-        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened))}
-        return _result(opened, "multilabel", metrics, len(features), ())
+        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened)[features.index])}
+        return _result(opened, "multilabel", metrics, len(features))
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
     metrics = accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}
     if opened.main_metric == "macro_f1":
         metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
     if opened.main_metric in GROUP_METRICS:
-        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[labeled]
+        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[features.index][labeled]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
     examples: tuple[ExamplePrediction, ...] = ()
     if show is not None:
         examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
     return _result(opened, "zero_shot", metrics, len(features), examples)
+
+
+def score_probe(opened: OpenTask, train: Features, test: Features, mesh: Mesh) -> TaskResult:
+    """Train classifiers on the features of a dataset and test them.
+
+    Args:
+      opened: task of the kind "linear_probe" or "few_shot", with its data.
+      train: features of the training images.
+      test: features of the test images.
+      mesh: mesh with an axis "data".
+
+    Returns:
+      Metrics of `linear_probe` or `few_shot`. The main metric of the latter is that of the largest number of shots.
+
+    Raises:
+      ValueError: there are too few classes or samples, see `linear_probe` and `few_shot`.
+    """
+    task, samples = opened.task, (train.image, train.label, test.image, test.label)
+    options: dict[str, Any] = {"regularization": task.regularization, "metric": opened.main_metric, "mesh": mesh}
+    try:
+        if task.kind == "linear_probe":
+            probe = linear_probe(*samples, **options)
+            return _result(opened, "linear_probe", probe.metrics, len(test))
+        few = few_shot(*samples, shots=task.shots, repeats=task.repeats, classifier=task.classifier, **options)
+    except ValueError as error:
+        raise ValueError(f"{task.name}: {error}") from error
+    return _result(opened, "few_shot", few.metrics, len(test), main_metric=f"{max(task.shots)}_shot")
 
 
 def average_results(average: Average, results: Mapping[str, TaskResult]) -> TaskResult:
@@ -167,13 +241,18 @@ def average_results(average: Average, results: Mapping[str, TaskResult]) -> Task
 
 
 def _result(
-    opened: OpenTask, kind: str, metrics: Mapping[str, float], images: int, examples: tuple[ExamplePrediction, ...]
+    opened: OpenTask,
+    kind: str,
+    metrics: Mapping[str, float],
+    images: int,
+    examples: tuple[ExamplePrediction, ...] = (),
+    main_metric: str | None = None,
 ) -> TaskResult:
     return TaskResult(
         name=opened.task.name,
         kind=kind,
         metrics=metrics,
-        main_metric=opened.main_metric,
+        main_metric=main_metric or opened.main_metric,
         images=images,
         examples=examples,
     )

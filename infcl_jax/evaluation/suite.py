@@ -1,9 +1,10 @@
-"""Evaluation suite: zero-shot accuracy, retrieval recall and split loss."""
+"""Evaluation suite: zero-shot accuracy, retrieval recall, probes and split loss."""
 
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import Classes, Source, eval_batches
+from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
+from infcl_jax.data.bad_records import BAD_RECORDS
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Features, TowerEncoder, encode_split
+from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.progress import with_progress
 from infcl_jax.evaluation.results import TaskResult
@@ -28,12 +30,15 @@ from infcl_jax.evaluation.scoring import (
     first_images,
     open_task,
     score_classification,
+    score_probe,
     score_retrieval,
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import class_embeddings
 
 GRID_QUERIES = 8  # captions in the retrieval plot
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,7 @@ class Suite:
     """Evaluate a model on all devices of a mesh.
 
     Every process must call it, and every process gets the results. The images of a split are encoded once for all its
-    tasks, and the prompts of equal classes and templates once.
+    tasks, whether they test or train on it, and the prompts of equal classes and templates once.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Suite:
         evaluations: Sequence[str] = (),
         resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
+        max_bad_records: int = 0,
     ):
         """Open the datasets.
 
@@ -95,6 +101,7 @@ class Suite:
           evaluations: further tasks and suites, see `load_tasks`.
           resize: resize of images before the center crop.
           say: function that prints a line of progress; None: no progress.
+          max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -105,12 +112,14 @@ class Suite:
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._resize = image_size, resize
         self._mesh, self._implementation = mesh, implementation
-        self._train_batch_size, self._say = train_batch_size, say
+        self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
         check_names([*own, *named], reserved=["validation"])
-        self._tasks = [open_task(task, load(task.dataset, task.split)) for task in (*own, *named)]
+        self._tasks = [
+            open_task(task, *(load(task.dataset, split) for split in task.splits)) for task in (*own, *named)
+        ]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
         """Return the validation task, which has the split loss, and all tasks of the settings."""
@@ -156,30 +165,41 @@ class Suite:
           examples: whether the results have examples.
 
         Returns:
-          Results of the tasks, see `score_classification` and `score_retrieval`, then of the suites, see
+          Results of the tasks, see `score_classification`, `score_retrieval` and `score_probe`, then of the suites, see
           `average_results`. In nats, "validation" has `loss` of the whole retrieval split as one batch, and
           `batch_loss` of batches of `train_batch_size` pairs, if the split has that many. The losses pair each image
           with its first caption.
+
+        Raises:
+          BadRecordError: a split has more bad records than `max_bad_records`.
+          ValueError: labels, groups or training samples do not fit a task.
         """
         results: dict[str, TaskResult] = {}
         classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
         transform = functools.partial(resize_center_crop, size=self._image_size, resize=self._resize)
         show = transform if examples else None
-        for source in {id(opened.source): opened.source for opened in self._tasks}.values():
-            tasks = [opened for opened in self._tasks if opened.source is source]
-            features = self._encode(source, variables, texts=any(opened.classes is None for opened in tasks))
-            for opened in tasks:
-                name = opened.task.name
-                if opened.classes is not None:
-                    classifier = classifiers(opened.classes)
-                    results[name] = score_classification(opened, features, classifier, self._mesh, show)
-                    continue
+        encoded: dict[int, Features] = {}
+        last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
+        for opened in self._tasks:
+            for source in opened.sources:
+                if id(source) not in encoded:
+                    encoded[id(source)] = self._encode(source, variables)
+            name, features = opened.task.name, encoded[id(opened.source)]
+            if opened.train is not None:
+                results[name] = score_probe(opened, encoded[id(opened.train)], features, self._mesh)
+            elif opened.classes is not None:
+                classifier = classifiers(opened.classes)
+                results[name] = score_classification(opened, features, classifier, self._mesh, show)
+            else:
                 gallery = first_images(features, opened.task.gallery)
                 results[name] = score_retrieval(opened, gallery, self._mesh, show)
                 if opened.task is self._validation:
                     results["validation"] = self._losses(features, variables)
                     if grid_path is not None and is_lead():
-                        self._draw_grid(source, gallery, grid_path)
+                        self._draw_grid(opened.source, gallery, grid_path)
+            for source in opened.sources:
+                if last_use[id(source)] is opened:
+                    del encoded[id(source)]  # features of a training split can take gigabytes
         order = ["validation", *(opened.task.name for opened in self._tasks)]
         done = [results[name] for name in order if name in results]
         return done + [average_results(average, results) for average in self._averages]
@@ -199,7 +219,8 @@ class Suite:
             self._encode_text, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
         )
 
-    def _encode(self, source: Source, variables: Any, *, texts: bool) -> Features:
+    def _encode(self, source: Source, variables: Any) -> Features:
+        texts = any(opened.source is source and opened.retrieval for opened in self._tasks)
         batches = eval_batches(
             source,
             tokenizer=self._tokenizer if texts else None,
@@ -208,14 +229,34 @@ class Suite:
             resize=self._resize,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            skip_bad=True,
         )
-        shown = batches if self._say is None else with_progress(batches, len(batches), source.name, self._say)
-        return encode_split(self._encode_image, self._encode_text if texts else None, variables, shown, self._mesh)
+        shown: Iterable[Batch] = batches
+        if self._say is not None:
+            shown = with_progress(batches, len(batches), f"{source.name} {source.split}", self._say)
+        encode_text = self._encode_text if texts else None
+        return encode_split(self._encode_image, encode_text, variables, self._readable(source, shown), self._mesh)
+
+    def _readable(self, source: Source, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Log and count the bad records of batches, up to their limit."""
+        bad = 0
+        for batch in batches:
+            for message in batch[BAD_RECORDS]["message"].tolist():
+                bad += 1
+                if bad > self._max_bad_records:
+                    raise BadRecordError(
+                        f"{message}; more than the {self._max_bad_records} bad records of a split that max_bad_records"
+                        " allows, check the data"
+                    )
+                _logger.warning("%s; left out", message)
+            yield batch
+        if bad:
+            _logger.warning("%s, split %s: left out %d bad records", source.name, source.split, bad)
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
-        captions = [source[i]["captions"][0] for i in range(len(text))]
-        plot_retrieval_grid(captions, _Images(source, len(features)), text @ features.image.T, path)
+        captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
+        plot_retrieval_grid(captions, _Images(source, features.index), text @ features.image.T, path)
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
@@ -225,13 +266,13 @@ def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Images(Sequence[np.ndarray]):
-    """First `length` images of a source, read on access."""
+    """Images of a source at int64 indices [n], read on access."""
 
     source: Source
-    length: int
+    indices: np.ndarray
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.indices)
 
-    def __getitem__(self, index: Any) -> Any:
-        return decode_example(self.source, index)["image"]
+    def __getitem__(self, row: Any) -> Any:
+        return decode_example(self.source, int(self.indices[row]))["image"]

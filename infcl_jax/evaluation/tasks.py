@@ -15,13 +15,29 @@ from infcl_jax.data.sources import files
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import SHARD_COUNT
 from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
+from infcl_jax.evaluation.few_shot import SHOTS, check_options
+from infcl_jax.evaluation.labeled import check_strength
+from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
 from infcl_jax.evaluation.suites import IGNORED_GROUPS, KARPATHY_FILES, MAIN_METRICS, SUITES
 
-TASK_KINDS = ("zero_shot", "retrieval")
+PROBES = ("linear_probe", "few_shot")
+TASK_KINDS = ("zero_shot", "retrieval", *PROBES)
 GROUP_METRICS = {"worst_group_top1": 1, "worst_group_top5": 5}  # cutoff k by main metric
 CLASSIFICATION_METRICS = ("top1", "top5", "mean_per_class_recall", "macro_f1", *GROUP_METRICS)
 
 _SPLIT = "test"  # of all benchmarks in the layout of clip_benchmark
+# Kinds of task that use a field; the others use all kinds.
+_KINDS_OF_FIELD: dict[str, tuple[str | None, ...]] = {
+    "class_names": (None, "zero_shot"),
+    "templates": (None, "zero_shot"),
+    "ignored_groups": (None, "zero_shot"),
+    "gallery": (None, "retrieval"),
+    "train_split": PROBES,
+    "regularization": PROBES,
+    "shots": ("few_shot",),
+    "repeats": ("few_shot",),
+    "classifier": ("few_shot",),
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -33,15 +49,22 @@ class Task:
       name: name of the results.
       dataset: dataset of `infcl_jax.evaluation.load_benchmark`.
       split: split of the dataset.
-      kind: "zero_shot" or "retrieval"; None: "retrieval" for a dataset with captions.
+      kind: "zero_shot", "retrieval", "linear_probe" or "few_shot"; None: "retrieval" for a dataset with captions, else
+        "zero_shot".
       class_names: names in label order, a text file with one per line, or a name of `class_data` such as "imagenet1k";
         None: those of the dataset.
       templates: prompts with "{}" or "{c}" for the class name, or as `class_names`; None: those of the dataset.
       main_metric: metric that a suite averages; None: "top1", "mean_average_precision" or "mean_r1", by the dataset.
         "macro_f1" and "worst_group_top1" or "worst_group_top5" are measured only where they are the main metric. Groups
-        are the first number in the `npy` member of each sample.
+        are the first number in the `npy` member of each sample. Of "linear_probe" and "few_shot", "top1" or
+        "mean_per_class_recall", which is also the metric of their search.
       ignored_groups: groups that do not count for the worst group.
       gallery: number of first images used for retrieval; None: all.
+      train_split: split with the training samples of "linear_probe" and "few_shot".
+      regularization: L2 strength of "linear_probe" and "few_shot"; None: see `linear_probe` and `few_shot`.
+      shots: numbers of samples per class of "few_shot".
+      repeats: number of draws of "few_shot".
+      classifier: "logistic" or "ridge", the classifier of "few_shot".
     """
 
     name: str
@@ -53,6 +76,11 @@ class Task:
     main_metric: str | None = None
     ignored_groups: tuple[int, ...] = ()
     gallery: int | None = None
+    train_split: str = "train"
+    regularization: float | None = None
+    shots: tuple[int, ...] = SHOTS
+    repeats: int = 3
+    classifier: str = "logistic"
 
     def __post_init__(self) -> None:
         """Check the fields, and make tuples of lists.
@@ -60,13 +88,29 @@ class Task:
         Raises:
           ValueError: a field is wrong.
         """
-        for name in ("class_names", "templates", "ignored_groups"):
+        for name in ("class_names", "templates", "ignored_groups", "shots"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if self.kind not in (None, *TASK_KINDS):
             raise ValueError(f"expected the kind of task {self.name} to be one of {TASK_KINDS}, got {self.kind!r}")
+        for field in dataclasses.fields(self):
+            kinds = _KINDS_OF_FIELD.get(field.name, (self.kind,))
+            if self.kind not in kinds and getattr(self, field.name) != field.default:
+                known = " or ".join(filter(None, kinds))
+                raise ValueError(
+                    f"expected {field.name} of task {self.name} only with the kind {known}, got {self.kind}"
+                )
         if self.gallery is not None and self.gallery < 1:
             raise ValueError(f"expected gallery >= 1 in task {self.name}, got {self.gallery}")
+        if self.kind in PROBES and self.train_split == self.split:
+            raise ValueError(f"expected train_split of task {self.name} to differ from split, got {self.split} twice")
+        check_strength(self.regularization, f"regularization of task {self.name}", positive=self.classifier == "ridge")
+        check_options(self.shots, self.repeats, self.classifier)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits of the dataset: for the results, and for the training samples of a probe."""
+        return (self.split, self.train_split) if self.kind in PROBES else (self.split,)
 
 
 class Average(NamedTuple):
@@ -86,7 +130,8 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
 
     Args:
       names: names of `suites.SUITES`; names of benchmarks, such as "cifar10" for the folder `wds_cifar10` in
-        `data_dir`; paths of Python files with a function `get_task()` that returns a `Task`.
+        `data_dir`, also with a kind of `PROBES` such as "cifar10:linear_probe"; paths of Python files with a function
+        `get_task()` that returns a `Task`.
       data_dir: folder of the benchmarks.
 
     Returns:
@@ -95,7 +140,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
 
     Raises:
       FileNotFoundError: a file, a benchmark or all those of a suite are missing.
-      ValueError: a file has no `get_task()`, or two tasks have the same name.
+      ValueError: a file has no `get_task()`, two tasks have the same name, or a suite or file has a kind of `PROBES`.
     """
     tasks: dict[Task, None] = {}
     averages = []
@@ -111,7 +156,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
         else:
             raise FileNotFoundError(
                 f"no evaluation {name}: expected one of {', '.join(SUITES)}, a Python file, or the folder"
-                f" {_folders(name)[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
+                f" {_folders(_split_kind(name)[0])[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
             )
         tasks |= dict.fromkeys(loaded)
     check_names(tasks)
@@ -135,15 +180,26 @@ def check_names(tasks: Iterable[Task], reserved: Iterable[str] = ()) -> None:
 
 def _benchmark(name: str, data_dir: str | Path) -> Task | None:
     """Return the task of a benchmark, or None if its data is missing."""
-    metric, ignored = MAIN_METRICS.get(name), IGNORED_GROUPS.get(name, ())
+    benchmark, kind = _split_kind(name)
+    if kind and (benchmark in SUITES or benchmark.endswith(".py")):
+        raise ValueError(f"expected a benchmark with {kind}, got {name}; name single benchmarks, or a kind in the file")
+    metric, ignored = MAIN_METRICS.get(benchmark), IGNORED_GROUPS.get(benchmark, ())
+    if kind:
+        metric, ignored = metric if metric in PROBE_METRICS else None, ()
     root = str(data_dir).rstrip("/")
-    for folder in _folders(name):
+    for folder in _folders(benchmark):
         if files.is_file(f"{root}/{folder}/{_SPLIT}/{SHARD_COUNT}"):
-            return Task(name=name, dataset=f"{root}/{folder}", main_metric=metric, ignored_groups=ignored)
-    for file in KARPATHY_FILES.get(name, ()):
+            return Task(name=name, dataset=f"{root}/{folder}", kind=kind, main_metric=metric, ignored_groups=ignored)
+    for file in KARPATHY_FILES.get(benchmark, ()):
         if files.is_file(f"{root}/{file}"):
-            return Task(name=name, dataset=f"{root}/{file}", kind="retrieval")
+            return Task(name=name, dataset=f"{root}/{file}", kind=kind or "retrieval")
     return None
+
+
+def _split_kind(name: str) -> tuple[str, str | None]:
+    """Split "cifar10:linear_probe" into benchmark and kind; the kind of "cifar10" is None."""
+    benchmark, _, kind = name.rpartition(":")
+    return (benchmark, kind) if kind in PROBES else (name, None)
 
 
 def _folders(name: str) -> tuple[str, ...]:

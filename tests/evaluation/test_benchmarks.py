@@ -8,7 +8,7 @@ import oracle
 import pytest
 import runs
 
-from infcl_jax.data import ByteTokenizer
+from infcl_jax.data import BadRecordError, ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
 from infcl_jax.distributed import replicate
@@ -171,3 +171,41 @@ def test_progress_estimates_the_time_left(monkeypatch):
         now += 1000 if batch == 0 else 60  # the first batch compiles
     assert said[0] == "x: 2 of 10 batches, 8:00 left" and said[-1] == "x: 8 of 10 batches, 2:00 left"
     assert progress.format_seconds(3723.4) == "1:02:03"
+
+
+def write_damaged(folder, kind, *, leave_out):
+    """Write a benchmark whose first and fifth images are damaged, or left out."""
+    if kind == "retrieval":
+        samples = [{"txt": "\n".join(texts).encode(), "jpg": captioned.jpeg(i)} for i, texts in enumerate(CAPTIONS)]
+    else:
+        samples = layout.classified(LABELS, TARGETS if kind == "multilabel" else GROUPS)
+    for row in (0, 4):
+        samples[row]["jpg"] = b"no image"
+    if leave_out:
+        samples = [sample for sample in samples if sample["jpg"] != b"no image"]
+    layout.write_benchmark(folder / "wds_x", samples, kind=kind, shards=1)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["classification", "multilabel", "retrieval"])
+def test_damaged_images_are_left_out(params, tmp_path, caplog, kind):
+    fields = "main_metric='worst_group_top1'" if kind == "classification" else ""
+    found = []
+    for leave_out in (False, True):
+        folder = write_damaged(tmp_path / str(leave_out), kind, leave_out=leave_out) / "wds_x"
+        task = f"Task(name='x', dataset='{folder}', {fields})"
+        (tmp_path / "x.py").write_text(f"from infcl_jax.evaluation import Task\nget_task = lambda: {task}\n")
+        evaluate, mesh = make_suite(tmp_path, 8, [str(tmp_path / "x.py")], max_bad_records=0 if leave_out else 2)
+        (result,) = evaluate.results(replicate(mesh, {"params": params}), examples=True)
+        found.append((result.images, result.metrics, [example.expected for example in result.examples]))
+    assert found[0] == found[1] and found[0][0] == IMAGES - 2
+    records = [f"bad record {row} of {tmp_path}/False/wds_x, split test (0.tar)" for row in (0, 4)]
+    assert [message.startswith(record) for message, record in zip(caplog.messages, records, strict=False)] == [True] * 2
+    assert caplog.messages[2] == f"{tmp_path}/False/wds_x, split test: left out 2 bad records"
+
+
+def test_too_many_damaged_images_are_an_error(params, tmp_path):
+    write_damaged(tmp_path, None, leave_out=False)
+    evaluate, mesh = make_suite(tmp_path, 1, ["x"], max_bad_records=1)
+    with pytest.raises(BadRecordError, match=r"^bad record 4 of [^\n]*more than the 1 bad records of a split"):
+        evaluate(replicate(mesh, {"params": params}))

@@ -27,6 +27,8 @@ _MIN_FACTORED_SIZE = 32
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """Create the gradient transformation for `total_steps` steps.
 
+    It gets the trained parameters alone, so `check_optimizer` checks rules that match no parameter.
+
     Raises:
       ValueError: warm-up and cooldown are longer than the run. On initialization, a parameter matches no rule.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -39,6 +40,7 @@ from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, build_model, mo
 from infcl_jax.ops.color import with_colors
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
+from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides, total_steps
 from infcl_jax.training import (
     EMAConfig,
@@ -47,6 +49,7 @@ from infcl_jax.training import (
     OptimizerConfig,
     TrainState,
     UnlockedGroups,
+    check_optimizer,
     create_state,
     load_config,
     loss_class,
@@ -341,6 +344,13 @@ def _ema(config: ConfigDict) -> EMAConfig | None:
     return None
 
 
+def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
+    """Create the optimizer of a run, and check that its rules fit the model."""
+    settings = OptimizerConfig(**config.optimizer)
+    check_optimizer(settings, parameter_shapes(build_model(read_model_config(config))))
+    return make_optimizer(settings, total_steps(config, source))
+
+
 def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
     """Initialize parameters, moving averages, optimizer state and sample state on the devices.
 
@@ -350,13 +360,15 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
       config: settings of the run.
       mesh: devices that hold the state.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
+
+    Raises:
+      ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
     model = read_model_config(config)
-    optimizer = make_optimizer(OptimizerConfig(**config.optimizer), total_steps(config, source))
     sizes = model.vision.image_size, model.text.context_length
     state = create_state(
         build_model(model),
-        optimizer,
+        _optimizer(config, source),
         *sizes,
         config.seed,
         mesh,
@@ -400,7 +412,7 @@ def workload(
         cache["keep"] = 0
     unresolved = Workload(
         model=model,
-        optimizer=make_optimizer(OptimizerConfig(**config.optimizer), total_steps(config, source)),
+        optimizer=_optimizer(config, source),
         batch_size=config.batch_size,
         devices=devices,
         cache=GradCacheConfig(**cache),

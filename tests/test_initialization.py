@@ -13,6 +13,7 @@ from infcl_jax import run
 from infcl_jax.distributed import data_mesh
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.models import save_pretrained
+from infcl_jax.training import sharding
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 
@@ -84,6 +85,18 @@ def test_position_embeddings_are_resized_and_arrays_keep_their_sharding(source):
     for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
         assert (old.sharding, old.dtype, old.shape) == (new.sharding, new.dtype, new.shape)
     np.testing.assert_array_equal(flat(after)["visual/proj/kernel"], expected["visual/proj/kernel"])
+
+
+def test_moving_averages_start_at_the_loaded_parameters(source, monkeypatch):
+    monkeypatch.setattr(sharding, "MIN_SIZE", 16)  # shards small arrays too
+    changes = {"init.image": str(source[0] / "open_clip"), "ema_decay": 0.9, "parameter_sharding": "fsdp"}
+    config = settings(frozen=("image",), **changes, **{"unlocked_groups.image": 1})
+    before = run.initial_state(config, data_mesh())
+    after = initialized(config, before)
+    assert runs.equal_bits(after.ema, after.averaged)
+    np.testing.assert_array_equal(after.ema["params"]["visual"]["proj"]["kernel"], source[1]["visual/proj/kernel"])
+    for old, new in zip(jax.tree.leaves(before.ema), jax.tree.leaves(after.ema), strict=True):
+        assert (old.sharding, old.dtype) == (new.sharding, new.dtype)
 
 
 @pytest.mark.parametrize(

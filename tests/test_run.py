@@ -117,6 +117,13 @@ def test_a_warmup_of_the_decay_needs_a_decay(make):
         make(runs.config(ema_warmup=True), 1 if make is run.workload else oracle.mesh_of(1))
 
 
+@pytest.mark.parametrize("make", [run.workload, run.initial_state])
+def test_a_rule_for_no_parameter_is_refused(make):
+    config = runs.config(**{"optimizer.learning_rate_rules": (("vision/.*", 0.1), (".*", 1.0))})
+    with pytest.raises(ValueError, match=r"^expected every rule of optimizer.learning_rate_rules .* got 'vision/\.\*'"):
+        make(config, 1 if make is run.workload else oracle.mesh_of(1))
+
+
 def test_images_without_files_are_left_to_the_host(gpu):
     first_batches(runs.config(), oracle.mesh_of(1), 1)
     assert gpu == []

@@ -16,7 +16,7 @@ from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCache
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
 from infcl_jax.training.optimizer_config import OptimizerConfig
-from infcl_jax.training.optimizers import make_optimizer
+from infcl_jax.training.optimizers import check_optimizer, make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.schedules import learning_rate_schedule
@@ -42,6 +42,7 @@ __all__ = [
     "TrainState",
     "UnlockedGroups",
     "check_finite",
+    "check_optimizer",
     "create_state",
     "evaluated_variables",
     "frozen_parameters",

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from infcl_jax.checks import check_choice
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import TOWERS
+from infcl_jax.models.depth import distances_to_output
 
 _SEPARATOR = "/"
-# Parameters before the first block: convolutions, embeddings and their normalization.
-_STEM = re.compile(r"conv\d|bn\d|ln_(pre|embed)|(class|token|token_type|positional)_embedding")
-_BLOCK = re.compile(r"transformer/block_(\d+)|layer(\d+)_\d+")  # of transformers, of ResNets
-_FINAL_NORM = re.compile(r"ln_(post|final)")
 
 
 def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
@@ -42,26 +38,10 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
     Returns:
       Names of the parameters of each group, such as "proj/kernel".
     """
-    names = flatten_dict(tower, sep=_SEPARATOR)
-    depths = {name: _depth(match) for name in names if (match := _BLOCK.match(name))}
-    last = max(depths.values(), default=0)
     groups: dict[int, list[str]] = {}
-    for name in names:
-        module = name.split(_SEPARATOR)[0]
-        if _STEM.fullmatch(module):
-            depth = 0
-        elif _FINAL_NORM.fullmatch(module):
-            depth = last
-        else:
-            depth = depths.get(name, last + 1)
-        groups.setdefault(depth, []).append(name)
-    return [groups[depth] for depth in sorted(groups)]
-
-
-def _depth(match: re.Match[str]) -> int:
-    """Depth of a block, from 1; names of ResNet stages count from 1."""
-    block, stage = match.groups()
-    return int(stage) if block is None else int(block) + 1
+    for name, distance in distances_to_output(flatten_dict(tower, sep=_SEPARATOR), stages=True).items():
+        groups.setdefault(distance, []).append(name)
+    return [groups[distance] for distance in sorted(groups, reverse=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from infcl_jax.training.optimizer_config import OptimizerConfig
-from infcl_jax.training.rules import layer_decay_factors, parameter_names, values_by_rules
+from infcl_jax.training.rules import (
+    check_layer_decay,
+    check_matches,
+    layer_decay_factors,
+    parameter_names,
+    values_by_rules,
+)
 from infcl_jax.training.schedules import learning_rate_schedule
 
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
@@ -21,14 +27,30 @@ _MIN_FACTORED_SIZE = 32
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """Create the gradient transformation for `total_steps` steps.
 
+    It gets the trained parameters alone, so `check_optimizer` checks rules that match no parameter.
+
     Raises:
-      ValueError: warm-up and cooldown are longer than the run. On initialization, a parameter matches no rule, a rule
-        matches no parameter, or a tower with layer decay has no layers.
+      ValueError: warm-up and cooldown are longer than the run. On initialization, a parameter matches no rule.
     """
     clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
     trust = (_trust_ratio(config),) if config.name == "lamb" else ()
     transforms = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
     return optax.chain(*clipping, *transforms)
+
+
+def check_optimizer(config: OptimizerConfig, params: Any) -> None:
+    """Check that per-parameter rules and layer decay fit a model.
+
+    Args:
+      config: settings of the optimizer.
+      params: all parameters of the model, arrays or shapes. A rule may match frozen parameters alone.
+
+    Raises:
+      ValueError: a rule matches no parameter, or a tower with layer decay has no layers.
+    """
+    for name in ("learning_rate_rules", "weight_decay_rules"):
+        check_matches(f"optimizer.{name}", getattr(config, name), params)
+    check_layer_decay(config.layer_decay, params)
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -80,7 +102,7 @@ def decay_factors(config: OptimizerConfig, params: Any) -> Any:
     """Compute the weight decay factor of each parameter.
 
     Raises:
-      ValueError: a parameter matches no rule, or a rule matches no parameter.
+      ValueError: a parameter matches no rule.
     """
     if config.weight_decay_rules:
         return values_by_rules("optimizer.weight_decay_rules", config.weight_decay_rules, params)

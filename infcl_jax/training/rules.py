@@ -10,14 +10,9 @@ from typing import Any
 import jax
 
 from infcl_jax.models import TOWERS
+from infcl_jax.models.depth import distances_to_output
 
 Rules = Sequence[tuple[str, float]]
-
-# Below the tower: a transformer block or a ResNet bottleneck; the parameters before the first layer; the LayerNorm
-# after the last one.
-_LAYER = re.compile(r"transformer/block_(\d+)/|layer(\d+)_(\d+)/")
-_STEM = re.compile(r"(conv\d|bn\d|ln_pre|\w*embeddings?)(/|$)")
-_FINAL_NORM = re.compile(r"(ln_post|ln_final)/")
 
 
 def parameter_names(params: Any) -> Any:
@@ -38,9 +33,8 @@ def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
       params: tree of parameters.
 
     Raises:
-      ValueError: a parameter matches no rule, or a rule matches no parameter.
+      ValueError: a parameter matches no rule.
     """
-    names = parameter_names(params)
 
     def value_of(parameter: str) -> float:
         for pattern, value in rules:
@@ -48,10 +42,7 @@ def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
                 return value
         raise ValueError(f"expected a rule of {name} for every parameter, got none for {parameter}; end with ('.*', 1)")
 
-    for pattern, _ in rules:
-        if not any(re.fullmatch(pattern, parameter) for parameter in jax.tree.leaves(names)):
-            raise ValueError(f"expected every rule of {name} to match a parameter, got {pattern!r}, which matches none")
-    return jax.tree.map(value_of, names)
+    return jax.tree.map(value_of, parameter_names(params))
 
 
 def check_rules(name: str, rules: Rules) -> None:
@@ -67,6 +58,20 @@ def check_rules(name: str, rules: Rules) -> None:
             raise ValueError(f"expected {name} to be pairs of a regular expression and a number >= 0, got {rule!r}")
 
 
+def check_matches(name: str, rules: Rules, params: Any) -> None:
+    """Raise `ValueError` unless every rule matches a parameter.
+
+    Args:
+      name: name of the setting, for error messages.
+      rules: see `values_by_rules`.
+      params: tree of all parameters of the model, frozen ones included.
+    """
+    names = jax.tree.leaves(parameter_names(params))
+    for pattern, _ in rules:
+        if not any(re.fullmatch(pattern, parameter) for parameter in names):
+            raise ValueError(f"expected every rule of {name} to match a parameter, got {pattern!r}, which matches none")
+
+
 def layer_decay_factors(decays: Sequence[float], params: Any) -> Any:
     """Map each parameter to its factor of the learning rate under layer-wise decay.
 
@@ -78,35 +83,27 @@ def layer_decay_factors(decays: Sequence[float], params: Any) -> Any:
       decays: decay of the image and of the text tower; 1: none.
       params: parameters of `CLIP`. Towers or lower layers that are frozen can be absent.
 
-    Raises:
-      ValueError: a tower with a decay below 1 has no layers.
-
     Sources: Clark et al. 2020 (ELECTRA), Bao et al. 2022 (BEiT).
     """
     names = parameter_names(params)
     factors = jax.tree.map(lambda _: 1.0, names)
-    for (name, subtree), decay in zip(TOWERS.items(), decays, strict=True):
-        if decay == 1 or subtree not in params:
-            continue
-        layers = sorted({layer for path in jax.tree.leaves(names[subtree]) if (layer := _layer(path))})
-        if not layers:
-            raise ValueError(f"expected layers in the {name} tower with optimizer.layer_decay={decay}, got none; set 1")
-        exponents = jax.tree.map(lambda path, layers=layers: len(layers) + 1 - _layer_id(path, layers), names[subtree])
-        factors[subtree] = jax.tree.map(lambda exponent, decay=decay: decay**exponent, exponents)
+    for subtree, decay in zip(TOWERS.values(), decays, strict=True):
+        if subtree in params:
+            tower = parameter_names(params[subtree])
+            distances = distances_to_output(jax.tree.leaves(tower))
+            factors[subtree] = jax.tree.map(
+                lambda name, distances=distances, decay=decay: decay ** distances[name], tower
+            )
     return factors
 
 
-def _layer(path: str) -> tuple[int, ...]:
-    """Return the numbers of a parameter's layer; empty outside the layers."""
-    match = _LAYER.match(path.partition("/")[2])
-    return tuple(int(number) for number in match.groups() if number) if match else ()
+def check_layer_decay(decays: Sequence[float], params: Any) -> None:
+    """Raise `ValueError` unless every tower with a decay below 1 has layers.
 
-
-def _layer_id(path: str, layers: list[tuple[int, ...]]) -> int:
-    """Return l of `layer_decay_factors`."""
-    if layer := _layer(path):
-        return 1 + layers.index(layer)
-    name = path.partition("/")[2]
-    if _STEM.match(name):
-        return 0
-    return len(layers) + (0 if _FINAL_NORM.match(name) else 1)
+    Args:
+      decays: see `layer_decay_factors`.
+      params: all parameters of the model, frozen ones included.
+    """
+    for (name, subtree), decay in zip(TOWERS.items(), decays, strict=True):
+        if decay < 1 and not any(distances_to_output(jax.tree.leaves(parameter_names(params[subtree]))).values()):
+            raise ValueError(f"expected layers in the {name} tower with optimizer.layer_decay={decay}, got none; set 1")

@@ -12,7 +12,7 @@ import pytest
 import runs
 from flax.traverse_util import flatten_dict
 
-from infcl_jax.training import OptimizerConfig, learning_rate_schedule, make_optimizer
+from infcl_jax.training import OptimizerConfig, check_optimizer, learning_rate_schedule, make_optimizer
 from infcl_jax.training.optimizer_config import OPTIMIZERS
 from infcl_jax.training.optimizers import decay_factors
 
@@ -167,10 +167,14 @@ def test_rates_and_decay_by_the_names_of_parameters():
         np.testing.assert_allclose(changes[1][name], factor * changes[0][name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("rules", [(("matrix", 1.0),), (("matrix", 1.0), ("visual/.*", 2.0), (".*", 1.0))])
-def test_rules_that_do_not_fit_the_parameters_are_refused(rules):
-    with pytest.raises(ValueError, match=r"optimizer.learning_rate_rules .*(bias|visual/\.\*)"):
-        make_optimizer(OptimizerConfig(learning_rate_rules=rules), TOTAL).init(problem()[0])
+def test_rules_that_do_not_fit_the_parameters_are_refused():
+    params = problem()[0]
+    config = OptimizerConfig(learning_rate_rules=(("matrix", 1.0),))
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate_rules .* got none for bias; end with"):
+        make_optimizer(config, TOTAL).init(params)
+    config = OptimizerConfig(weight_decay_rules=(("matrix", 1.0), ("visual/.*", 2.0), (".*", 1.0)))
+    with pytest.raises(ValueError, match=r"optimizer.weight_decay_rules .* got 'visual/\.\*', which matches none"):
+        check_optimizer(config, params)
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [("constant", (1, 1)), ("cosine", (1, 0.5)), ("threshold", (1 / 3, 1))])

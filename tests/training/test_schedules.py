@@ -8,10 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from infcl_jax.models import model_config
 from infcl_jax.models.registry import build_model
-from infcl_jax.training import OptimizerConfig, learning_rate_schedule, make_optimizer
+from infcl_jax.training import (
+    OptimizerConfig,
+    UnlockedGroups,
+    check_optimizer,
+    frozen_parameters,
+    learning_rate_schedule,
+    make_optimizer,
+)
+from infcl_jax.training.frozen import partition
 from infcl_jax.training.rules import layer_decay_factors, parameter_names
 
 with np.load(Path(__file__).parents[1] / "golden" / "schedules.npz") as file:
@@ -163,10 +172,30 @@ def test_layer_decay_scales_the_updates_beside_the_rules():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
 
 
+@pytest.mark.parametrize("unlocked", [0, 1, 2])
+def test_rates_of_locked_parameters_may_be_given(unlocked):
+    """The trained parameters have the rates that they have in an unlocked model."""
+    params = parameters(**{"vision.layers": 3})
+    trained, _ = partition(params, frozen_parameters(params, ("image",), UnlockedGroups(image=unlocked)))
+    rules = (("visual/conv1/.*", 0.1), (".*", 1.0))
+    config = OptimizerConfig(name="sgd", learning_rate_rules=rules, layer_decay=(0.5, 0.9), weight_decay=0.0)
+    check_optimizer(config, params)
+
+    def updates(shapes):
+        ones = jax.tree.map(lambda shape: jnp.ones(shape.shape), shapes)
+        optimizer = make_optimizer(config, 10)
+        return flatten_dict(optimizer.update(ones, optimizer.init(ones), ones)[0])
+
+    got, whole = updates(trained), updates(params)
+    assert got.keys() < whole.keys()
+    for name, update in got.items():
+        np.testing.assert_array_equal(update, whole[name], err_msg=str(name))
+
+
 def test_a_tower_without_layers_cannot_decay():
     tower = {"visual": {"kernel": jnp.ones(2)}, "logit_scale": jnp.ones(())}
     with pytest.raises(ValueError, match=r"^expected layers in the image tower with optimizer.layer_decay=0.5, got n"):
-        make_optimizer(OptimizerConfig(layer_decay=(0.5, 1.0)), 10).init(tower)
+        check_optimizer(OptimizerConfig(layer_decay=(0.5, 1.0)), tower)
 
 
 @pytest.mark.parametrize("decays", [(0.0, 1.0), (1.0, 1.1), (0.5,), (math.nan, 1.0)])

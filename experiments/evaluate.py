@@ -177,6 +177,7 @@ def evaluate_weights(
     evaluations: Sequence[str],
     data_dir: str,
     *,
+    model: str | None = None,
     tokenizer: str | None = None,
     batch_size: int = _BATCH_SIZE,
     max_bad_records: int = _MAX_BAD_RECORDS,
@@ -187,6 +188,7 @@ def evaluate_weights(
       path: weights, see `infcl_jax.load`.
       evaluations: suites, benchmarks or Python files, see `infcl_jax.evaluation.tasks.load_tasks`.
       data_dir: folder of the benchmarks.
+      model: see `infcl_jax.load`.
       tokenizer: see `infcl_jax.load`.
       batch_size: images or texts encoded at once, over all devices.
       max_bad_records: maximum number of bad records of each split, which are left out with a warning.
@@ -204,7 +206,7 @@ def evaluate_weights(
         raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
     distributed.initialize()
     compilation_cache.enable(None, command.say)
-    encoder = infcl_jax.load(path, tokenizer=tokenizer, batch_size=batch_size)
+    encoder = infcl_jax.load(path, model=model, tokenizer=tokenizer, batch_size=batch_size)
     suite = Suite(
         EvaluationConfig(batch_size=encoder.batch_size),
         encoder.model,
@@ -223,6 +225,7 @@ def evaluate_weights(
 def _define_flags() -> None:
     """Define the flags of this command; other commands import the module without them."""
     flags.DEFINE_string("weights", None, "Weights of infcl_jax.load, instead of --workdir.")
+    flags.DEFINE_string("model", None, "Name or OpenCLIP configuration of --weights, for a file without one.")
     flags.DEFINE_enum("suite", None, list(SUITES), "Suite of benchmarks in --data_dir.")
     flags.DEFINE_list(
         "evaluations",
@@ -257,7 +260,7 @@ def _flag_changes() -> dict[str, Any]:
 def _main() -> None:
     values = flags.FLAGS
     if not values.weights:
-        own = ("output", "tokenizer", "batch_size", "max_bad_records")
+        own = ("output", "model", "tokenizer", "batch_size", "max_bad_records")
         if given := [f"--{name}" for name in own if values[name].value is not None]:
             raise ValueError(f"expected {', '.join(given)} with --weights only; a run has its own settings")
         evaluate(command.given_workdir(), given_changes() | _flag_changes())
@@ -269,6 +272,7 @@ def _main() -> None:
         values.weights,
         _chosen_evaluations(),
         values.data_dir or "data",
+        model=values.model,
         tokenizer=values.tokenizer,
         batch_size=values.batch_size or _BATCH_SIZE,
         max_bad_records=_MAX_BAD_RECORDS if values.max_bad_records is None else values.max_bad_records,

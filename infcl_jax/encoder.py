@@ -29,7 +29,7 @@ from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batc
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
 from infcl_jax.models import CLIP, build_model, load_pretrained
 from infcl_jax.models.convert import hugging_face, open_source
-from infcl_jax.models.convert.api import read_config
+from infcl_jax.models.convert.api import default_config, read_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.training import CHECKPOINTS, restore_variables
@@ -42,6 +42,7 @@ DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
 def load(
     path: str | os.PathLike[str],
     *,
+    model: str | None = None,
     step: int | None = None,
     tokenizer: str | BaseTokenizer | None = None,
     dtype: str | None = None,
@@ -55,7 +56,8 @@ def load(
     vocabulary of 49,408 ids.
 
     Args:
-      path: work directory of a run, or a folder or Hub name of `infcl_jax.models.load_pretrained`.
+      path: work directory of a run, or a folder, file or Hub name of `infcl_jax.models.load_pretrained`.
+      model: name or OpenCLIP configuration of a file of weights without one, such as "ViT-B-32".
       step: step of the run's checkpoint; None: the latest.
       tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
       dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
@@ -80,16 +82,19 @@ def load(
     mesh = data_mesh() if mesh is None else mesh
     changes = {} if dtype is None else {"dtype": dtype, "feature_dtype": None}
     if (Path(path) / CHECKPOINTS).is_dir():
+        if model is not None:
+            raise ValueError(f"expected model=None for a run, which has its own, got {model!r}")
         return _load_run(Path(path), step, tokenizer, changes, mesh, batch_size)
     configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
-    if not str(path).startswith(HUB_PREFIX) and not any((Path(path) / name).is_file() for name in configs):
+    files = (Path(path), *(Path(path) / name for name in configs))
+    if not str(path).startswith(HUB_PREFIX) and not any(file.is_file() for file in files):
         raise ValueError(
-            f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, or "
-            f"{HUB_PREFIX}OWNER/NAME, got {path}"
+            f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, a file "
+            f"of weights, or {HUB_PREFIX}OWNER/NAME, got {path}"
         )
     if step is not None:
         raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
-    return _load_pretrained(path, tokenizer, changes, mesh, batch_size)
+    return _load_pretrained(path, model, tokenizer, changes, mesh, batch_size)
 
 
 def _load_run(
@@ -119,6 +124,7 @@ def _load_run(
 
 def _load_pretrained(
     path: str | os.PathLike[str],
+    name: str | None,
     tokenizer: str | BaseTokenizer | None,
     changes: Mapping[str, Any],
     mesh: Mesh,
@@ -126,11 +132,12 @@ def _load_pretrained(
 ) -> Encoder:
     """Load a model of OpenCLIP or Hugging Face."""
     source = open_source(str(path))
-    model, variables = load_pretrained(str(path), compare_features=False, **changes)
+    model, variables = load_pretrained(str(path), model=name, compare_features=False, **changes)
+    config = read_config(source, default_config(source, name))
     if tokenizer is None:
         tokenizer = _tokenizer_spec(source.weights.parent, model)
     text = _text_tokenizer(tokenizer, model)
-    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(read_config(source)))
+    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(config))
 
 
 def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenizer:

@@ -392,8 +392,8 @@ _EVALUATION = (
             "evaluations",
             tuple[str, ...],
             (),
-            "further evaluations: suites (imagenet_variants, retrieval, datacomp38), benchmarks such as cifar10, or "
-            "Python files, see docs/evaluation.md",
+            "further evaluations: suites (imagenet_variants, retrieval, datacomp38), benchmarks such as cifar10 or "
+            "cifar10:linear_probe, or Python files, see docs/evaluation.md",
         ),
         Setting("evaluation.data_dir", str | None, None, "folder of the benchmarks in evaluations; None: data_dir"),
         Setting("evaluation.batch_size", int, 256, "images or captions encoded at a time, over all devices", _COUNT),

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import benchmark_layout as layout
@@ -49,6 +50,16 @@ def benchmarks(tmp_path_factory):
 def test_features_are_those_of_open_clip(weights):
     found = infcl_jax.load(weights, batch_size=8).encode_images(FILES)
     np.testing.assert_allclose(found, GOLDEN["image_features"], atol=2e-6)
+
+
+def test_a_file_of_weights_needs_the_name_of_its_model(weights, tmp_path):
+    file = shutil.copy(weights / "open_clip_model.safetensors", tmp_path)
+    found = infcl_jax.load(file, model=str(weights / "open_clip_config.json"), batch_size=8)
+    np.testing.assert_array_equal(found.encode_images(FILES[:2]), infcl_jax.load(weights).encode_images(FILES[:2]))
+    with pytest.raises(ValueError, match=r"expected open_clip_config.json or config.json beside .* name its model"):
+        infcl_jax.load(file)
+    with pytest.raises(ValueError, match=r"expected model=None for .*, which has a configuration, got 'ViT-B-32'"):
+        infcl_jax.load(weights, model="ViT-B-32")
 
 
 @pytest.mark.parametrize("devices", [1, 4])

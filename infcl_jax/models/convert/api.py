@@ -23,7 +23,7 @@ from infcl_jax.models.convert.sources import Source, open_source
 from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
 from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
 from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
-from infcl_jax.models.registry import build_model, change_config
+from infcl_jax.models.registry import build_model, change_config, model_config
 
 ExportFormat = Literal["open_clip", "hf"]
 
@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 def load_pretrained(
     path: str | Path,
     *,
+    model: str | None = None,
     image_size: int | None = None,
     context_length: int | None = None,
     compare_features: bool = True,
@@ -47,7 +48,8 @@ def load_pretrained(
     Args:
       path: a local folder, or `hf-hub:OWNER/NAME[@REVISION]`, with the files of OpenCLIP (`open_clip_config.json`,
         `open_clip_model.safetensors`) or of a CLIP or SigLIP model of transformers (`config.json`,
-        `model.safetensors`). Also a file of weights in such a folder.
+        `model.safetensors`). Also a file of weights in such a folder, or one without a configuration.
+      model: name or OpenCLIP configuration of a file without one, see `infcl_jax.models.model_config`.
       image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
         that of the model.
       context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: that of the model.
@@ -71,7 +73,7 @@ def load_pretrained(
     sizes = {"vision.image_size": image_size, "text.context_length": context_length}
     changes = {name: size for name, size in sizes.items() if size is not None} | overrides
     source = open_source(path)
-    config, variables, certificate = convert(source, changes)
+    config, variables, certificate = convert(source, changes, default_config(source, model))
     if compare_features and not changes:
         certificate = feature_difference(certificate, source, build_model(config), variables)
     _logger.info("%s", certificate.summary())
@@ -191,6 +193,23 @@ def resize_variables(
     return new, tuple(resized)
 
 
+def default_config(source: Source, model: str | None) -> CLIPConfig | None:
+    """Return the configuration of a source without one.
+
+    Args:
+      source: files of the model.
+      model: name or OpenCLIP configuration, see `infcl_jax.models.model_config`; None for a source with its own.
+
+    Raises:
+      ValueError: the source has a configuration, or the model is unknown.
+    """
+    if model is None:
+        return None
+    if source.config is not None:
+        raise ValueError(f"expected model=None for {source.name}, which has a configuration, got {model!r}")
+    return model_config(model)
+
+
 def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig:
     """Read the configuration of a source.
 
@@ -203,7 +222,9 @@ def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig
     """
     if source.config is None:
         if default is None:
-            raise ValueError(f"expected {CONFIG_FILE} or {hugging_face.CONFIG_FILE} beside {source.name}")
+            raise ValueError(
+                f"expected {CONFIG_FILE} or {hugging_face.CONFIG_FILE} beside {source.name}, got none; name its model"
+            )
         return default
     if source.format == "open_clip":
         return read_open_clip_config(source.config)

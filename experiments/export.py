@@ -11,12 +11,11 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from flax.traverse_util import unflatten_dict
 
 from experiments import command
 from infcl_jax import run
-from infcl_jax.models import Certificate, save_pretrained
-from infcl_jax.models.convert import export_stablehlo, variable_shapes
+from infcl_jax.models import Certificate, build_model, save_pretrained, variable_shapes
+from infcl_jax.models.convert import export_stablehlo
 from infcl_jax.training import restore_variables
 
 FORMATS = ("open_clip", "hf", "stablehlo")
@@ -46,11 +45,10 @@ def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -
     workdir, output = Path(workdir), Path(output)
     config = run.read_model_config(run.saved_config(workdir))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    template = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-        for name, leaf in variable_shapes(config).items()
-    }
-    step, variables = restore_variables(workdir, unflatten_dict(template, sep="/"))
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), variable_shapes(build_model(config))
+    )
+    step, variables = restore_variables(workdir, template)
     if format == "stablehlo":
         certificate = export_stablehlo(output, config, variables)
     else:

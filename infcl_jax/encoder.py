@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +28,14 @@ from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_cr
 from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
-from infcl_jax.models import CLIP, build_model, load_pretrained
-from infcl_jax.models.convert import hugging_face, open_source
-from infcl_jax.models.convert.api import default_config, read_config
+from infcl_jax.models import CLIP, build_model, variable_shapes
+from infcl_jax.models.convert import convert, hugging_face, open_source
+from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.training import CHECKPOINTS, restore_variables
+
+_logger = logging.getLogger(__name__)
 
 ImageLike = Image.Image | str | os.PathLike | bytes | np.ndarray | jax.Array
 
@@ -109,12 +112,9 @@ def _load_run(
     config = run.saved_config(workdir)
     settings = dataclasses.replace(run.read_model_config(config), **changes)
     model = build_model(settings)
-    image = jax.ShapeDtypeStruct((1, settings.vision.image_size, settings.vision.image_size, 3), jnp.uint8)
-    tokens = jax.ShapeDtypeStruct((1, settings.text.context_length), jnp.int32)
     sharding = NamedSharding(mesh, PartitionSpec())
     template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(model.init, jax.random.key(0), image, tokens),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), variable_shapes(model)
     )
     _, variables = restore_variables(workdir, template, step)
     if tokenizer is None:
@@ -132,8 +132,9 @@ def _load_pretrained(
 ) -> Encoder:
     """Load a model of OpenCLIP or Hugging Face."""
     source = open_source(str(path))
-    model, variables = load_pretrained(str(path), model=name, compare_features=False, **changes)
-    config = read_config(source, default_config(source, name))
+    config, variables, certificate = convert(source, changes, default_config(source, name))
+    _logger.info("%s", certificate.summary())
+    model = build_model(config)
     if tokenizer is None:
         tokenizer = _tokenizer_spec(source.weights.parent, model)
     text = _text_tokenizer(tokenizer, model)

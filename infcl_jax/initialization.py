@@ -12,11 +12,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from infcl_jax import run
-from infcl_jax.models import TOWERS, CLIPConfig
-from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables, variable_shapes
+from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
+from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.training import CHECKPOINTS, TrainState, restore_variables
 from infcl_jax.training.ema import initial_ema
+from infcl_jax.training.rules import check_pairs
 
 _logger = logging.getLogger(__name__)
 
@@ -46,15 +47,7 @@ class InitConfig:
     rules: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
-        for rule in self.rules:
-            try:
-                pattern, name = rule
-                re.compile(pattern)
-                valid = isinstance(name, str)
-            except (TypeError, ValueError, re.error):
-                valid = False
-            if not valid:
-                raise ValueError(f"expected init.rules to be pairs of a regular expression and a name, got {rule!r}")
+        check_pairs("init.rules", self.rules, "a name", lambda name: isinstance(name, str))
 
 
 def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:
@@ -131,7 +124,7 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
     workdir, step = _run_of(Path(path))
     if workdir is not None:
         source = run.read_model_config(run.saved_config(workdir))
-        template = unflatten_dict(variable_shapes(source), sep="/")
+        template = variable_shapes(build_model(source))
         variables = restore_variables(workdir, template, step)[1]
     else:
         source, variables, certificate = convert(open_source(path), default=model)

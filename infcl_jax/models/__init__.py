@@ -11,6 +11,7 @@ from infcl_jax.models.clip import (
     clamp_logit_scale,
     l2_normalize,
     normalize_image,
+    variable_shapes,
 )
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.convert import Certificate, config_of, load_pretrained, save_pretrained
@@ -50,4 +51,5 @@ __all__ = [
     "normalize_image",
     "read_open_clip_config",
     "save_pretrained",
+    "variable_shapes",
 ]

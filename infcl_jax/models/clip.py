@@ -1,5 +1,6 @@
 """CLIP dual encoder with learned logit scale and optional logit bias."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -199,6 +200,19 @@ class CLIP(nn.Module):
             return jnp.exp(log_scale), None
         bias = self.param("logit_bias", nn.initializers.constant(self.init_logit_bias), (), jnp.float32)
         return jnp.exp(log_scale), bias
+
+
+@functools.lru_cache(maxsize=32)
+def variable_shapes(model: CLIP) -> Any:
+    """Return the shapes and dtypes of a model's variables: parameters and running statistics.
+
+    The result is cached, since tracing takes seconds.
+    """
+    size = model.visual.image_size  # type: ignore[attr-defined]
+    image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.uint8)
+    text = jax.ShapeDtypeStruct((1, model.text.context_length), jnp.int32)  # type: ignore[attr-defined]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(model.init, key, image, text)
 
 
 def _check_image(image: jax.Array, size: int) -> None:

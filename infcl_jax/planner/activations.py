@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from infcl_jax.models import CLIP, RESIDUAL, TOWERS
+from infcl_jax.models import CLIP, RESIDUAL, TOWERS, variable_shapes
 from infcl_jax.ops.common.gpu import compute_capability
 from infcl_jax.training.frozen import frozen_towers, merge, module_modes, partition
 
@@ -85,12 +85,6 @@ def row_shapes(model: CLIP, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def parameter_shapes(model: CLIP) -> Any:
     """Shapes of the model's parameters."""
     return variable_shapes(model)["params"]
-
-
-@functools.lru_cache(maxsize=32)
-def variable_shapes(model: CLIP) -> Any:
-    """Shapes of the model's variables: parameters and running statistics."""
-    return jax.eval_shape(model.init, _key(), *row_shapes(model, 1).values())
 
 
 def encoder_memory(model: CLIP, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:

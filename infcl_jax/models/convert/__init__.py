@@ -6,7 +6,6 @@ from infcl_jax.models.convert.api import (
     load_pretrained,
     resize_variables,
     save_pretrained,
-    variable_shapes,
 )
 from infcl_jax.models.convert.certificate import Certificate
 from infcl_jax.models.convert.configs import config_of, inference_tower
@@ -24,5 +23,4 @@ __all__ = [
     "open_source",
     "resize_variables",
     "save_pretrained",
-    "variable_shapes",
 ]

@@ -1,6 +1,5 @@
 """Conversion of pretrained models to this library and back."""
 
-import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from infcl_jax.checks import check_choice
-from infcl_jax.models.clip import CLIP
+from infcl_jax.models.clip import CLIP, variable_shapes
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
 from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, feature_difference
@@ -148,7 +147,7 @@ def convert(
     tensors = source.tensors()
     original = change_config(read_config(source, default), param_dtype=_common_dtype(tensors))
     config = change_config(original, **(overrides or {}))
-    shapes = variable_shapes(original)
+    shapes = flat_shapes(variable_shapes(build_model(original)))
     weights = _NAMES[source.format].weight_map(original, shapes, tensors)
     arrays = flat_shapes(to_variables(weights, tensors, shapes, source.name))
     arrays, resized = resize_variables(arrays, original, config)
@@ -181,7 +180,7 @@ def resize_variables(
     Raises:
       ValueError: another parameter changes its shape.
     """
-    shapes, resized = variable_shapes(config), []
+    shapes, resized = flat_shapes(variable_shapes(build_model(config))), []
     if removed := arrays.keys() - shapes.keys():
         raise ValueError(f"expected changes that keep the parameters, got a model without {min(removed)}")
     new = {}
@@ -229,18 +228,6 @@ def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig
     if source.format == "open_clip":
         return read_open_clip_config(source.config)
     return hugging_face.read_config(source.config, source.preprocessor, default)
-
-
-@functools.lru_cache(maxsize=16)
-def variable_shapes(config: CLIPConfig) -> dict[str, Any]:
-    """Map the paths of a model's variables to shapes and dtypes.
-
-    The result is cached, since tracing takes seconds.
-    """
-    image = jax.ShapeDtypeStruct((1, config.vision.image_size, config.vision.image_size, 3), jnp.uint8)
-    text = jax.ShapeDtypeStruct((1, config.text.context_length), jnp.int32)
-    model = build_model(config)
-    return flat_shapes(jax.eval_shape(model.init, jax.random.key(0), image, text))
 
 
 def _common_dtype(tensors: Tensors) -> str:

@@ -49,8 +49,8 @@ RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
-_BATCH_SIZE = 256  # images or texts; the default of evaluation.batch_size
-_MAX_BAD_RECORDS = 100  # of each split; the default of max_bad_records
+_BATCH_SIZE = SETTINGS["evaluation.batch_size"].default  # images or texts
+_MAX_BAD_RECORDS = SETTINGS["max_bad_records"].default  # of each split
 
 
 def save_curves(workdir: Path, suite: Suite) -> None:

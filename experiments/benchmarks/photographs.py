@@ -17,9 +17,11 @@ from absl import flags
 from PIL import Image
 from pyarrow import parquet
 
+_DISTINCT = 256  # distinct images by default; a larger dataset repeats them
+
 DATA = flags.DEFINE_string("data", None, "Dataset to read, such as shards-{00000..00041}.tar.")
 IMAGES = flags.DEFINE_integer("images", 4096, "Samples of a synthetic dataset.", lower_bound=1)
-DISTINCT = flags.DEFINE_integer("distinct", 256, "Largest number of distinct images in it.", lower_bound=1)
+DISTINCT = flags.DEFINE_integer("distinct", _DISTINCT, "Largest number of distinct images in it.", lower_bound=1)
 
 SIZE = (640, 480)  # width and height, in pixels
 QUALITY = 90  # of JPEG; a file has 65 kB
@@ -30,7 +32,7 @@ _WORDS = ("a photo of", "two", "red", "old", "dog", "house", "in the rain", "on 
 Sample = tuple[bytes, str]
 
 
-def samples(count: int, size: tuple[int, int] = SIZE, distinct: int = 256) -> list[Sample]:
+def samples(count: int, size: tuple[int, int] = SIZE, distinct: int = _DISTINCT) -> list[Sample]:
     """Draw JPEG files and captions.
 
     Args:

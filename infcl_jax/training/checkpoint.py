@@ -95,13 +95,9 @@ class Checkpointer:
         template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _array_fields(state))
         # Checked before the restore, so that orbax reads no array of another run.
         _check_array_types(step, self._manager.item_metadata(step)["state"].tree, template)
-        args = {"state": ocp.args.StandardRestore(template)}
+        fields = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"]
         if data is not None:
-            args["data"] = ocp.args.JsonRestore()
-        restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-        if data is not None:
-            data.set_state(restored["data"])
-        fields = restored["state"]
+            self.restore_position(data)
         if state.samples is not None:
             fields["samples"] = state.samples._replace(**fields["samples"])
         return state.replace(**fields)

@@ -4,7 +4,7 @@ Ordered rules (regular expression, value): the first that matches a name gives i
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,15 +47,27 @@ def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
 
 def check_rules(name: str, rules: Rules) -> None:
     """Raise `ValueError` unless rules pair regular expressions with numbers >= 0."""
+    check_pairs(name, rules, "a number >= 0", lambda value: value >= 0)
+
+
+def check_pairs(name: str, rules: Sequence[tuple[str, Any]], kind: str, is_valid: Callable[[Any], bool]) -> None:
+    """Raise `ValueError` unless rules pair regular expressions with valid values.
+
+    Args:
+      name: name of the setting, for the error message.
+      rules: pairs to check.
+      kind: description of a valid value, for the error message.
+      is_valid: check of a value; it may raise `TypeError` or `ValueError`.
+    """
     for rule in rules:
         try:
             pattern, value = rule
             re.compile(pattern)
-            valid = value >= 0
+            valid = is_valid(value)
         except (TypeError, ValueError, re.error):
             valid = False
         if not valid:
-            raise ValueError(f"expected {name} to be pairs of a regular expression and a number >= 0, got {rule!r}")
+            raise ValueError(f"expected {name} to be pairs of a regular expression and {kind}, got {rule!r}")
 
 
 def check_matches(name: str, rules: Rules, params: Any) -> None:

@@ -63,7 +63,7 @@ TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
 
 _logger = logging.getLogger(__name__)
 
-_PREFETCHED = 1  # batches that wait decoded on the devices, where each takes memory
+_PREFETCHED = 1  # decoded batches that wait in the memory of the devices
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
@@ -285,13 +285,6 @@ def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax
         return None
 
 
-def _decoded_batches(config: ConfigDict) -> int:
-    """Count the batches that the GPUs decode ahead of the next one."""
-    # "nvimgcodec" is planned for other devices too, where it could not run.
-    on_gpu = config.decode == "nvimgcodec" or choose_decoder(config.decode, config.grad_cache.residency) == "nvimgcodec"
-    return _PREFETCHED + 1 if on_gpu else 0  # one more waits to be prefetched
-
-
 def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
     """Create the loss of a run.
 
@@ -424,7 +417,6 @@ def workload(
         frozen=config.frozen,
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         precomputed=precomputed_towers(config),
-        decoded_batches=0 if "image" in precomputed_towers(config) else _decoded_batches(config),
     )
     if not stores_most:
         return unresolved

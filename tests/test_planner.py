@@ -79,12 +79,6 @@ def test_batch_and_features_are_linear_in_the_batch(chunk_size):
     assert (large.batch, large.features) == (4 * small.batch, 4 * small.features)
 
 
-def test_decoded_batches_have_their_images_on_the_device():
-    plain, decoding = (plan_memory(runs.workload(batch_size=64, devices=4, decoded_batches=n)) for n in (0, 2))
-    assert decoding.next_batch - plain.next_batch == 2 * nbytes(runs.batch(16)["image"])
-    assert decoding.peak > plain.peak
-
-
 @pytest.mark.parametrize("residency", ["host", "replay"])
 def test_off_the_devices_three_chunks_are_there(residency):
     plan = plan_memory(runs.workload(batch_size=1024, chunk_size=32, residency=residency))

@@ -11,7 +11,6 @@ import runs
 from decoders import StandIn
 
 from infcl_jax import run
-from infcl_jax.data.decode.choice import choose_decoder
 from infcl_jax.grad_cache import chunk_rows
 from infcl_jax.ops.color import ColorBatch
 from infcl_jax.settings import changed_settings, total_steps, with_total_steps
@@ -139,14 +138,6 @@ def test_without_memory_for_the_decoder_the_host_decodes(photographs, gpu, monke
     assert "the host decodes images: expected 9 GiB" in caplog.text and isinstance(batch["image"], jax.Array)
     with pytest.raises(ValueError, match="expected 9 GiB"):
         first_batches(photographs(decode="nvimgcodec"), oracle.mesh_of(1))
-
-
-def test_decoded_batches_are_planned(monkeypatch, gpu):
-    plans = [run.workload(runs.config(decode=name), 1).decoded_batches for name in ("pillow", "auto", "nvimgcodec")]
-    assert plans == [0, 2, 2]
-    monkeypatch.setattr(run, "choose_decoder", choose_decoder)
-    plans = [run.workload(runs.config(decode=name), 1).decoded_batches for name in ("auto", "nvimgcodec")]
-    assert plans == [0, 2]
 
 
 COLORS = {

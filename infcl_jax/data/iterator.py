@@ -10,7 +10,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -29,6 +29,18 @@ STATS = "stats"
 ENCODED = "encoded"
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
 Stats = dict[str, float]
+
+
+class LastStage(Protocol):
+    """Last stage of a batch, in two parts."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Run ahead of training, in the prefetching thread."""
+        ...
+
+    def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Run when the batch is asked for, in the thread that asks."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +91,7 @@ class TrainIterator(grain.DatasetIterator):
       identity: values that a restored state must share, such as the dataset size.
       bad_records: counter of the bad records of returned batches.
       parallelism: number of reading threads or workers and of prefetched batches.
-      finish: last stage of each batch, which runs in the prefetching thread; `next_reader` leaves it out.
+      finish: last stage of each batch; `next_reader` leaves it out.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -94,7 +106,7 @@ class TrainIterator(grain.DatasetIterator):
         identity: Mapping[str, int],
         bad_records: BadRecords,
         parallelism: Parallelism,
-        finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        finish: LastStage | None = None,
     ):
         super().__init__()
         self.bad_records = bad_records
@@ -128,7 +140,7 @@ class TrainIterator(grain.DatasetIterator):
             self._open()
         batch = self.bad_records.take(next(self._batches[0]))
         self._next_batch += 1
-        return self._without_stats(batch)
+        return self._without_stats(batch if self._finish is None else self._finish.complete(batch))
 
     def next_reader(self) -> BatchReader:
         """Return a reader of the next batch, in place of `next`.
@@ -225,7 +237,7 @@ def prefetched_batches(
       chunks: dataset of chunks, see `TrainIterator`.
       chunks_per_batch: chunks of one batch of this process.
       parallelism: number of reading threads or workers and of prefetched batches.
-      finish: last stage of each batch.
+      finish: part of the last stage of each batch that runs ahead.
     """
     if parallelism.num_workers:
         # grain reads its flags to start workers. Notebooks and tests do not parse them.

@@ -38,7 +38,6 @@ class Workload:
       precomputed: frozen towers whose features are read in place of their images or texts.
       ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
-      decoded_batches: batches that the GPUs have decoded ahead, beside the current and the next one.
 
     Raises:
       ValueError: a name is unknown, a number is out of range, or the batch or chunk size does not fit the devices.
@@ -57,7 +56,6 @@ class Workload:
     precomputed: tuple[str, ...] = ()
     ema: bool = False
     sample_bytes: int = 0
-    decoded_batches: int = 0
 
     def __post_init__(self) -> None:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
@@ -115,8 +113,7 @@ class MemoryPlan:
         "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
       updates: optimizer updates, separate from the accumulated gradients.
       batch: images and texts of the current batch; of two chunks with residency "host" or "replay".
-      next_batch: images and texts of the next batch or chunk, whose transfer overlaps the computation, and images that
-        the GPU has decoded ahead.
+      next_batch: images and texts of the next batch or chunk, whose transfer overlaps the computation.
       features: features of the batch in the model's feature dtype, and their gradients.
       stored: stored activations of the rows that are not recomputed, and stored residual streams of the others.
       transient: activations of the recomputed chunk. Without recomputation, transient memory of the backward pass.
@@ -221,8 +218,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         gradients=state.gradients(on_device),
         updates=state.updates,
         batch=row_bytes * (block if on_device else min(block, 2 * shard)),
-        next_batch=row_bytes * (block if on_device else shard)
-        + workload.decoded_batches * encoders["image"].row_bytes * block,
+        next_batch=row_bytes * (block if on_device else shard),
         features=2 * len(encoders) * block * width * dtype.itemsize,
         stored=sum(encoder.stored(stored_rows) + encoder.residual(residual_rows) for encoder in trained),
         transient=max(

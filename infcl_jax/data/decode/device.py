@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from infcl_jax.data.iterator import ENCODED, concatenate
 from infcl_jax.data.transforms import Box, Geometry
 
 MAX_DEVICE_PIXELS = 2**24  # 48 MiB; the host decodes larger images, at a reduced size
-STAGED_BATCHES = 2  # decoded batches that wait for the device
+STAGED_BATCHES = 2  # decoded batches whose last program may wait for the device
 
 _END_OF_IMAGE = b"\xff\xd9"  # last marker of a JPEG
 _HOST_THREADS = 4  # decode refused images
@@ -109,8 +110,23 @@ def pack(rows: Sequence[int], images: Sequence[EncodedImage | np.ndarray]) -> di
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class _DecodedImages:
+    """Decoded images of a batch on the devices of this process, before shifts, flips and replacements.
+
+    Attributes:
+      images: images of each device, in memory of its decoder.
+      changes: the other arguments of `_finish` for each device.
+      rows: rows of the batch over all processes.
+    """
+
+    images: list[jax.Array]
+    changes: Sequence[tuple[np.ndarray, ...]]
+    rows: int
+
+
 class DeviceStage:
-    """Decode packed batches on the devices of this process.
+    """Decode packed batches on the devices of this process, a `infcl_jax.data.iterator.LastStage`.
 
     Args:
       decoders: decoder of each device, by device.
@@ -141,8 +157,8 @@ class DeviceStage:
           batch: concatenated arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
 
         Returns:
-          The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes, instead of the packed
-          arrays. Replaced records have another "text" and "index".
+          The batch with "image" for `complete` instead of the packed arrays. Replaced records have another "text" and
+          "index".
         """
         result = {key: np.copy(array) if key in ("text", "index") else array for key, array in batch.items()}
         packed: dict[str, Any] = {key: result.pop(key) for key in _PACKED}
@@ -161,16 +177,30 @@ class DeviceStage:
             result["text"][row], result["index"][row] = chunk["text"][0], chunk["index"][0]
         # Entries that are not rows, such as lists of bad records.
         result |= concatenate([{k: v for k, v in c.items() if k not in _ROWS} for c in (result, *chunks)])
-        finished = [
-            _finish(images, packed["shift"][rows], packed["flip"][rows], *_replacements(pixels, rows, self._size))
-            for (_, rows), (images, _) in zip(blocks, decoded, strict=True)
+        changes = [
+            (packed["shift"][rows], packed["flip"][rows], *_replacements(pixels, rows, self._size))
+            for _, rows in blocks
         ]
-        shape = (len(data) * len(self._sharding.device_set) // len(blocks), self._size, self._size, 3)
+        batch_rows = len(data) * len(self._sharding.device_set) // len(blocks)
+        return result | {"image": _DecodedImages([images for images, _ in decoded], changes, batch_rows)}
+
+    def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Shift, mirror and replace images.
+
+        It allocates memory of JAX. Between the steps, small arrays do not split the memory that the next step needs in
+        one piece.
+
+        Returns:
+          The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes.
+        """
+        decoded: _DecodedImages = batch["image"]
+        finished = [_finish(images, *changes) for images, changes in zip(decoded.images, decoded.changes, strict=True)]
+        shape = (decoded.rows, self._size, self._size, 3)
         image = jax.make_array_from_single_device_arrays(shape, self._sharding, finished)
-        self._staged.append(([images for images, _ in decoded], image))
+        self._staged.append((decoded.images, image))
         while len(self._staged) > STAGED_BATCHES:
             self._staged.popleft()[1].block_until_ready()
-        return result | {"image": image}
+        return batch | {"image": image}
 
     def _blocks(self, rows: int) -> list[tuple[jax.Device, slice]]:
         """Return the devices of this process and their rows, in order."""
@@ -199,11 +229,13 @@ def _files(chunks: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray
       chunks: uint8 arrays of whole images one after the other.
       lengths: bytes of each image of all chunks.
     """
-    ends = np.cumsum(lengths)
-    last = np.searchsorted(ends, np.cumsum([chunk.size for chunk in chunks]), side="right")
-    files: list[np.ndarray] = []
-    for chunk, stop in zip(chunks, last, strict=True):
-        files += np.split(chunk, np.cumsum(lengths[len(files) : stop])[:-1])
+    files, rest = [], iter(lengths.tolist())
+    for chunk in chunks:
+        plain, start = np.asarray(chunk), 0  # slices of the workers' array type take 26 us each
+        while start < plain.size:
+            stop = start + next(rest)
+            files.append(plain[start:stop])
+            start = stop
     return files
 
 

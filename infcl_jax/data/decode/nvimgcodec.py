@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,16 @@ from jaxtyping import Float, UInt8
 from infcl_jax.data.decode.device import STAGED_BATCHES
 from infcl_jax.data.decode.resize_kernel import SOURCE, THREADS
 
+LANES = 2  # threads that decode for one GPU
 GROUP_IMAGES = 256  # images decoded at a time
-GROUP_BYTES = 2**28  # decoded and half-resized pixels of a group
+GROUP_BYTES = 2**27  # decoded and half-resized pixels of a group
+KEPT_BYTES = 2**27  # decoded images of a group whose memory the next ones reuse
 LIBRARY_BYTES = 2**30  # buffers of nvImageCodec and nvJPEG, not measured
+
+_HIGHEST_PRIORITY = -5  # of CUDA streams
+# Seconds that the decoding threads wait for Python's global lock while another thread is busy. They ask for it once per
+# image, and the default is 5 ms.
+_SWITCH_INTERVAL = 1e-4
 
 
 def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, NvImageCodecDecoder]:
@@ -32,6 +41,7 @@ def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[j
     Raises:
       ValueError: the decoders do not start, or JAX has left too little memory for them.
     """
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
     try:
         decoders = {device: NvImageCodecDecoder(device) for device in devices}
         free = min(decoder.free_bytes() for decoder in decoders.values())
@@ -48,40 +58,35 @@ def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[j
 def memory_bytes(rows: int, size: int) -> int:
     """Bytes of GPU memory that a decoder takes outside of JAX's memory.
 
-    The staged batches and the one being decoded, two groups of decoded images, and the library's buffers.
+    Staged batches, one that waits and one being decoded; two groups of decoded images for each thread, and the memory
+    kept for the next ones; the library's buffers.
 
     Args:
       rows: rows of the batch on one GPU.
       size: side S of the images, in pixels.
     """
-    return (STAGED_BATCHES + 1) * rows * 3 * size**2 + 2 * GROUP_BYTES + LIBRARY_BYTES
+    groups = LANES * 2 * (GROUP_BYTES + KEPT_BYTES)
+    return (STAGED_BATCHES + 3) * rows * 3 * size**2 + groups + LANES * LIBRARY_BYTES
 
 
 class NvImageCodecDecoder:
     """Decoder of one GPU, a `DeviceDecoder`.
 
-    Decodes with the GPU's JPEG engines, or its SMs if there are none, and resizes with `resize_kernel`. All work runs
-    on a stream of its own, which overlaps training. `CUDA_DEVICE_MAX_CONNECTIONS=32` must be set before CUDA starts
-    (`infcl_jax.distributed.initialize`). With fewer connections, decoding waits for the queued training programs.
+    Decodes with the GPU's JPEG engines, or its SMs if there are none, and resizes with `resize_kernel`. `LANES` threads
+    share the images. All work runs on streams of its own, which overlap training.
+
+    `CUDA_DEVICE_MAX_CONNECTIONS=32` must be set before CUDA starts (`infcl_jax.distributed.initialize`). With fewer
+    connections, decoding waits for the queued training programs.
 
     Args:
       device: GPU that decodes.
     """
 
     def __init__(self, device: jax.Device) -> None:
-        self._codec, self._cupy = _import_packages()
+        codec, self._cupy = _import_packages()
         self._device = self._cupy.cuda.Device(device.local_hardware_id)
-        kinds = self._codec.BackendKind
-        # Without CPU_ONLY: the host decodes what the GPU refuses, as it decodes all images of other formats.
-        backends = [self._codec.Backend(kind) for kind in (kinds.HW_GPU_ONLY, kinds.HYBRID_CPU_GPU, kinds.GPU_ONLY)]
-        self._decoder = self._codec.Decoder(device_id=self._device.id, backends=backends)
-        self._params = self._codec.DecodeParams(
-            apply_exif_orientation=False, color_spec=self._codec.ColorSpec.SRGB, allow_any_depth=False
-        )
-        with self._device:
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            module = self._cupy.RawModule(code=SOURCE)
-            self._columns, self._rows = (module.get_function(name) for name in ("resize_columns", "resize_rows"))
+        self._lanes = [_Lane(codec, self._cupy, self._device) for _ in range(LANES)]
+        self._threads = concurrent.futures.ThreadPoolExecutor(LANES, "nvimgcodec")
 
     def free_bytes(self) -> int:
         """Bytes of GPU memory that JAX has not reserved and nothing else uses."""
@@ -92,14 +97,54 @@ class NvImageCodecDecoder:
         self, encoded: Sequence[np.ndarray], boxes: Float[np.ndarray, "b 4"], size: int
     ) -> tuple[UInt8[jax.Array, "b s s 3"], list[int]]:
         """Decode, crop and resize images, see `DeviceDecoder`."""
+        with self._device:
+            resized = self._cupy.empty((len(encoded), size, size, 3), np.uint8)
+        ends = [len(encoded) * lane // LANES for lane in range(LANES + 1)]
+        parts = [slice(*ends[lane : lane + 2]) for lane in range(LANES)]
+        arguments = [(encoded[part], boxes[part], resized[part]) for part in parts]
+        refused = self._threads.map(_Lane.decode, self._lanes, *zip(*arguments, strict=True))
+        rows = [part.start + row for part, refused_rows in zip(parts, refused, strict=True) for row in refused_rows]
+        return jax.dlpack.from_dlpack(resized), rows
+
+
+class _Lane:
+    """Decoder and stream of one thread."""
+
+    def __init__(self, codec: Any, cupy: Any, device: Any) -> None:
+        self._codec, self._cupy, self._device = codec, cupy, device
+        kinds = codec.BackendKind
+        # Without CPU_ONLY: the host decodes what the GPU refuses, as it decodes all images of other formats.
+        backends = [codec.Backend(kind) for kind in (kinds.HW_GPU_ONLY, kinds.HYBRID_CPU_GPU, kinds.GPU_ONLY)]
+        self._decoder = codec.Decoder(device_id=device.id, backends=backends)
+        self._params = codec.DecodeParams(
+            apply_exif_orientation=False, color_spec=codec.ColorSpec.SRGB, allow_any_depth=False
+        )
+        # Images of two groups, one of which is resized while the other is decoded. Their memory is reused, because
+        # allocations wait for all work on the GPU, that of training included.
+        self._kept: tuple[list[Any], list[Any]] = [], []
+        with device:
+            # Its kernels start before queued kernels of training.
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+            module = cupy.RawModule(code=SOURCE)
+            self._columns, self._rows = (module.get_function(name) for name in ("resize_columns", "resize_rows"))
+
+    def decode(self, encoded: Sequence[np.ndarray], boxes: np.ndarray, resized: Any) -> list[int]:
+        """Decode, crop and resize images.
+
+        Args:
+          encoded: contents of the image files.
+          boxes: crop boxes.
+          resized: array on the GPU for the results.
+
+        Returns:
+          The rows that are not decoded, in order.
+        """
+        size: int = resized.shape[1]
         refused: list[int] = []
         with self._device, self._stream:
-            resized = self._cupy.zeros((len(encoded), size, size, 3), np.uint8)
             running: Any = None  # buffers of the previous group, in use until its event
-            for group in self._groups(encoded, size, refused):
-                images = self._decoder.decode(
-                    [stream for _, stream in group], params=self._params, cuda_stream=self._stream.ptr
-                )
+            for number, group in enumerate(self._groups(encoded, size, refused)):
+                images = self._decode_group([stream for _, stream in group], self._kept[number % 2])
                 decoded = [(row, image) for (row, _), image in zip(group, images, strict=True) if image is not None]
                 refused += [row for (row, _), image in zip(group, images, strict=True) if image is None]
                 buffers = self._resize(decoded, boxes, size, resized) if decoded else None
@@ -108,7 +153,28 @@ class NvImageCodecDecoder:
                     running[0].synchronize()
                 running = event, decoded, buffers
             self._stream.synchronize()
-        return jax.dlpack.from_dlpack(resized), sorted(refused)
+        return sorted(refused)
+
+    def _decode_group(self, streams: Sequence[Any], kept: list[Any]) -> list[Any]:
+        """Decode files into the memory of kept images, and new images for the rest.
+
+        Args:
+          streams: code streams of a group.
+          kept: images of the last group but one, which has been resized; replaced by those to keep.
+
+        Returns:
+          An image for each file; None for those that the GPU refuses.
+        """
+        reused, images = min(len(kept), len(streams)), []
+        settings = {"params": self._params, "cuda_stream": self._stream.ptr}
+        if reused:
+            images = self._decoder.decode(streams[:reused], images=kept[:reused], **settings)
+        if reused < len(streams):
+            new = self._decoder.decode(streams[reused:], **settings)
+            images, kept[len(kept) :] = images + new, [image for image in new if image is not None]
+        while kept and sum(image.capacity for image in kept) > KEPT_BYTES:
+            kept.pop()
+        return images
 
     def _groups(self, encoded: Sequence[np.ndarray], size: int, refused: list[int]) -> Iterator[list[tuple[int, Any]]]:
         """Yield groups of (row, code stream) within `GROUP_IMAGES` and `GROUP_BYTES`; append unreadable rows."""

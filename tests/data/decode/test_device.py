@@ -167,7 +167,7 @@ def test_entries_without_rows_are_concatenated():
         | device_decoding.pack(10 + rows, [images[row] for row in rows])
         for half, rows in enumerate(np.split(np.arange(4), 2))
     ]
-    result = stage(concatenate(chunks))
+    result = stage.complete(stage(concatenate(chunks)))
     assert result["text"].tolist() == [[0], [3], [2], [3]] and result["index"].tolist() == [4, 6, 6, 7]
     assert result["bad"].tolist() == [1, 2, 5]
     assert (result["image"][1] == 9).all() and result.keys() == {"image", "text", "index", "bad", "stats"}

@@ -24,7 +24,7 @@ HOST = """
 #include <cmath>
 #define __device__ static
 #define __global__
-static struct { int x, y, z; } blockIdx, blockDim, threadIdx;
+static thread_local struct { int x, y, z; } blockIdx, blockDim, threadIdx;
 %s
 #define LAUNCH(name, parameters, arguments) \\
   extern "C" void launch_##name(int gx, int gy, int gz, int threads, parameters) { \\
@@ -60,6 +60,7 @@ class Codec:
     Backend = staticmethod(lambda kind: kind)
     DecodeParams = staticmethod(lambda **params: params)
     groups: list[int]
+    new_images = 0
 
     class CodeStream:
         def __init__(self, data):
@@ -73,18 +74,24 @@ class Codec:
         def __init__(self, device_id, backends):
             assert (device_id, backends) == (0, [0, 1, 2])
 
-        def decode(self, streams, params, cuda_stream):
+        def decode(self, streams, params, cuda_stream, images=()):
             assert params == {"apply_exif_orientation": False, "color_spec": 0, "allow_any_depth": False}
             Codec.groups.append(len(streams))
-            return [None if stream.file.info.get("progressive") else Codec.Pixels(stream.file) for stream in streams]
+            Codec.new_images += 0 if images else len(streams)
+            images = images or [Codec.Pixels() for _ in streams]
+            files = [stream.file for stream in streams]
+            pairs = zip(images, files, strict=True)
+            return [None if file.info.get("progressive") else image.fill(file) for image, file in pairs]
 
     class Pixels:
-        def __init__(self, file):
+        def fill(self, file):
             pitch = 3 * file.width + 5  # rows may be padded
             self.buffer = np.full((file.height, pitch), 99, np.uint8)
             self.buffer[:, : 3 * file.width] = np.asarray(file.convert("RGB")).reshape(file.height, -1)
             self.strides = (pitch, 3, 1)
             self.__cuda_array_interface__ = {"data": (self.buffer.ctypes.data, False)}
+            self.capacity = self.buffer.nbytes
+            return self
 
 
 def cupy(kernels):
@@ -100,9 +107,9 @@ def cupy(kernels):
         record = staticmethod(lambda: types.SimpleNamespace(synchronize=lambda: None))
         synchronize = staticmethod(lambda: None)
 
-        def __init__(self, non_blocking):
+        def __init__(self, non_blocking, priority):
             super().__init__()
-            assert non_blocking
+            assert non_blocking and priority < 0
 
     def function(name):
         def launch(grid, block, arguments):
@@ -121,7 +128,7 @@ def cupy(kernels):
 
 @pytest.fixture
 def decoders(monkeypatch, kernels):
-    Codec.groups = []
+    Codec.groups, Codec.new_images = [], 0
     monkeypatch.setattr(nvimgcodec, "_import_packages", lambda: (Codec, cupy(kernels)))
     device = type("Device", (), {"local_hardware_id": 0})()
     return lambda rows=8: nvimgcodec.open_decoders([device], rows, 32)[device]
@@ -155,8 +162,11 @@ def test_resize_agrees_with_pillow(decoders, size):
     assert differences[NARROW].max() <= 6 and differences[NARROW].mean() < 0.5
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 12])
 @pytest.mark.parametrize("group_images,group_bytes", [(256, 2**28), (2, 2**28), (256, 3 * 90 * (120 + 32) * 3), (9, 1)])
-def test_groups_and_refused_rows(monkeypatch, decoders, group_images, group_bytes):
+def test_groups_and_refused_rows(monkeypatch, decoders, group_images, group_bytes, lanes):
+    monkeypatch.setattr(nvimgcodec, "LANES", lanes)
+    monkeypatch.setattr(nvimgcodec, "LIBRARY_BYTES", 0)
     monkeypatch.setattr(nvimgcodec, "GROUP_IMAGES", group_images)
     monkeypatch.setattr(nvimgcodec, "GROUP_BYTES", group_bytes)
     data = [jpeg(90, 120, row, progressive=row == 4) for row in range(9)]
@@ -165,9 +175,26 @@ def test_groups_and_refused_rows(monkeypatch, decoders, group_images, group_byte
     images, refused = decoders()(data, np.array([box] * 9, np.float32), 32)
     assert refused == [2, 4, 6]
     assert sum(Codec.groups) == 7
-    assert max(Codec.groups) == min(group_images, max(1, group_bytes // (3 * 90 * (120 + 32))), 7)
+    assert max(Codec.groups) <= (largest := min(group_images, max(1, group_bytes // (3 * 90 * (120 + 32))), 7))
+    assert lanes > 1 or max(Codec.groups) == largest
     for row in set(range(9)) - set(refused):
         assert np.abs(np.asarray(images)[row].astype(int) - expected(data[row], box, 32)).max() <= 1
+
+
+@pytest.mark.parametrize("kept_bytes,new", [(2**28, 7), (75_000, 8), (0, 12)])
+def test_memory_of_images_is_reused_up_to_a_limit(monkeypatch, decoders, kept_bytes, new):
+    """Decode two batches in groups of three images of about 33 kB; one file of each batch is refused."""
+    monkeypatch.setattr(nvimgcodec, "LANES", 1)
+    monkeypatch.setattr(nvimgcodec, "GROUP_IMAGES", 3)
+    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", kept_bytes)
+    decoder, box = decoders(), np.array([(5, 6, 70, 80)] * 6, np.float32)
+    for batch in range(2):
+        data = [jpeg(90 + row, 120 - batch, row, progressive=row == 4) for row in range(6)]
+        images, refused = decoder(data, box, 32)
+        assert refused == [4]
+        for row in {0, 1, 2, 3, 5}:
+            assert np.abs(np.asarray(images)[row].astype(int) - expected(data[row], box[row], 32)).max() <= 1
+    assert Codec.new_images == new
 
 
 def test_no_image_at_all(decoders):
@@ -176,10 +203,10 @@ def test_no_image_at_all(decoders):
 
 
 def test_memory_is_checked(decoders):
-    assert nvimgcodec.memory_bytes(8, 32) == 3 * 8 * 3 * 32**2 + 2 * 2**28 + 2**30
+    assert nvimgcodec.memory_bytes(8, 32) == 5 * 8 * 3 * 32**2 + 2 * (2**29 + 2**30)
     decoders()
     with pytest.raises(
-        ValueError, match=r"^expected 87\.3 GiB of GPU memory outside .* got 16\.0 GiB; set XLA_CLIENT_MEM"
+        ValueError, match=r"^expected 146\.1 GiB of GPU memory outside .* got 16\.0 GiB; set XLA_CLIENT_MEM"
     ):
         decoders(rows=10**7)
 

@@ -6,6 +6,7 @@ Each line on stdin is a JSON object: `module`, `arguments`, `cpu_devices`, `outp
 `seconds`, after which the command is killed. Each line on stdout is the exit status of one command.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -15,8 +16,12 @@ import sys
 
 import jax
 
-for package in ("experiments.command", *(f"infcl_jax.{name}" for name in ("data", "evaluation", "planner", "run"))):
+PACKAGES = ("experiments.command", *(f"infcl_jax.{name}" for name in ("data", "evaluation", "planner", "run")))
+LATE = ("matplotlib.figure", "sklearn.datasets")  # imported by commands when they need them
+for package in PACKAGES + LATE:
     importlib.import_module(package)
+gc.collect()
+gc.freeze()  # so that collections in forks copy no pages; each fork ends with one
 
 for line in sys.stdin:
     request = json.loads(line)

@@ -116,11 +116,14 @@ def config(**changes):
     return config
 
 
-class _NoData:
-    """Data iterator without data."""
+class NoData:
+    """Data iterator without data or a position."""
 
     def get_state(self):
         return {}
+
+    def set_state(self, state):
+        pass
 
 
 def save(workdir: Path, factors: dict[int, float]) -> dict[int, TrainState]:
@@ -133,7 +136,7 @@ def save(workdir: Path, factors: dict[int, float]) -> dict[int, TrainState]:
     save_config(prepare_workdir(workdir), config().to_dict())
     with Checkpointer(workdir) as checkpoints:
         for step, state in states.items():
-            checkpoints.save(step, state, _NoData())
+            checkpoints.save(step, state, NoData())
     return states
 
 

@@ -20,7 +20,7 @@ def color(case, jitter=1.0):
 
 def adjusted(cases, **changes):
     pixels = np.stack([golden.image()] * len(cases))
-    return np.asarray(adjust_colors(ColorBatch(pixels, np.stack([color(case, **changes) for case in cases]))))
+    return np.asarray(jax.jit(adjust_colors)(ColorBatch(pixels, np.stack([color(case, **changes) for case in cases]))))
 
 
 def test_jitter_equals_torchvision_on_tensors(torchvision):
@@ -53,4 +53,5 @@ def test_each_image_has_its_own_order():
     orders = [(order, (0.7, 1.3, 1.2, -0.07), False) for order in ORDERS]
     together = adjusted(orders)
     assert len({image.tobytes() for image in together}) > 12
-    assert (together == np.concatenate([adjusted([case]) for case in orders])).all()
+    # Batches of one order: the same program, so the same bits.
+    assert all((image == adjusted([case] * len(orders))[0]).all() for image, case in zip(together, orders, strict=True))

@@ -22,25 +22,12 @@ from infcl_jax.training import (
     make_loss,
     make_train_step,
     restore_variables,
-    sharding,
 )
 from infcl_jax.training.ema import initial_ema, updated_ema
 
+pytestmark = pytest.mark.usefixtures("small_arrays_sharded")
 DEVICES, BATCH, DECAY = 4, 32, 0.6
 MODEL, OPTIMIZER, EMA = runs.Linear(), optax.sgd(0.5, momentum=0.9), EMAConfig(decay=DECAY)
-
-
-class Data:
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        pass
-
-
-@pytest.fixture(autouse=True)
-def small_arrays_too(monkeypatch):
-    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
 
 
 def fresh(kind="replicated", ema=EMA, model=MODEL, **options):
@@ -115,7 +102,7 @@ def test_a_run_resumes_with_its_averages_bit_for_bit(tmp_path, kind):
     whole, _ = train(fresh(kind, ema), 4, kind)
     half, _ = train(fresh(kind, ema), 2, kind)
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(2, half, Data())
+        checkpoints.save(2, half, runs.NoData())
         checkpoints.wait()
         resumed, _ = train(checkpoints.restore_latest(fresh(kind, ema)), 2, kind)
         with pytest.raises(
@@ -129,7 +116,7 @@ def test_a_run_resumes_with_its_averages_bit_for_bit(tmp_path, kind):
 def test_variables_restored_without_optimizer_state_are_the_averages(tmp_path, frozen):
     state, _ = train(fresh(frozen=frozen), 1)
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, state, Data())
+        checkpoints.save(1, state, runs.NoData())
     template = jax.tree.map(ocp.utils.to_shape_dtype_struct, state.variables)
     _, restored = restore_variables(tmp_path, template)
     assert runs.equal_bits(restored, state.evaluated_variables)

@@ -28,14 +28,6 @@ OPTIMIZER = make_optimizer(OptimizerConfig(clip_norm=0.1), 100)
 NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 8, "keep": 1}, {"chunk_size": 8, "residency": "host"}
 
 
-class Data:
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        pass
-
-
 # One model each, so that steps are compiled once.
 MODELS = {"clip": runs.model(), "linear": runs.Linear()}
 
@@ -119,7 +111,7 @@ def test_no_gradient_of_it_is_computed(cache):
 def test_a_run_with_a_frozen_tower_is_restored(run, tmp_path):
     state, _ = run("image")
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(STEPS, state, Data())
+        checkpoints.save(STEPS, state, runs.NoData())
         checkpoints.wait()
         restored = checkpoints.restore_latest(fresh("image", seed=1))
         with pytest.raises(ValueError, match=f"the checkpoint of step {STEPS} is of another run"):

@@ -11,23 +11,11 @@ import pytest
 import runs
 
 from infcl_jax.distributed import shard_batch
-from infcl_jax.training import Checkpointer, GradCacheConfig, create_state, make_loss, make_train_step, sharding
+from infcl_jax.training import Checkpointer, GradCacheConfig, create_state, make_loss, make_train_step
 from infcl_jax.training.sharding import sharded_axis
 
+pytestmark = pytest.mark.usefixtures("small_arrays_sharded")
 DEVICES, BATCH, STEPS = 4, 32, 3
-
-
-class Data:
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        pass
-
-
-@pytest.fixture(autouse=True)
-def small_arrays_too(monkeypatch):
-    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
 
 
 # One model and optimizer each, so that steps are compiled once.
@@ -122,7 +110,7 @@ def test_every_device_holds_its_share():
 def test_checkpoints_do_not_depend_on_the_sharding(tmp_path, saved, restored):
     state, template = fresh(saved, seed=1, model="linear"), fresh(restored, model="linear")
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, state, Data())
+        checkpoints.save(1, state, runs.NoData())
         checkpoints.wait()
         got = checkpoints.restore_latest(template)
     assert shardings_of(got) == shardings_of(template)

@@ -1,6 +1,6 @@
 """All options of `pairwise_lse`, on all implementations, against a dense fp64 reference."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,17 @@ from infcl_jax import pairwise_lse
 from infcl_jax.ops.pairwise_lse import available_implementations, dense, xla_chunked
 from infcl_jax.ops.pairwise_lse.base import Block, NeedsGrad
 
+DEVICES, BX, BY, DIM = 4, 5, 7, 19  # rows and columns of a device
+# An orthogonal array, with every pair of values. properties.check_primitive has masks, labels and per-sample scales.
 OPTIONS = [
-    {"positives": positives, "scales": scales, "masked": special, "labeled": special != (positives == "exclude")}
-    for positives, scales, special in itertools.product(
-        ("include", "exclude"), ("shared", "two", "per_sample", "rows_only"), (False, True)
-    )
+    {
+        "positives": "exclude" if excluded else "include",
+        "scales": scales,
+        "masked": excluded != (number in (1, 2)),
+        "labeled": excluded != (number in (2, 3)),
+    }
+    for number, scales in enumerate(("shared", "two", "per_sample", "rows_only"))
+    for excluded in (False, True)
 ]
 
 
@@ -28,47 +34,49 @@ def weighted_sum(result, weights):
     return sum(terms[1:], terms[0])
 
 
-def case(options, devices, bx, by, dim=19):
+def case(positives, scales, masked, labeled):
     rng = np.random.default_rng(3)
-    x, y = oracle.features("random", bx * devices, by * devices, dim, np.float64)
-    local = rng.integers(0, by, bx * devices) if options["labeled"] else np.tile(np.arange(bx), devices)
+    bx, by = BX * DEVICES, BY * DEVICES
+    x, y = oracle.features("random", bx, by, DIM, np.float64)
+    local = rng.integers(0, BY, bx) if labeled else np.tile(np.arange(BX), DEVICES)
     x_mask = y_mask = None
-    if options["masked"]:
-        x_mask, y_mask = rng.random(bx * devices) < 0.7, rng.random(by * devices) < 0.7
-    per_row, per_column = rng.uniform(5, 30, bx * devices), rng.uniform(5, 30, by * devices)
+    if masked:
+        x_mask, y_mask = rng.random(bx) < 0.7, rng.random(by) < 0.7
+    per_row, per_column = rng.uniform(5, 30, bx), rng.uniform(5, 30, by)
     scales = {
         "shared": (np.float64(14.3), None),
         "two": (np.float64(14.3), np.float64(7.0)),
         "per_sample": (per_row, per_column),
         "rows_only": (per_row, None),
-    }[options["scales"]]
-    weights = [rng.normal(size=n * devices) for n in (bx, by, bx)]
+    }[scales]
+    weights = [rng.normal(size=n) for n in (bx, by, bx)]
     return (x, y, *scales), local.astype(np.int32), (x_mask, y_mask), weights
 
 
-def expected(args, options, local, masks, weights, devices, by):
+@functools.cache  # the same for every implementation
+def expected(positives, scales, masked, labeled):
     """Computes value and gradients of the whole batch with `dense_lse`."""
-    labels = jnp.asarray(local + np.repeat(np.arange(devices), len(local) // devices) * by, jnp.int32)
-    columns = options["scales"] != "rows_only"
+    args, local, masks, weights = case(positives, scales, masked, labeled)
+    labels = jnp.asarray(local + np.repeat(np.arange(DEVICES), BX) * BY, jnp.int32)
+    columns = scales != "rows_only"
     x_mask, y_mask = (None if m is None else jnp.asarray(m) for m in masks)
 
     def value(x, y, x_scale, y_scale):
         y_scale = None if y_scale is None else jnp.broadcast_to(y_scale, y.shape[:1])
         block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels)
-        row, col, positive = dense.dense_lse(block, exclude=options["positives"] == "exclude", columns=columns)
+        row, col, positive = dense.dense_lse(block, exclude=positives == "exclude", columns=columns)
         if x_mask is not None:
             row, positive = (jnp.where(x_mask, a, jnp.zeros_like(a)) for a in (row, positive))
             col = jnp.where(y_mask, col, jnp.zeros_like(col)) if columns else None
         return weighted_sum((row, col, positive), weights)
 
-    return jax.value_and_grad(value, argnums=[i for i, a in enumerate(args) if a is not None])(*args)
+    return jax.jit(jax.value_and_grad(value, argnums=[i for i, a in enumerate(args) if a is not None]))(*args)
 
 
 @pytest.mark.parametrize("implementation", available_implementations())
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_options_match_oracle(options, implementation):
-    devices, bx, by = 4, 5, 7
-    args, local, masks, weights = case(options, devices, bx, by)
+    args, local, masks, weights = case(**options)
     given = [i for i, a in enumerate(args) if a is not None]
     columns = options["scales"] != "rows_only"
 
@@ -95,14 +103,14 @@ def test_options_match_oracle(options, implementation):
         vectors = [a if a is None or a.ndim else None for a in args[2:]]
         scalars = [None if a is None or a.ndim else a for a in args[2:]]
         sharded = (*args[:2], *vectors, local, *masks, weights)
-        return jax.shard_map(inside, mesh=oracle.mesh_of(devices), in_specs=(P("data"), P()), out_specs=P())(
+        return jax.shard_map(inside, mesh=oracle.mesh_of(DEVICES), in_specs=(P("data"), P()), out_specs=P())(
             sharded, scalars
         )
 
     with jax.enable_x64(True):
         args = tuple(None if a is None else jnp.asarray(a) for a in args)
         got_value, got = jax.jit(jax.value_and_grad(value, argnums=given))(*args)
-        want_value, want = expected(args, options, local, masks, weights, devices, by)
+        want_value, want = expected(**options)
         np.testing.assert_allclose(got_value, want_value, rtol=1e-11)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == jnp.float64

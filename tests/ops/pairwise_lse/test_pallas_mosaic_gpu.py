@@ -120,7 +120,7 @@ def expected(block, weights, exclude, columns):
 
     with jax.enable_x64(True):
         exact = {n: jnp.asarray(np.asarray(getattr(block, n), np.float64)) for n in names}
-        gradients, results = jax.grad(value, has_aux=True)(exact)
+        gradients, results = jax.jit(jax.grad(value, has_aux=True))(exact)
         return jax.device_get((results, gradients))
 
 

@@ -75,9 +75,13 @@ def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss", [clip_loss, siglip_loss])
+@pytest.mark.parametrize(
+    ("loss", "masked", "shape"),  # every pair of values
+    [
+        *((clip_loss, False, (2, 4)), (clip_loss, True, (4, 2))),
+        *((siglip_loss, True, (2, 4)), (siglip_loss, False, (4, 2))),
+    ],
+)
 def test_ring_of_rings_matches_flat_ring(loss, shape, masked):
     x, y = (jnp.asarray(a) for a in oracle.features("aligned", 40, 40, 16))
     mask = jnp.arange(40) % 3 != 1 if masked else None

@@ -12,7 +12,10 @@ OLDEST_JAX := 0.11.2
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu lint format clean
+# Modules of tests/faults, which count to the figures of docs/reliability.md by default.
+FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
+
+.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -46,6 +49,11 @@ test-newest:  ## The test suite on the newest releases and pre-releases, to see 
 
 test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu
+
+faults: $(FAULTS)  ## Every count of docs/reliability.md in full, for hours; with `make -k`, also after a failure
+
+$(FAULTS): faults-%: $(STAMP)
+	$(BIN)/python -m tests.faults.$*
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,7 +26,15 @@ from infcl_jax import run
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
 from infcl_jax.planner import Workload
-from infcl_jax.training import Checkpointer, GradCacheConfig, TrainState, prepare_workdir, save_config
+from infcl_jax.training import (
+    METRICS_FILE,
+    Checkpointer,
+    GradCacheConfig,
+    TrainState,
+    prepare_workdir,
+    read_metrics,
+    save_config,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATION_CACHE")
@@ -156,12 +164,36 @@ def start(module: str, *arguments: str, start_new_session: bool = False, **envir
     )
 
 
+def start_cluster(processes: int, module: str, *arguments: str, **environ: str) -> list[subprocess.Popen]:
+    """Start one command as several processes of one `jax.distributed` cluster."""
+    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "NUM_PROCESSES": str(processes)} | environ
+    return [start(module, *arguments, PROCESS_ID=str(rank), **cluster) for rank in range(processes)]
+
+
 class Finished(NamedTuple):
     """Exit status and output of a command."""
 
     returncode: int
     stdout: str
     stderr: str
+
+
+def finish(*processes: subprocess.Popen, seconds: float = 240) -> list[Finished]:
+    """Wait for processes, each for at most `seconds`; none survives."""
+    try:
+        outputs = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Finished(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def history(workdir: Path) -> tuple[list[dict], list[dict]]:
+    """Read training and evaluation metrics without the times."""
+    lines = read_metrics(workdir / METRICS_FILE)
+    times = ("time", "examples_per_second", "data/wait_fraction")
+    timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
+    return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
 
 def command(module: str, *arguments: str, cpu_devices: int | None = None, seconds: int = 240) -> Finished:

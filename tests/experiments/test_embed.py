@@ -166,15 +166,9 @@ def test_mistakes_are_one_line(arguments, message):
 def test_two_processes_write_the_rows_of_one(workdir, damaged, tmp_path, captions):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     assert embed(workdir, damaged, one, *captions).returncode == 0
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
     command = ("experiments.embed", *flags(workdir, damaged, two, *captions))
-    processes = [runs.start(*command, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    finished = runs.finish(*runs.start_cluster(2, *command))
+    assert [process.returncode for process in finished] == [0, 0], finished
     rows, expected = read_features(two), read_features(one)
     np.testing.assert_allclose(rows.feature, expected.feature, atol=1e-6)
     assert rows.index.tolist() == expected.index.tolist() and rows.key == expected.key

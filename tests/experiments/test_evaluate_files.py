@@ -126,15 +126,9 @@ def test_folders_tables_and_tars_equal_numpy(workdir, data, expected, zero_shot,
 
 
 def test_subfolders_on_two_processes_equal_numpy(workdir, data, expected):
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
     command = ("experiments.evaluate", f"--workdir={workdir}", *arguments(data, "classes", 4))
-    processes = [runs.start(*command, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    finished = runs.finish(*runs.start_cluster(2, *command))
+    assert [process.returncode for process in finished] == [0, 0], finished
     assert_equal(results(workdir), expected)
 
 

@@ -82,15 +82,13 @@ def test_two_processes_count_bad_records_together(tmp_path):
     write(tmp_path, 64)
     dataset = f"{tmp_path}/photos"
     changes = RUN | {"dataset": dataset, "batch_size": 16, "total_steps": 4, "seed": 1}
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     command = ("experiments.train", "--config=configs/base.py", f"--workdir={tmp_path}/run", *flags)
-    processes = [runs.start(*command, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    warnings = [errors.count("replaced by the next record") for _, errors in outputs]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    finished = runs.finish(*runs.start_cluster(2, *command))
+    warnings = [process.stderr.count("replaced by the next record") for process in finished]
+    assert [process.returncode for process in finished] == [0, 0], finished
     assert sum(warnings) == 3 and min(warnings) > 0
-    assert outputs[0][0].splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
+    assert finished[0].stdout.splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
     assert read_metrics(f"{tmp_path}/run/{METRICS_FILE}")[-1][f"data/bad_records/{dataset}"] == 3
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import runs
+from runs import history
 
 from experiments import train
 from infcl_jax.data.bad_records import BadRecords
@@ -36,18 +37,13 @@ def start(workdir, devices=DEVICES, **environ):
 
 def start_pair(workdir):
     """Start one run as two processes of two devices each."""
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
-    return [start(workdir, devices=2, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
+    return runs.start_cluster(2, TRAIN, f"--workdir={workdir}", *runs.flags(settings(devices=2)))
 
 
 def finish(*processes):
     """Wait for all processes; return their exit statuses and stderr."""
-    try:
-        outputs = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], [stderr for _, stderr in outputs]
+    finished = runs.finish(*processes, seconds=LIMIT)
+    return [process.returncode for process in finished], [process.stderr for process in finished]
 
 
 def stop(workdir, *processes, by):
@@ -61,14 +57,6 @@ def stop(workdir, *processes, by):
     else:
         processes[-1].send_signal(by)
     return finish(*processes)
-
-
-def history(workdir):
-    """Training and evaluation metrics without the times."""
-    lines = read_metrics(workdir / METRICS_FILE)
-    times = ("time", "examples_per_second", "data/wait_fraction")
-    timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
-    return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 
 
 def assert_close(got, expected):

@@ -345,7 +345,6 @@ def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monke
 
 
 def test_the_command_over_two_processes(tmp_path):
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
     arguments = [
         f"--batch={B}",
         "--chunk_size=8",
@@ -356,14 +355,9 @@ def test_the_command_over_two_processes(tmp_path):
         f"--output={tmp_path}",
     ]
     arguments += ["--model=tiny", f"--model_overrides={runs.OVERRIDES}"]
-    processes = [runs.start(MODULE, *arguments, **cluster, PROCESS_ID=str(rank)) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    printed = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in outputs]
+    finished = runs.finish(*runs.start_cluster(2, MODULE, *arguments))
+    assert [process.returncode for process in finished] == [0, 0], finished
+    printed = [[line for line in p.stdout.splitlines() if not line.startswith("[Gloo]")] for p in finished]
     assert [len(lines) for lines in printed] == [3, 0]
     (record,) = read_records(tmp_path)
     assert (record["devices"], record["processes"], record["status"]) == (2, 2, "ok")

@@ -6,13 +6,13 @@ The formats are those of `infcl_jax.models.save_pretrained` ("open_clip", "hf"),
 portable programs, with a README that says how to call them. `certificate.json` is the evidence that nothing was lost.
 """
 
-import shutil
 from pathlib import Path
 
 import jax
 from absl import flags
 
 from experiments import command
+from experiments.exported import copy_tokenizer
 from infcl_jax import run
 from infcl_jax.models import Certificate, build_model, save_pretrained, variable_shapes
 from infcl_jax.models.convert import export_stablehlo
@@ -53,8 +53,7 @@ def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -
         certificate = export_stablehlo(output, config, variables)
     else:
         certificate = save_pretrained(output, config, variables, format)  # type: ignore[arg-type]
-    if (tokenizer := workdir / run.TOKENIZER_FOLDER).is_dir():
-        shutil.copytree(tokenizer, output / run.TOKENIZER_FOLDER, dirs_exist_ok=True)
+    copy_tokenizer(workdir, output)
     command.say(f"exported step {step} of {workdir}: {certificate.summary()}")
     return certificate
 

@@ -16,11 +16,12 @@ from ml_collections import ConfigDict
 
 from configs import saved
 from experiments import command, evaluate
+from experiments.exported import export_weights
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
-from infcl_jax.distributed import is_lead, union
+from infcl_jax.distributed import is_lead, to_host, union
 from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
@@ -49,9 +50,9 @@ from infcl_jax.training import (
     prepare_workdir,
     save_config,
 )
-from infcl_jax.training.checkpoint import CONFIG_FILE
 from infcl_jax.training.metrics import DATA_WAIT_SHOWN
 from infcl_jax.training.step import Metrics, TrainStep
+from infcl_jax.training.workdir import CONFIG_FILE
 
 # Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
 _ADVICE_SECONDS = 1.0
@@ -72,7 +73,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         writable.
       FileNotFoundError: a dataset is not prepared.
       ImportError: a package of the tokenizer is not installed.
-      FloatingPointError: the loss or a gradient is not finite.
+      FloatingPointError: the loss, a gradient or the state is not finite.
+      OSError: the last checkpoint, or `max_failed_saves` in a row, could not be saved.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
       SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
     """
@@ -80,14 +82,22 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
-    with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
-        resumed = checkpoints.latest_step() is not None
+    with Checkpointer(
+        workdir,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        resume=config.resume,
+        max_failed_saves=config.max_failed_saves,
+    ) as checkpoints:
+        origin = checkpoints.origin()
+        resumed = origin is not None
         source = run.training_source(config)
         config = with_total_steps(config, source)
-        changed = changes_since(workdir, config) if resumed else {}
+        changed = changes_since(origin, config) if resumed else {}
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
-        check_fixed(changed, fixed, workdir, "keep it, or choose another --workdir")
-        tokenizer = run.text_tokenizer(config, workdir if resumed else None)
+        check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
+        tokenizer = run.text_tokenizer(config, origin)
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
@@ -107,7 +117,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         data = run.training_data(config, source, tokenizer, mesh, features)
         with name_changes(changed):
             checkpoints.restore_position(data)
-        if not resumed and is_lead():  # a copy, because the files that `config.tokenizer` names may move or change
+        if str(origin) != str(workdir.absolute()) and is_lead():
+            # A copy, because the files that `config.tokenizer` names may move or change.
             tokenizer.save(workdir / run.TOKENIZER_FOLDER)
         plan = plan_memory(workload, memory_limit)
         announce(config, mesh, state, workdir, plan, data)
@@ -195,7 +206,8 @@ class TrainLoop:
           Results of the last evaluation.
 
         Raises:
-          FloatingPointError: the loss or a gradient is not finite.
+          FloatingPointError: the loss, a gradient or the state is not finite.
+          OSError: `max_failed_saves` checkpoints in a row could not be saved.
           SystemExit: a stop was requested; the state is saved.
         """
         config, first = self.config, start + 1
@@ -218,14 +230,18 @@ class TrainLoop:
             self.data.bad_records.add(union(self.data.bad_records.indices()))
             self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
             pending = None
+            self.checkpoints.check_finite(step, state)
+            results: dict[str, float] = {}
             with progress.paused():
                 if stop:
                     self.checkpoints.save(step, state, self.data)
                     self.checkpoints.wait()
                 if evaluate_now:  # before the checkpoint, so that a resumed run has these metrics
                     results = self.evaluate(step, state)
-                if save:
-                    self.checkpoints.save(step, state, self.data)
+                if save or (results and config.keep_best):
+                    self.checkpoints.save(step, state, self.data, results)
+            if last:
+                self.export(state)
             if stop and not last:
                 raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
         return results
@@ -234,7 +250,15 @@ class TrainLoop:
         """Evaluate a finished run and save its settings."""
         results = self.suite(state.evaluated_variables)
         self.save_config()
+        self.export(state)
         return results
+
+    def export(self, state: TrainState) -> None:
+        """Write the weights of a finished run, if `config.export` is set."""
+        if self.config.export:
+            variables = to_host(state.evaluated_variables)  # a collective
+            if is_lead():
+                export_weights(self.workdir, variables)
 
     def report(self, step: int, metrics: Metrics, progress: ProgressPrinter, first: int) -> None:
         """Check, print and record the metrics of one step.
@@ -264,6 +288,8 @@ class TrainLoop:
             scalars["learning_rate"] = float(schedule(step - 1))
             if progress.examples_per_second is not None:
                 scalars["examples_per_second"] = progress.examples_per_second
+            if self.checkpoints.failed_saves:
+                scalars["checkpoint/failed_saves"] = self.checkpoints.failed_saves
             # Of the lead process; of all processes up to the last checkpoint or evaluation.
             scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
             self.writer.write(step, scalars | waits)

@@ -416,6 +416,23 @@ _LOGS = (
     Setting("log_every", int, 50, "steps between console lines", _COUNT),
     Setting("checkpoint_every", int, 500, "steps between checkpoints; 0: at the end only", _FROM_ZERO),
     Setting("keep_checkpoints", int, 2, "latest checkpoints to keep", _COUNT),
+    Setting("keep_every", int, 0, "also keep checkpoints whose step is a multiple of this; 0: none", _FROM_ZERO),
+    Setting(
+        "keep_best",
+        str | None,
+        None,
+        'also keep the checkpoint of the evaluation with the best value of this metric, such as "zero_shot/top1"; '
+        "checkpoints are then saved at every evaluation; None: none",
+    ),
+    Setting(
+        "resume",
+        str,
+        "latest",
+        '"latest": continue from the newest intact checkpoint; a step, such as "500": continue from it and set newer '
+        "ones aside; a path: start from the state of that run or WORKDIR/checkpoints/STEP",
+    ),
+    Setting("max_failed_saves", int, 3, "failed saves in a row that stop the run", _COUNT),
+    Setting("export", bool, False, "also write the final weights in OpenCLIP's format to WORKDIR/exported"),
     Setting("tensorboard", bool, False, "also write TensorBoard files"),
 )
 

@@ -1,13 +1,7 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
-from infcl_jax.training.checkpoint import (
-    CHECKPOINTS,
-    Checkpointer,
-    load_config,
-    prepare_workdir,
-    restore_variables,
-    save_config,
-)
+from infcl_jax.training.checkpoint import Checkpointer
+from infcl_jax.training.checkpoint_folder import CHECKPOINTS
 from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
@@ -19,9 +13,11 @@ from infcl_jax.training.optimizer_config import OptimizerConfig
 from infcl_jax.training.optimizers import check_optimizer, make_optimizer
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
+from infcl_jax.training.restore import restore_variables
 from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import check_finite, make_train_step
+from infcl_jax.training.workdir import load_config, prepare_workdir, save_config
 
 __all__ = [
     "BATCH_RESIDENCIES",

@@ -1,22 +1,34 @@
 """Asynchronous checkpoints of the train state and the data position."""
 
-import json
+import contextlib
+import dataclasses
 import os
+import threading
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
-from infcl_jax.training.ema import evaluated_variables
+from infcl_jax.distributed import is_lead, union
+from infcl_jax.training.checkpoint_folder import (
+    CHECKPOINTS,
+    LATEST,
+    CheckpointFolder,
+    Retention,
+    Say,
+    print_on_lead,
+    split_checkpoint,
+)
+from infcl_jax.training.finite import first_nonfinite_norm
+from infcl_jax.training.manifest import ANNOUNCEMENT, write_manifest
+from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
+from infcl_jax.training.restore import array_fields, check_array_types
 
-CONFIG_FILE = "config.json"
-
-
-CHECKPOINTS = "checkpoints"  # folder in the work directory
+# Seconds until processes give up waiting for the write of another one, such as one whose disk is full.
+_SAVE_SECONDS = 600
 
 
 class DataIterator(Protocol):
@@ -32,11 +44,35 @@ class DataIterator(Protocol):
         """Continue from a position that `get_state` returned."""
 
 
+@dataclasses.dataclass
+class _Save:
+    """Save in progress.
+
+    Attributes:
+      step: step of the checkpoint.
+      thread: thread that waits for the write; None if it did not start.
+      error: reason of a failure on this process; None so far.
+      fixes: context of orbax, left when the save has ended.
+    """
+
+    step: int
+    thread: threading.Thread | None = None
+    error: str | None = None
+    fixes: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    def join(self) -> None:
+        """Wait for the end of the save."""
+        if self.thread is not None:
+            self.thread.join()
+        self.fixes.close()
+
+
 class Checkpointer:
     """Save and restore a run in `workdir/checkpoints` with orbax.
 
-    Checkpoints are written in the background. A checkpoint gets its name only when it is complete, so a run killed
-    during a write restores the previous one. All processes must call every method together.
+    Checkpoints are written in the background. The manifest of a checkpoint, with the checksums of its files, is written
+    last. A run killed during a write restores the previous checkpoint, as does a run whose latest one is damaged. A
+    failed save is reported, and the next one tries again. All processes must call every method together.
 
     Example:
       with Checkpointer(workdir, keep=3) as checkpoints:
@@ -44,24 +80,77 @@ class Checkpointer:
           checkpoints.save(step, state, data)
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2):
-        """Open the checkpoint directory.
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_best: str | None = None,
+        resume: str = LATEST,
+        max_failed_saves: int = 3,
+        say: Say = print_on_lead,
+    ):
+        """Open the checkpoint directory, which the first save creates.
 
         Args:
-          workdir: directory of the run, created if missing.
+          workdir: directory of the run, as a local path or an address of `etils.epath`, such as `gs://bucket/run`.
           keep: number of latest checkpoints to keep.
+          keep_every: also keep checkpoints whose step is a multiple of this number; 0: none.
+          keep_best: metric whose best checkpoint to keep too, such as "zero_shot/top1"; None: none.
+          resume: checkpoint to restore. "latest": the newest intact one. A step: that one; the first save sets newer
+            ones aside. A path: that run or checkpoint, until this run has a checkpoint of its own.
+          max_failed_saves: number of failed saves in a row that stops the run.
+          say: printer of one line about a checkpoint.
         """
-        self._manager = ocp.CheckpointManager(
-            (Path(workdir) / CHECKPOINTS).absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
-            item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
-        )
+        self._say = say
+        self._own = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, self._say)
+        self._retention = Retention(keep, keep_every, keep_best)
+        self._resume, self._max_failed_saves = resume, max_failed_saves
+        self._source: tuple[CheckpointFolder, int] | None = None  # checkpoint to restore
+        self._chosen = self._prepared = False
+        self._saving: _Save | None = None
+        self._failures = 0  # in a row
+        self.failed_saves = 0
+        self._checkpointer = self._make_checkpointer()
 
     def latest_step(self) -> int | None:
-        """Return the step of the latest complete checkpoint, or None."""
-        return self._manager.latest_step()
+        """Return the step of the checkpoint to restore, or None.
 
-    def save(self, step: int, state: Any, data: DataIterator) -> None:
+        The first call verifies the files. Prints a line for each damaged checkpoint.
+
+        Raises:
+          ValueError: all checkpoints are damaged, or `resume` names none.
+        """
+        source = self._find_source()
+        return None if source is None else source[1]
+
+    def origin(self) -> epath.Path | None:
+        """Return the work directory of the checkpoint to restore, or None."""
+        source = self._find_source()
+        return None if source is None else source[0].path.parent
+
+    def check_finite(self, step: int, state: Any) -> None:
+        """Check that the norms of the parameters, running statistics and moving averages are finite.
+
+        Args:
+          step: step of the state, for the error message.
+          state: train state.
+
+        Raises:
+          FloatingPointError: a norm is not finite; the message names the array and the newest good checkpoint.
+        """
+        array = first_nonfinite_norm({name: getattr(state, name) for name in ("params", "batch_stats", "ema")})
+        if array is not None:
+            self._settle()  # the newest good checkpoint may still be in progress
+            good = self.latest_step()
+            newest = "there is no good checkpoint" if good is None else f"the newest good checkpoint is step {good}"
+            raise FloatingPointError(
+                f"step {step}: the norm of {array} is NaN or infinite, so the state was not saved; {newest}; resume "
+                "with a lower learning rate, a longer warm-up or a smaller clip_norm"
+            )
+
+    def save(self, step: int, state: Any, data: DataIterator, results: Mapping[str, float] | None = None) -> None:
         """Start to save `state` and the position of `data`.
 
         Does nothing if the latest checkpoint already has this step.
@@ -70,14 +159,43 @@ class Checkpointer:
           step: step under which the checkpoint is saved.
           state: train state.
           data: data iterator.
+          results: results of the evaluation at this step, for `keep_best`.
+
+        Raises:
+          FloatingPointError: the norm of an array of the state is not finite.
+          OSError: `max_failed_saves` saves in a row failed.
+          ValueError: `results` lacks the metric of `keep_best`.
         """
-        if step == self._manager.latest_step():
+        results = dict(results or {})
+        best = self._retention.best
+        if results and best is not None and best not in results:
+            raise ValueError(f"expected keep_best to be one of {', '.join(sorted(results))}, got {best!r}")
+        self._settle()
+        if step == self.latest_step():
             return
-        items = {"state": ocp.args.StandardSave(_array_fields(state)), "data": ocp.args.JsonSave(data.get_state())}
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        self.check_finite(step, state)
+        save = self._saving = _Save(step)
+        if is_lead():
+            self._prepare(save)
+        if union([] if save.error is None else [0]):
+            self._settle()
+            return
+        items = {"state": ocp.args.StandardSave(array_fields(state)), "data": ocp.args.JsonSave(data.get_state())}
+        folder = self._own.path / str(step)
+        save.fixes.enter_context(orbax_fixes())
+        try:
+            # Overwrites what another failed save of this step left.
+            self._checkpointer.save(folder, ocp.args.Composite(**items), force=True, custom_metadata=ANNOUNCEMENT)
+        except Exception as error:  # orbax and TensorStore raise any exception
+            if jax.process_count() > 1:
+                raise  # other processes wait in a collective of orbax
+            self._fail(save, error)
+            return
+        save.thread = threading.Thread(target=self._finish, args=(save, folder, results))
+        save.thread.start()
 
     def restore_latest(self, state: Any, data: DataIterator | None = None) -> Any:
-        """Restore the latest checkpoint, or return `state` if there is none.
+        """Restore the checkpoint that `resume` names, or return `state` if there is none.
 
         Args:
           state: train state with the structure, shapes, dtypes and shardings to restore.
@@ -88,14 +206,18 @@ class Checkpointer:
 
         Raises:
           ValueError: an array of the checkpoint differs from `state` in shape or dtype, or `data` rejects the position.
+            Also if all checkpoints are damaged.
         """
-        step = self.latest_step()
-        if step is None:
+        source = self._find_source()
+        if source is None:
             return state
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _array_fields(state))
+        path = source[0].path / str(source[1])
+        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, array_fields(state))
         # Checked before the restore, so that orbax reads no array of another run.
-        _check_array_types(step, self._manager.item_metadata(step)["state"].tree, template)
-        fields = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"]
+        saved = self._checkpointer.metadata(path).item_metadata["state"].tree
+        check_array_types(source[1], saved, template)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
+        fields = self._checkpointer.restore(path, args)["state"]
         if data is not None:
             self.restore_position(data)
         if state.samples is not None:
@@ -103,142 +225,140 @@ class Checkpointer:
         return state.replace(**fields)
 
     def restore_position(self, data: DataIterator) -> None:
-        """Move `data` to the position of the latest checkpoint, if there is one.
+        """Move `data` to the position of the restored checkpoint, if there is one.
 
         Raises:
           ValueError: `data` rejects the position.
         """
-        step = self.latest_step()
-        if step is not None:
-            restored = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-            data.set_state(restored["data"])
+        source = self._find_source()
+        if source is not None:
+            args = ocp.args.Composite(data=ocp.args.JsonRestore())
+            data.set_state(self._checkpointer.restore(source[0].path / str(source[1]), args)["data"])
 
     def wait(self) -> None:
-        """Wait until all checkpoints are on disk."""
-        self._manager.wait_until_finished()
+        """Wait until all checkpoints are on disk.
+
+        Raises:
+          OSError: the last save failed.
+        """
+        self._settle()
+        if self._failures:
+            raise OSError(f"the last checkpoint was not saved; {self._advice()}")
 
     def __enter__(self) -> "Checkpointer":
         """Return the checkpointer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Wait for the last write and close."""
-        self._manager.close()
+        """Wait for the last write and close.
 
+        Raises:
+          OSError: the body raised nothing, and the last save failed.
+        """
+        try:
+            if error is None:
+                self.wait()
+            elif self._saving is not None:
+                self._saving.join()  # without other processes, which may have raised nothing
+        finally:
+            self._checkpointer.close()
 
-def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:
-    """Restore the variables of a checkpoint to evaluate: its moving averages if it has them.
+    def _find_source(self) -> tuple[CheckpointFolder, int] | None:
+        """Choose the checkpoint to restore, on the first call."""
+        self._settle()
+        if not self._chosen:
+            self._source, self._chosen = self._choose(), True
+        return self._source
 
-    Args:
-      workdir: directory of the run.
-      template: variables with the structure, shapes, dtypes and shardings to restore, as `jax.ShapeDtypeStruct`.
-      step: step of the checkpoint; None: the latest.
-
-    Returns:
-      (step of the checkpoint, variables).
-
-    Raises:
-      FileNotFoundError: the run has no such checkpoint.
-      ValueError: an array of the checkpoint differs from `template` in shape or dtype.
-    """
-    folder = (Path(workdir) / CHECKPOINTS).absolute()
-    options = ocp.CheckpointManagerOptions(create=False)
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
-    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps or step not in (None, *steps):
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise FileNotFoundError(f"{wanted} in {workdir}; its steps are {', '.join(map(str, steps)) or 'none yet'}")
-        step = steps[-1] if step is None else step
-        saved = manager.item_metadata(step)["state"].tree
-        _check_array_types(step, {name: saved[name] for name in template if name in saved}, template)
-        items = template | ({"ema": _ema_template(template, saved["ema"])} if "ema" in saved else {})
-        args = ocp.checkpoint_utils.construct_restore_args(items)
-        restore = ocp.args.PyTreeRestore(items, restore_args=args, partial_restore=True)
-        restored = manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
-        return step, evaluated_variables({name: restored[name] for name in template}, restored.get("ema"))
-
-
-def _ema_template(template: Any, saved: Any) -> Any:
-    """Select the variables that have moving averages, in fp32."""
-    if isinstance(template, Mapping):
-        return {name: _ema_template(template[name], saved[name]) for name in saved}
-    return jax.ShapeDtypeStruct(template.shape, np.float32, sharding=template.sharding)
-
-
-def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
-    """Create the directory of the run and check that it is writable.
-
-    Raises:
-      ValueError: the directory is not writable; the message gives the reason.
-    """
-    workdir = Path(workdir)
-    probe = workdir / f".writable-{jax.process_index()}"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ValueError(f"cannot write to workdir {workdir} ({reason}); choose another --workdir") from error
-    return workdir
-
-
-def save_config(workdir: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a run to `workdir/config.json`.
-
-    An atomic rename replaces an earlier file. `experiments.evaluate` reads the configuration from there.
-    """
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    temporary = workdir / f"{CONFIG_FILE}.new"
-    temporary.write_text(text)
-    temporary.replace(workdir / CONFIG_FILE)
-
-
-def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the configuration that `save_config` wrote.
-
-    Raises:
-      FileNotFoundError: `workdir` contains no run.
-      ValueError: the file is not JSON.
-    """
-    path = Path(workdir) / CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"no run in {workdir} ({CONFIG_FILE} is missing); train one with this --workdir first")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"expected the configuration of a run in {path}, got no JSON ({error}); train again"
-        ) from error
-
-
-def _check_array_types(step: int, saved: Any, template: Any) -> None:
-    """Raise `ValueError` at the first shape or dtype mismatch."""
-    saved_types, expected_types = _array_types(saved), _array_types(template)
-    # Parameters first: a mismatch of the model also changes the optimizer state, whose array names say less.
-    for name in sorted(saved_types | expected_types, key=lambda name: (not name.startswith("params/"), name)):
-        if saved_types.get(name) != expected_types.get(name):
+    def _choose(self) -> tuple[CheckpointFolder, int] | None:
+        """Choose the checkpoint that `resume` names."""
+        folder, step = self._own, None
+        if self._resume.isdecimal():
+            step = int(self._resume)
+        elif self._resume != LATEST and not self._own.steps():
+            path, step = split_checkpoint(self._resume)
+            folder = CheckpointFolder(path, self._say)
+        steps = folder.steps()
+        if (folder is not self._own and not steps) or (step is not None and step not in steps):
             raise ValueError(
-                f"the checkpoint of step {step} is of another run: {name} is "
-                f"{saved_types.get(name, 'absent')} there and {expected_types.get(name, 'absent')} here; keep the "
-                "run's settings or choose another --workdir"
+                f"expected resume to be {LATEST!r}, a step ({', '.join(map(str, steps)) or 'none yet'}) or the path of "
+                f"another run, got {self._resume!r}"
             )
+        chosen = folder.intact_step(step)
+        return None if chosen is None else (folder, chosen)
 
+    def _prepare(self, save: _Save) -> None:
+        """Check that the folder is writable, and set aside what the first save replaces."""
+        probe = self._own.path / ".writable"
+        try:
+            self._own.path.mkdir(parents=True, exist_ok=True)
+            if not self._prepared:
+                self._own.prepare(self._source[1] if self._source and self._source[0] is self._own else None)
+                self._prepared = True
+            probe.write_text("x" * 4096)
+            probe.unlink()
+        except OSError as error:
+            self._fail(save, error)
 
-def _array_types(tree: Any) -> dict[str, str]:
-    """Map array paths to types such as "float32[3, 4]"."""
-    # Simple key strings, because orbax saves named tuples as dicts, whose keys `keystr` would quote.
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+    def _finish(self, save: _Save, folder: epath.Path, results: Mapping[str, float]) -> None:
+        """Wait for the write, add the manifest and delete old checkpoints, in a thread."""
+        try:
+            self._checkpointer.wait_until_finished()
+            if is_lead():
+                write_manifest(folder, results)
+        except Exception as error:  # orbax and TensorStore raise any exception
+            self._fail(save, error)
+            return
+        if is_lead():
+            try:
+                self._own.delete_old(self._retention)
+            except OSError as error:
+                self._say(f"cannot delete old checkpoints: {failure_reason(error)}")
 
+    def _fail(self, save: _Save, error: Exception) -> None:
+        """Record a failure of this process and report it at once."""
+        save.error = failure_reason(error)
+        process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+        print(f"{process}checkpoint of step {save.step} was NOT saved: {save.error}", flush=True)
 
-def _array_fields(state: Any) -> dict[str, Any]:
-    """Collect the fields of a train state to save: those with arrays, without None."""
-    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples", "ema")}
-    samples = fields["samples"]
-    fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
-    return {name: value for name, value in fields.items() if value is not None}
+    def _settle(self) -> None:
+        """Wait for the save in progress, so that all processes agree on its success.
+
+        Raises:
+          OSError: `max_failed_saves` saves in a row failed.
+        """
+        save, self._saving = self._saving, None
+        if save is None:
+            return
+        save.join()
+        failed = union([] if save.error is None else [jax.process_index()])
+        if not failed:
+            self._own.trust(save.step)
+            self._source, self._chosen, self._failures = (self._own, save.step), True, 0
+            return
+        self._failures += 1
+        self.failed_saves += 1
+        # A new object, since barriers of the old one may still have waiting processes.
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+        self._checkpointer = self._make_checkpointer()
+        if is_lead():
+            with contextlib.suppress(OSError):  # the cause of the failure
+                self._own.delete_failed(save.step)
+        if self._failures >= self._max_failed_saves:
+            raise OSError(f"{self._failures} checkpoint(s) in a row were not saved; {self._advice()}")
+
+    def _advice(self) -> str:
+        """Say what to do after failed saves."""
+        step = "the start" if self._source is None else f"step {self._source[1]}"
+        return f"make {self._own.path} writable, then the same command continues from {step}"
+
+    def _make_checkpointer(self) -> ocp.AsyncCheckpointer:
+        """Create the writer of orbax, with barriers of its own."""
+        return ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler(), data=ocp.JsonCheckpointHandler()),
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                barrier_sync_key_prefix=f"saves{self.failed_saves}"
+            ),
+        )

@@ -82,6 +82,7 @@ OPTIONAL = {
     "init.text": "folder",
     "evaluation.data_dir": "folder",
     "implementation": "xla",
+    "keep_best": "zero_shot/top1",
     "global_contrastive.gamma_schedule": "cosine",
     "global_contrastive.temperature_beta1": "0.5",
     "global_contrastive.temperature_beta2": "0.5",

@@ -29,7 +29,7 @@ def promotion():
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train.train(runs.config(**NOTHING, total_steps=1), folder)
+    train.train(runs.config(**NOTHING, total_steps=1, export=True), folder)
     return folder
 
 
@@ -49,6 +49,13 @@ def test_an_export_loads_again_with_the_same_features(workdir, tmp_path, format,
     own = features(runs.model(), checkpoint(workdir))
     for tower, array in features(*load_pretrained(tmp_path / "a", compare_features=False)).items():
         np.testing.assert_array_equal(array, own[tower])
+
+
+def test_a_finished_run_leaves_its_weights(workdir):
+    own = features(runs.model(), checkpoint(workdir))
+    for tower, array in features(*load_pretrained(workdir / "exported", compare_features=False)).items():
+        np.testing.assert_array_equal(array, own[tower])
+    assert (workdir / "exported/tokenizer").is_dir()
 
 
 def checkpoint(workdir):

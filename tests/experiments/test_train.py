@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -192,6 +193,16 @@ def test_two_processes_stop_together_and_one_continues(uninterrupted, tmp_path):
         assert_close(got, expected)
 
 
+def test_an_update_that_ruins_the_parameters_is_not_saved(tmp_path):
+    ruined = settings(devices=1, total_steps=1, **{"optimizer.learning_rate": 1e30})
+    status, _, stderr = runs.command(TRAIN, f"--workdir={tmp_path}", *runs.flags(ruined))
+    assert status == 1
+    assert re.fullmatch(
+        r"error: step 1: the norm of params/\S+ is NaN or infinite[^\n]* no good checkpoint; .*\n", stderr
+    )
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
 def test_evaluate_repeats_the_final_evaluation(finished, uninterrupted):
     assert finish(runs.start("experiments.evaluate", f"--workdir={finished}")) == ([0], [""])
     assert json.loads((finished / "evaluation.json").read_text()) == uninterrupted[1][-1]
@@ -217,8 +228,13 @@ class Recorder:
         scalars = dict.fromkeys(("loss", "logit_scale", "grad_norm"), np.float32(state + 1))
         return state + 1, {**scalars, "finite": {"the loss": finite}}
 
-    def save(self, step, state, data):
-        assert step == state
+    failed_saves = 0
+
+    def check_finite(self, step, state):
+        self.checked = step
+
+    def save(self, step, state, data, results=None):
+        assert step == state == self.checked
         self.events.append(f"save {step}")
 
     def wait(self):

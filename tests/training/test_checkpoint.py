@@ -1,6 +1,8 @@
 """Checkpoints: bit for bit, on other devices, after crashes; requirements of work directories."""
 
+import functools
 import json
+import re
 import shutil
 
 import flax.linen as nn
@@ -21,6 +23,7 @@ from infcl_jax.training import (
     prepare_workdir,
     save_config,
 )
+from infcl_jax.training.checkpoint_folder import Retention
 
 
 class Towers(nn.Module):
@@ -64,6 +67,12 @@ def state_of(devices=8, steps=0, tx=None, **model):
     return state
 
 
+@functools.cache
+def state_after(steps):
+    """A shared state, which no test may donate."""
+    return state_of(steps=steps)
+
+
 def contents(state):
     return state.step, state.params, state.opt_state
 
@@ -72,7 +81,7 @@ def save(workdir, steps, **options):
     """Save checkpoints of `steps` with a data position of ten times the step."""
     with Checkpointer(workdir, **options) as checkpoints:
         for step in steps:
-            checkpoints.save(step, state_of(steps=step), Data(10 * step))
+            checkpoints.save(step, state_after(step), Data(10 * step))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
@@ -169,6 +178,136 @@ def test_a_checkpoint_of_another_run_is_refused_in_one_line(tmp_path, changes, d
         pytest.raises(ValueError, match=rf"^[^\n]*{message}[^\n]*$"),
     ):
         checkpoints.restore_latest(state_of(**changes), data)
+
+
+def folders(workdir):
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir())
+
+
+def corrupt(workdir, step):
+    """Flip a bit in the largest file of a checkpoint."""
+    path = max((workdir / "checkpoints" / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named_skipped_and_set_aside(tmp_path, capsys):
+    save(tmp_path, [1, 2])
+    corrupt(tmp_path, 2)
+    with Checkpointer(tmp_path) as checkpoints:
+        data = Data()
+        assert int(checkpoints.restore_latest(state_after(0), data).step) == 1
+        assert data.position == 10
+        assert re.fullmatch(r"checkpoint 2 in .* is damaged: state/\S+ has another checksum\n", capsys.readouterr().out)
+        checkpoints.save(2, state_after(2), Data(20))
+    assert folders(tmp_path) == ["1", "2", "2.damaged"]
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 2
+
+
+def test_without_an_intact_checkpoint_nothing_is_restored(tmp_path):
+    save(tmp_path, [1, 2])
+    corrupt(tmp_path, 1)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "state")
+    with (
+        Checkpointer(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"^expected an intact checkpoint in [^\n]*2: [^\n]*missing; 1: [^\n]*$"),
+    ):
+        checkpoints.restore_latest(state_after(0))
+
+
+def test_a_checkpoint_without_its_announced_manifest_is_incomplete(tmp_path):
+    save(tmp_path, [1, 2])
+    (tmp_path / "checkpoints" / "2" / "manifest.json").unlink()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, value):
+    state = state_after(2)
+    ruined = state.replace(params=state.params | {"text": {"embedding": state.params["text"]["embedding"] * value}})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state_after(1), Data())
+        with pytest.raises(FloatingPointError, match=r"^step 2: the norm of params/text/embedding [^\n]* is step 1; "):
+            checkpoints.save(2, ruined, Data())
+    assert folders(tmp_path) == ["1"]
+
+
+def test_multiples_and_the_best_are_kept(tmp_path):
+    values = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.2, 5: 0.3, 6: 0.4}
+    state = state_after(1)
+    with Checkpointer(tmp_path, keep=1, keep_every=4, keep_best="top1") as checkpoints:
+        for step, value in values.items():
+            checkpoints.save(step, state, Data(), {"top1": value})
+        with pytest.raises(ValueError, match=r"^expected keep_best to be one of loss, got 'top1'$"):
+            checkpoints.save(7, state, Data(), {"loss": 1.0})
+    assert folders(tmp_path) == ["3", "4", "6"]
+
+
+def test_the_best_loss_is_the_lowest():
+    results = {1: {"validation/loss": 2.0}, 2: {"validation/loss": 1.0}, 3: {"validation/loss": 3.0}, 4: {}}
+    assert Retention(1, best="validation/loss").kept(results) == {2, 4}
+
+
+def test_a_chosen_step_is_resumed_and_newer_ones_are_set_aside(tmp_path):
+    save(tmp_path, [1, 2, 3], keep=3)
+    with Checkpointer(tmp_path, keep=3, resume="1") as checkpoints:
+        assert int(checkpoints.restore_latest(state_after(0)).step) == 1
+        checkpoints.save(2, state_after(2), Data())
+    assert folders(tmp_path) == ["1", "2", "2.superseded", "3.superseded"]
+
+
+@pytest.mark.parametrize(("path", "step"), [("", 2), ("checkpoints/1", 1)])
+def test_another_run_is_resumed_until_the_first_own_checkpoint(tmp_path, path, step):
+    save(tmp_path / "other", [1, 2])
+    for expected in (step, 5):
+        with Checkpointer(tmp_path / "own", resume=str(tmp_path / "other" / path)) as checkpoints:
+            assert checkpoints.latest_step() == expected
+            checkpoints.save(5, state_after(5), Data())
+
+
+@pytest.mark.parametrize("resume", ["7", "/nowhere"])
+def test_a_checkpoint_to_resume_must_exist(tmp_path, resume):
+    with (
+        Checkpointer(tmp_path, resume=resume) as checkpoints,
+        pytest.raises(ValueError, match=r"^expected resume to be"),
+    ):
+        checkpoints.latest_step()
+
+
+def full_disk(folder):
+    raise OSError(28, "No space left on device", str(folder))
+
+
+def test_failed_saves_are_reported_and_tried_again(tmp_path, monkeypatch, capsys):
+    state = state_after(1)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, Data())
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("infcl_jax.training.checkpoint.write_manifest", lambda folder, results: full_disk(folder))
+            checkpoints.save(2, state, Data())
+            with pytest.raises(OSError, match=r"^the last checkpoint was not saved; .* continues from step 1$"):
+                checkpoints.wait()
+        assert re.fullmatch(
+            r"checkpoint of step 2 was NOT saved: No space left on device \(.*\)\n", capsys.readouterr().out
+        )
+        assert (checkpoints.failed_saves, folders(tmp_path)) == (1, ["1"])
+        shutil.rmtree(tmp_path / "checkpoints")
+        checkpoints.save(3, state, Data())
+    assert folders(tmp_path) == ["3"]
+
+
+def test_a_run_that_cannot_save_stops(tmp_path):
+    state = state_after(1)
+    checkpoints = Checkpointer(tmp_path, max_failed_saves=2)
+    assert checkpoints.latest_step() is None
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpoints.save(1, state, Data())
+    with pytest.raises(OSError, match=r"^2 checkpoint\(s\) in a row were not saved; .* continues from the start$"):
+        checkpoints.save(2, state, Data())
 
 
 def test_a_workdir_is_made_and_left_empty(tmp_path):

@@ -1,0 +1,36 @@
+"""Weights of a finished run, written for other programs."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from experiments import command
+from infcl_jax import run
+from infcl_jax.models import save_pretrained
+
+FOLDER = "exported"  # in the work directory
+
+
+def export_weights(workdir: Path, variables: Any) -> None:
+    """Write the weights of a finished run to `workdir/exported`, for OpenCLIP and `infcl_jax.load`.
+
+    A model that OpenCLIP does not have ends in a warning, not in an error.
+
+    Args:
+      workdir: directory of the run, with its `config.json`.
+      variables: Flax variables on the host.
+    """
+    config, output = run.read_model_config(run.saved_config(workdir)), workdir / FOLDER
+    try:
+        save_pretrained(output, config, variables, compare_features=False)
+        copy_tokenizer(workdir, output)
+    except (OSError, ValueError) as error:
+        command.say(f"warning: the weights were not exported: {error}")
+    else:
+        command.say(f"exported the weights to {output}")
+
+
+def copy_tokenizer(workdir: Path, output: Path) -> None:
+    """Copy the tokenizer of a run, if it has one."""
+    if (tokenizer := workdir / run.TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(tokenizer, output / run.TOKENIZER_FOLDER, dirs_exist_ok=True)

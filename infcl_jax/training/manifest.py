@@ -1,0 +1,157 @@
+"""Manifest of a checkpoint: size and checksum of each file, written last."""
+
+import concurrent.futures
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from infcl_jax.distributed import union
+
+MANIFEST = "manifest.json"
+# Custom metadata that announces a manifest. A folder with it and without the manifest was not completed.
+ANNOUNCEMENT = {"manifest": MANIFEST}
+
+_METADATA = "_CHECKPOINT_METADATA"  # of orbax; holds the custom metadata
+_THREADS = 8  # hashlib releases the GIL; SHA-256 reaches 0.8 GB/s per core of a busy machine, 2026-11-23
+_DAMAGED_MANIFEST, _NO_MANIFEST = -1, -2  # besides the numbers of damaged files
+
+
+class Verification(NamedTuple):
+    """Result of `verify`.
+
+    Attributes:
+      damage: damaged or missing file and what is wrong with it; None for an intact checkpoint.
+      checked: whether the checkpoint has a manifest; those of earlier versions have none.
+    """
+
+    damage: str | None
+    checked: bool
+
+
+def write_manifest(folder: epath.Path, results: Mapping[str, float]) -> None:
+    """Write the manifest of a complete checkpoint.
+
+    Args:
+      folder: folder of the checkpoint.
+      results: results of the evaluation at its step, by name; empty without one.
+    """
+    paths = _files(folder)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        checksums = threads.map(lambda path: _checksum(folder / path), paths)
+        files = {
+            path: {"size": (folder / path).stat().length, "sha256": checksum}
+            for path, checksum in zip(paths, checksums, strict=True)
+        }
+    temporary = folder / f"{MANIFEST}.new"
+    temporary.write_text(_format(files, results))
+    temporary.replace(folder / MANIFEST)
+
+
+def read_results(folder: epath.Path) -> dict[str, float]:
+    """Return the results in the manifest of a checkpoint; empty without an intact manifest."""
+    try:
+        return _read(folder)["results"]
+    except (OSError, ValueError):
+        return {}
+
+
+def verify(folder: epath.Path) -> Verification:
+    """Compare the files of a checkpoint with its manifest.
+
+    Every process must call this function. Each verifies a share of the files, and all get the same result.
+
+    Args:
+      folder: folder of the checkpoint.
+    """
+    files: dict[str, Any] = {}
+    paths: list[str] = []
+    try:
+        files = _read(folder)["files"]
+        paths = sorted(files, key=lambda path: (-files[path]["size"], path))  # balances the shares
+        share = range(jax.process_index(), len(paths), jax.process_count())
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+            damages = threads.map(lambda number: _damage(folder, paths[number], files[paths[number]]), share)
+            damaged = [number for number, damage in zip(share, damages, strict=True) if damage]
+    except FileNotFoundError:
+        damaged = [_DAMAGED_MANIFEST if _announced(folder) else _NO_MANIFEST]
+    except (OSError, ValueError):
+        damaged = [_DAMAGED_MANIFEST]
+    damaged = union(damaged)
+    if not damaged:
+        return Verification(None, True)
+    if damaged == [_NO_MANIFEST]:
+        return Verification(None, False)
+    if damaged[0] < 0:
+        return Verification(f"{MANIFEST} is missing or damaged", True)
+    path = paths[damaged[0]]
+    return Verification(_damage(folder, path, files[path]) or f"{path} is unreadable on another process", True)
+
+
+def _read(folder: epath.Path) -> dict[str, Any]:
+    """Read and check the manifest itself.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged.
+    """
+    text = (folder / MANIFEST).read_text()
+    try:
+        manifest = json.loads(text)
+        intact = text == _format(manifest["files"], manifest["results"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected the manifest of a checkpoint, got {text[:40]!r}") from error
+    if not intact:
+        raise ValueError("expected a manifest with the checksum of its content, got another checksum")
+    return manifest
+
+
+def _format(files: Mapping[str, Any], results: Mapping[str, float]) -> str:
+    """Format a manifest with a checksum of its own content."""
+    content = {"files": files, "results": results}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content | {"sha256": checksum}, sort_keys=True, indent=1) + "\n"
+
+
+def _files(folder: epath.Path, prefix: str = "") -> Sequence[str]:
+    """List the files of a checkpoint without its manifest, relative to its folder."""
+    paths: list[str] = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        name = f"{prefix}{path.name}"
+        if path.is_dir():
+            paths += _files(path, f"{name}/")
+        elif name not in (MANIFEST, f"{MANIFEST}.new"):
+            paths.append(name)
+    return paths
+
+
+def _damage(folder: epath.Path, path: str, expected: Mapping[str, Any]) -> str | None:
+    """Describe the damage of a file; None for an intact one."""
+    try:
+        size = (folder / path).stat().length
+        if size != expected["size"]:
+            return f"{path} has {size} instead of {expected['size']} bytes"
+        return None if _checksum(folder / path) == expected["sha256"] else f"{path} has another checksum"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} is unreadable ({error.strerror or type(error).__name__})"
+
+
+def _checksum(path: epath.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _announced(folder: epath.Path) -> bool:
+    """Return whether a checkpoint must have a manifest.
+
+    It must, unless intact metadata of orbax lacks the announcement."""
+    try:
+        metadata = json.loads((folder / _METADATA).read_text())
+        return (metadata.get("custom_metadata") or {}).get("manifest") is not None
+    except (OSError, ValueError, AttributeError):
+        return True

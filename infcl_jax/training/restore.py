@@ -1,0 +1,86 @@
+"""Restoration of variables from a checkpoint, and comparison of array types."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder, print_on_lead
+from infcl_jax.training.ema import evaluated_variables
+
+
+def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:
+    """Restore the variables of a checkpoint to evaluate.
+
+    Moving averages replace the parameters if the checkpoint has them.
+
+    Args:
+      workdir: directory of the run.
+      template: variables with the structure, shapes, dtypes and shardings to restore, as `jax.ShapeDtypeStruct`.
+      step: step of the checkpoint; None: the newest intact one.
+
+    Returns:
+      (step of the checkpoint, variables).
+
+    Raises:
+      FileNotFoundError: the run has no such checkpoint.
+      ValueError: an array of the checkpoint differs from `template` in shape or dtype, or all checkpoints are damaged.
+    """
+    folder = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, print_on_lead)
+    steps = folder.steps()
+    if not steps or step not in (None, *steps):
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"{missing} in {workdir}; its steps are {', '.join(map(str, steps)) or 'none yet'}")
+    step = folder.intact_step(step)
+    path = folder.path / str(step)
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+        saved = checkpointer.metadata(path).item_metadata["state"].tree
+        check_array_types(step, {name: saved[name] for name in template if name in saved}, template)
+        items = template | ({"ema": _ema_template(template, saved["ema"])} if "ema" in saved else {})
+        args = ocp.checkpoint_utils.construct_restore_args(items)
+        restore = ocp.args.PyTreeRestore(items, restore_args=args, partial_restore=True)
+        restored = checkpointer.restore(path, ocp.args.Composite(state=restore))["state"]
+        return step, evaluated_variables({name: restored[name] for name in template}, restored.get("ema"))
+
+
+def _ema_template(template: Any, saved: Any) -> Any:
+    """Select the variables that have moving averages, in fp32."""
+    if isinstance(template, Mapping):
+        return {name: _ema_template(template[name], saved[name]) for name in saved}
+    return jax.ShapeDtypeStruct(template.shape, np.float32, sharding=template.sharding)
+
+
+def check_array_types(step: int, saved: Any, template: Any) -> None:
+    """Raise `ValueError` at the first shape or dtype mismatch."""
+    saved_types, expected_types = _array_types(saved), _array_types(template)
+    # Parameters first: a mismatch of the model also changes the optimizer state, whose array names say less.
+    for name in sorted(saved_types | expected_types, key=lambda name: (not name.startswith("params/"), name)):
+        if saved_types.get(name) != expected_types.get(name):
+            raise ValueError(
+                f"the checkpoint of step {step} is of another run: {name} is "
+                f"{saved_types.get(name, 'absent')} there and {expected_types.get(name, 'absent')} here; keep the "
+                "run's settings or choose another --workdir"
+            )
+
+
+def _array_types(tree: Any) -> dict[str, str]:
+    """Map array paths to types such as "float32[3, 4]"."""
+    # Simple key strings, because orbax saves named tuples as dicts, whose keys `keystr` would quote.
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
+
+
+def array_fields(state: Any) -> dict[str, Any]:
+    """Collect the fields of a train state to save: those with arrays, without None."""
+    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats", "samples", "ema")}
+    samples = fields["samples"]
+    fields["samples"] = None if samples is None else {k: v for k, v in samples._asdict().items() if v is not None}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -171,6 +171,7 @@ def evaluation_suite(
         resize=image_resize(model),
         say=say,
         max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
     )
 
 
@@ -238,6 +239,7 @@ def training_data(
         process_count=jax.process_count(),
         num_workers=config.num_workers,
         max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
         num_threads=config.num_threads,
         prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
         cores=max(1, usable_cores() // local.cores),

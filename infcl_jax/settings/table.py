@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
@@ -74,6 +75,14 @@ _DATA = (
         None,
         "reading and decoding processes of each training process; 0: threads; None: chosen from the CPU cores",
         _FROM_ZERO,
+    ),
+    Setting(
+        "max_image_pixels",
+        int,
+        MAX_PIXELS,
+        "largest number of pixels of an image file; larger ones are bad records, before they are decoded",
+        Range(MIN_SIDE**2, MAX_SIDE**2),
+        evaluated=True,
     ),
     Setting("num_threads", int | None, None, "reading threads without workers; None: one per CPU core", _COUNT),
     Setting(

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 import grain
 import numpy as np
 
+_LONGEST_NAME = 300  # characters of a record's description in an error message
+
 _logger = logging.getLogger(__name__)
 
 
@@ -167,7 +169,7 @@ def bad_record(record: str, error: Exception | str) -> BadRecordError:
     """Create the error of a record from its description and the reason."""
     if isinstance(error, Exception):
         error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return BadRecordError(f"bad {record}: {error}")
+    return BadRecordError(f"bad {record[:_LONGEST_NAME]}: {error}")
 
 
 def starts_of(sizes: Iterable[int]) -> np.ndarray:

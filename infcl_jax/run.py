@@ -42,8 +42,8 @@ from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides, total_steps
+from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (
-    EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
@@ -337,15 +337,6 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
 
 
-def _ema(config: ConfigDict) -> EMAConfig | None:
-    """Return the settings of the moving averages; None without them."""
-    if config.ema_decay is not None:
-        return EMAConfig(decay=config.ema_decay, warmup=config.ema_warmup)
-    if config.ema_warmup:
-        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
-    return None
-
-
 def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
     """Create the optimizer of a run, and check that its rules fit the model."""
     settings = OptimizerConfig(**config.optimizer)
@@ -377,7 +368,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
-        ema=_ema(config),
+        ema=ema_config(config),
     )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
@@ -420,7 +411,7 @@ def workload(
         cache=GradCacheConfig(**cache),
         implementation=chosen,
         loss=config.loss,
-        ema=_ema(config) is not None,
+        ema=ema_config(config) is not None,
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,

@@ -168,7 +168,10 @@ def cache_features(
 def _segment_arrays(
     source: Source, tower: TowerInput, encode: Encode, rows: int, samples: range, threads: int
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Compute the arrays of a segment, see `FeatureStore`, and the messages of its bad samples."""
+    """Compute the arrays of a segment and the messages of its bad samples.
+
+    The arrays are those of `FeatureStore`.
+    """
     messages: list[str] = []  # "" for good samples
     captions: list[tuple[str, ...]] = []
 

@@ -46,7 +46,12 @@ _logger = logging.getLogger(__name__)
 
 
 class _Limits(NamedTuple):
-    """Limits of the images in pixels: longest side of a copy, and size of a file to decode."""
+    """Limits of the images.
+
+    Attributes:
+      max_side: longest side of a copy, in pixels; None: no limit.
+      max_pixels: largest number of pixels of a decoded file.
+    """
 
     max_side: int | None
     max_pixels: int

@@ -267,6 +267,10 @@ def train_iterator(
     check_at_least(1, cores=cores, processes_per_host=processes_per_host, max_image_pixels=max_image_pixels)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if augmentation is not None and augmentation.shift >= image_size:
+        raise ValueError(
+            f"expected augmentation.shift < {image_size}, the side of the images, got {augmentation.shift}"
+        )
     if decoders is not None and features and "image" in features:
         raise ValueError("expected no decoders with features of the images, got both; leave decoders out")
     if decoders is not None and (augmentation is None or sharding is None):

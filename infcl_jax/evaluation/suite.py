@@ -128,7 +128,7 @@ class Suite:
         ]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
-        """Return the validation task, which has the split loss, and all tasks of the settings."""
+        """Return the task with the split loss, and all tasks of the settings."""
         config, tasks = self._config, []
         validation = None
         if config.retrieval_dataset:

@@ -63,7 +63,7 @@ def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:
 
 
 def check_config(config: ConfigDict) -> None:
-    """Check the type, range and choices of every setting, and settings that limit each other.
+    """Check the values of the settings, alone and together.
 
     Raises:
       ValueError: a value has another type, is out of range or not among the choices, or contradicts another one.

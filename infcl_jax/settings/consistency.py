@@ -54,7 +54,7 @@ def ema_config(config: ConfigDict) -> EMAConfig | None:
 
 
 def _check_frozen(config: ConfigDict) -> None:
-    """Check that a tower is trained, and that the features of a frozen one can be cached."""
+    """Check that at least one tower is trained."""
     unlocked = UnlockedGroups(**config.unlocked_groups)
     check_frozen(config.frozen, unlocked)
     locked = [name for name in TOWERS if name in config.frozen and not config.unlocked_groups[name]]

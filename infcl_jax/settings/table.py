@@ -17,7 +17,7 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
 _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
-_EPS, _RATE, _STEPS = Range(0, 1, above=True), Range(0, 1e4, above=True), 2**31 - 1  # steps are counted in int32
+_EPS, _RATE, _STEPS = Range(0, 1, above=True), Range(0, 1e4, above=True), 2**31 - 1  # the step is an int32
 
 
 def _shaping(*settings: Setting) -> tuple[Setting, ...]:
@@ -330,7 +330,7 @@ _TRAINING = (
 
 _OPTIMIZER = _shaping(
     Setting("optimizer.name", str, "adamw", "optimizer", OPTIMIZERS, fixed=True),
-    Setting("optimizer.learning_rate", float, 1e-3, "peak learning rate, after the warm-up", _RATE),
+    Setting("optimizer.learning_rate", float, 1e-3, "peak learning rate, after the warm-up", _POSITIVE),
     Setting("optimizer.schedule", str, "cosine", "learning rate schedule after the warm-up", SCHEDULES),
     Setting("optimizer.warmup_steps", int, 100, "steps of linear warm-up", Range(0, _STEPS)),
     Setting(
@@ -345,7 +345,7 @@ _OPTIMIZER = _shaping(
         float,
         0.0,
         'learning rate at the end of "cosine", "linear" and the cooldown',
-        Range(0, 1e4),
+        _FROM_ZERO,
     ),
     Setting(
         "optimizer.rsqrt_timescale",

@@ -33,7 +33,7 @@ BYTES = (b"caf\xe9", b"\xff\xfea\0", b"\xf0\x9f", b"\xc0\x80", b"\xed\xa0\x80")
 
 
 def draw(rng: np.random.Generator, folder: Path) -> Case:
-    """Write a folder, a tar file or a table of two intact captions and four hostile ones."""
+    """Write a dataset of two intact captions and four hostile ones."""
     kind, pixels = choose(("folder", "tar", "jsonl"), rng), images.rgb(rng)
     data = images.encoded(images.Image.fromarray(pixels), "PNG")
     texts: list[str | bytes] = [choose(TEXTS if rng.random() < 0.7 else BYTES, rng) for _ in range(4)]

@@ -3,7 +3,7 @@
     python -m tests.faults.inputs --count=500 [--seed=0]
 
 Each input is a small dataset with images, tar files, tables or captions that are damaged or hostile. It goes through
-`load_source` and a batch of `train_iterator`. Every sample must be read with the right pixels, or be a counted bad
+`load_source` and a batch of `train_iterator`. Every sample must be read with the right pixels or be a bad
 record, or the dataset must be refused in one line. Each input runs in a process of its own, which must neither crash,
 hang nor take more than `MEMORY` bytes.
 """
@@ -60,7 +60,7 @@ def tokenizer(kind: str) -> BaseTokenizer:
 
 
 def outcome(case: Case, seed: int) -> dict[str, int]:
-    """Read a case, check the contract and count the samples by outcome.
+    """Read a case and count its samples by outcome.
 
     Raises:
       AssertionError: the contract is broken.
@@ -104,7 +104,7 @@ def outcome(case: Case, seed: int) -> dict[str, int]:
 
 
 def _read_all(source: Source, case: Case) -> tuple[list[int], list[int]]:
-    """Read every sample and check the expected ones; return the good and the bad indices."""
+    """Read and check every sample; return the good and the bad indices."""
     good, bad = [], []
     expected = dict(case.expected)
     for index in range(len(source)):

@@ -14,7 +14,7 @@ KINDS = ("bytes", "columns", "nul", "types", "huge", "missing", "empty", "quotes
 
 
 def draw(rng: np.random.Generator, folder: Path) -> Case:
-    """Write a table of damaged or hostile rows beside its images."""
+    """Write a table of damaged or hostile rows and its images."""
     kind, extension = choose(KINDS, rng), choose(("csv", "tsv", "jsonl", "parquet"), rng)
     path, pixels = folder / f"a.{extension}", [images.rgb(rng) for _ in range(4)]
     files = [images.encoded(images.Image.fromarray(p), choose(images.LOSSLESS, rng)) for p in pixels]

@@ -120,6 +120,7 @@ def test_every_group_has_a_dataclass():
         ({"grad_cache.keep": 1}, "expected grad_cache.chunk_size with keep=1"),
         ({"grad_cache.chunk_size": 512}, "expected grad_cache.chunk_size <= batch_size=256"),
         ({"grad_cache.chunk_size": 64, "grad_cache.keep": 5}, "expected grad_cache.keep <= 4, the chunks of a batch"),
+        ({"samples_seen": 10**15}, "expected at most 2147483647 steps, got samples_seen=10{15} with"),
         ({"total_steps": 10, "epochs": 1}, "expected one of total_steps, samples_seen, epochs"),
     ],
 )

@@ -73,7 +73,7 @@ class KeyedSource(Source, Protocol):
     """Source whose records have names."""
 
     def key(self, index: int) -> str:
-        """Return the name of a record, such as its path or its key in a tar file."""
+        """Return the name of a record, such as its path or key."""
         ...
 
 
@@ -140,7 +140,7 @@ def describe(source: Source, index: int) -> str:
 
 
 def record_key(source: Source, index: int) -> str:
-    """Return the name of a record, or its index as text where records have no names."""
+    """Return the name of a record, or its index without names."""
     return source.key(index) if isinstance(source, KeyedSource) else str(index)
 
 

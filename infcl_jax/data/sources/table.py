@@ -124,7 +124,7 @@ class TableSource:
         return self._classes
 
     def key(self, index: int) -> str:
-        """Return the image path of a row, or its index for images in the table."""
+        """Return the image path of a row, or its index without path."""
         table, row = self._locate(index)
         return table.key(row) or str(index)
 

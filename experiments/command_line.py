@@ -35,6 +35,13 @@ def shared_flag(name: str) -> flags.FlagHolder:
     return flags.DEFINE_string(name, *_SHARED[name])
 
 
+@functools.cache
+def pixel_limit_flag() -> flags.FlagHolder:
+    """Define the flag of the largest image, once per process."""
+    meaning = "Largest number of pixels of an image file. Default: that of the run, or 100 million."
+    return flags.DEFINE_integer("max_image_pixels", None, meaning, lower_bound=4)
+
+
 def one_line(error: Exception) -> str:
     """Format an error as one line."""
     return f"error: {' '.join(str(error).split())}"

@@ -10,6 +10,7 @@ An interrupted command continues where it stopped. Its finished shards are in th
 output. Bad records are left out and reported, up to `--max_bad_records`.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -46,6 +47,7 @@ from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_ro
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
     command_line.shared_flag, ("model", "source", "output", "split", "data_dir")
 )
+_MAX_PIXELS = command_line.pixel_limit_flag()
 _CAPTIONS = flags.DEFINE_bool("captions", False, "Encode the captions instead of the images.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "Images or captions encoded at once, over all devices.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Dtype of activations, such as bfloat16. Default: that of the model.")
@@ -113,6 +115,7 @@ def embed(
             processes=local.host,
         ),
         resize=encoder.resize,
+        max_image_pixels=encoder.max_image_pixels,
     )
     progress = Progress(len(source), "images", min(done * shard_rows, len(source)))
     encoded = (_encoded_captions if captions else _encoded_images)(encoder, _reported(batches), progress)
@@ -240,6 +243,8 @@ def main() -> None:
     if _CAPTIONS.value and not is_captioned(source):
         raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
     encoder = load(_MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value)
+    if _MAX_PIXELS.value is not None:
+        encoder = dataclasses.replace(encoder, max_image_pixels=_MAX_PIXELS.value)
     options = {"num_workers": _WORKERS.value, "max_bad_records": _MAX_BAD.value}
     say(embed(encoder, source, _OUTPUT.value, captions=_CAPTIONS.value, **options))
 

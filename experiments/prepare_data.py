@@ -23,6 +23,7 @@ from absl import flags
 from experiments import command_line
 from infcl_jax.data import convert, prepare, prepare_tokenizer
 from infcl_jax.data.convert import FILE_FORMATS
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
@@ -31,6 +32,7 @@ _FORMAT = flags.DEFINE_enum("file_format", FILE_FORMATS[0], FILE_FORMATS, "Forma
 _MAX_SIDE = flags.DEFINE_integer(
     "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
 )
+_MAX_PIXELS = command_line.pixel_limit_flag()
 _TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", CLIP_VOCAB_SIZE, "Token ids of --train_tokenizer.")
 
@@ -52,8 +54,16 @@ def main() -> None:
     if _SOURCE.value is None:
         print(prepare(_DATASET.value, data_dir))
     elif _OUTPUT.value is not None:
-        side, file_format, output = _MAX_SIDE.value, _FORMAT.value, _OUTPUT.value
-        print(convert(_SOURCE.value, output, split=split, data_dir=data_dir, max_side=side, file_format=file_format))
+        summary = convert(
+            _SOURCE.value,
+            _OUTPUT.value,
+            split=split,
+            data_dir=data_dir,
+            max_side=_MAX_SIDE.value,
+            file_format=_FORMAT.value,
+            max_image_pixels=_MAX_PIXELS.value or MAX_PIXELS,
+        )
+        print(summary)
     else:
         size = _VOCAB_SIZE.value
         print(prepare_tokenizer(_SOURCE.value, _TOKENIZER.value, vocab_size=size, split=split, data_dir=data_dir))

@@ -20,7 +20,7 @@ from PIL import Image
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer, load_tokenizer
 from infcl_jax.data.decode.api import pixels
-from infcl_jax.data.decode.pillow import load_upright
+from infcl_jax.data.decode.pillow import MAX_PIXELS, load_upright
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
@@ -119,7 +119,8 @@ def _load_run(
     _, variables = restore_variables(workdir, template, step)
     if tokenizer is None:
         tokenizer = run.text_tokenizer(config, workdir)
-    return Encoder(model, variables, _text_tokenizer(tokenizer, model), mesh, batch_size, run.image_resize(settings))
+    text, resize = _text_tokenizer(tokenizer, model), run.image_resize(settings)
+    return Encoder(model, variables, text, mesh, batch_size, resize, config.max_image_pixels)
 
 
 def _load_pretrained(
@@ -184,6 +185,7 @@ class Encoder:
       mesh: devices, a mesh with an axis "data".
       batch_size: largest number of images or texts encoded at once, over all devices.
       resize: resize of images before the center crop.
+      max_image_pixels: largest number of pixels of an encoded image.
     """
 
     model: CLIP
@@ -192,6 +194,7 @@ class Encoder:
     mesh: Mesh
     batch_size: int = 256
     resize: Resize = SHORTEST_BICUBIC
+    max_image_pixels: int = MAX_PIXELS
 
     @property
     def image_size(self) -> int:
@@ -326,13 +329,13 @@ class Encoder:
     def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
         """Decode an image, resize it and crop its center."""
         try:
-            return resize_center_crop(_decoded(image), self.image_size, self.resize)
+            return resize_center_crop(_decoded(image, self.max_image_pixels), self.image_size, self.resize)
         except Exception as error:  # image decoders raise any exception
             name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
             raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
 
 
-def _decoded(image: ImageLike) -> np.ndarray:
+def _decoded(image: ImageLike, max_pixels: int) -> np.ndarray:
     """Decode an image to uint8 [H, W, 3]."""
     if isinstance(image, Image.Image):
         return np.asarray(load_upright(image))
@@ -341,7 +344,7 @@ def _decoded(image: ImageLike) -> np.ndarray:
     if not isinstance(image, bytes):
         image = np.asarray(image)
         image = image[:, :, None] if image.ndim == 2 else image
-    return pixels({"image": image, "caption": "", "captions": (), "label": -1})
+    return pixels({"image": image, "caption": "", "captions": (), "label": -1}, max_pixels)
 
 
 def _check_sequence(name: str, values: Any) -> None:

@@ -61,7 +61,8 @@ def cached_features(
     for name in towers:
         variables = tower_variables(state.variables, name)
         variables = jax.device_get(variables) if jax.process_count() == 1 else to_host(variables)
-        tower = TowerInput(name, model.visual.image_size, tokenizer)  # type: ignore[attr-defined]
+        image_size = model.visual.image_size  # type: ignore[attr-defined]
+        tower = TowerInput(name, image_size, tokenizer, config.max_image_pixels)
         facts = (getattr(model, TOWERS[name]), model.feature_dtype, model.image_mean, model.image_std)
         key = feature_key(source, tower, repr(facts), flatten_dict(variables, sep="/"))
         stores[name] = cache_features(

@@ -42,8 +42,8 @@ from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides, total_steps
+from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (
-    EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
@@ -171,6 +171,7 @@ def evaluation_suite(
         resize=image_resize(model),
         say=say,
         max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
     )
 
 
@@ -238,6 +239,7 @@ def training_data(
         process_count=jax.process_count(),
         num_workers=config.num_workers,
         max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
         num_threads=config.num_threads,
         prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
         cores=max(1, usable_cores() // local.cores),
@@ -328,15 +330,6 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
 
 
-def _ema(config: ConfigDict) -> EMAConfig | None:
-    """Return the settings of the moving averages; None without them."""
-    if config.ema_decay is not None:
-        return EMAConfig(decay=config.ema_decay, warmup=config.ema_warmup)
-    if config.ema_warmup:
-        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
-    return None
-
-
 def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
     """Create the optimizer of a run, and check that its rules fit the model."""
     settings = OptimizerConfig(**config.optimizer)
@@ -368,7 +361,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
-        ema=_ema(config),
+        ema=ema_config(config),
     )
     samples = loss(config, mesh, source).init_samples(_num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
@@ -411,7 +404,7 @@ def workload(
         cache=GradCacheConfig(**cache),
         implementation=chosen,
         loss=config.loss,
-        ema=_ema(config) is not None,
+        ema=ema_config(config) is not None,
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,

@@ -18,6 +18,7 @@ import grain
 import numpy as np
 
 from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.feature_store import SEGMENT_SAMPLES, FeatureStore, pack_strings
 from infcl_jax.data.pipeline import transform_image
 from infcl_jax.data.sources.base import BadRecordError, OrderedSource, Source
@@ -56,16 +57,18 @@ class TowerInput(NamedTuple):
       name: tower, "image" or "text".
       image_size: side of the square images, in pixels.
       tokenizer: tokenizer of the captions.
+      max_image_pixels: largest number of pixels of an encoded image; larger ones are bad samples.
     """
 
     name: str
     image_size: int
     tokenizer: BaseTokenizer
+    max_image_pixels: int = MAX_PIXELS
 
     def fingerprint(self) -> str:
         """Describe the transform of images, or hash the files of the tokenizer."""
         if self.name == "image":
-            return f"central square, {self.image_size} pixels, Pillow"
+            return f"central square, {self.image_size} pixels, Pillow, files of at most {self.max_image_pixels} pixels"
         digest = hashlib.sha256()
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(folder)
@@ -165,7 +168,10 @@ def cache_features(
 def _segment_arrays(
     source: Source, tower: TowerInput, encode: Encode, rows: int, samples: range, threads: int
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Compute the arrays of a segment, see `FeatureStore`, and the messages of its bad samples."""
+    """Compute the arrays of a segment and the messages of its bad samples.
+
+    The arrays are those of `FeatureStore`.
+    """
     messages: list[str] = []  # "" for good samples
     captions: list[tuple[str, ...]] = []
 
@@ -220,7 +226,13 @@ def _read(source: Source, tower: TowerInput, samples: range, threads: int) -> It
     to_image: Callable = _nothing
     if tower.name == "image":
         center, rng = Augmentation(scale=(1.0, 1.0)), np.random.default_rng(0)  # nothing is drawn
-        to_image = functools.partial(transform_image, augmentation=center, size=tower.image_size, rng=rng)
+        to_image = functools.partial(
+            transform_image,
+            augmentation=center,
+            size=tower.image_size,
+            rng=rng,
+            max_pixels=tower.max_image_pixels,
+        )
 
     def read(chunk: int) -> list[DecodedExample | str]:
         examples: list[DecodedExample | str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import io
 import itertools
 import json
@@ -12,11 +13,14 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from infcl_jax.data.decode import decode_example
+from infcl_jax.data.decode.api import pixels
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.encode import encode_jpeg, encode_png
 from infcl_jax.data.prepare import check_writable
 from infcl_jax.data.record_writer import write_records
@@ -41,6 +45,18 @@ _SIGNATURES = {
 _logger = logging.getLogger(__name__)
 
 
+class _Limits(NamedTuple):
+    """Limits of the images.
+
+    Attributes:
+      max_side: longest side of a copy, in pixels; None: no limit.
+      max_pixels: largest number of pixels of a decoded file.
+    """
+
+    max_side: int | None
+    max_pixels: int
+
+
 def convert(
     dataset: str,
     output: str | Path,
@@ -50,6 +66,7 @@ def convert(
     shard_samples: int = 10000,
     max_side: int | None = None,
     file_format: str = "tar",
+    max_image_pixels: int = MAX_PIXELS,
 ) -> str:
     """Write a dataset as tar files with an index, or as array_record.
 
@@ -66,6 +83,7 @@ def convert(
       max_side: longest side of the images, in pixels. Larger images are resized (bicubic, antialiased) and become JPEG
         files. None: all images are copied, without decoding.
       file_format: one of `FILE_FORMATS`.
+      max_image_pixels: largest number of pixels of an image to resize; larger ones are bad records.
 
     Returns:
       A one-line summary: samples, seconds, folder and the number of samples left out by reason.
@@ -82,15 +100,16 @@ def convert(
     if file_format not in FILE_FORMATS:
         raise ValueError(f"expected file_format to be one of {', '.join(FILE_FORMATS)}, got {file_format!r}")
     start = time.monotonic()
+    limits = _Limits(max_side, max_image_pixels)
     source, output, name = load_source(dataset, split, data_dir), Path(output), parse_split(split).name
     check_writable(output, "--output")
     shards = [range(first, min(first + shard_samples, len(source))) for first in range(0, len(source), shard_samples)]
     if file_format == "tar":
         _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side])
-        _write_tars(output, name, source, shards, max_side)
+        _write_tars(output, name, source, shards, limits)
         written = load_source(str(output), name)
     else:
-        examples = _good_examples(source, range(len(source)), max_side)
+        examples = _good_examples(source, range(len(source)), limits)
         write_records(output, name, ((index, _caption_first(example)) for index, example in examples), len(shards))
         written = load_source(output.name, name, output.parent)
     left_out = dict(source.dropped) if isinstance(source, DroppingSource) else {}
@@ -106,23 +125,23 @@ def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
     path.write_text(json.dumps(settings))
 
 
-def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], max_side: int | None) -> None:
+def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], limits: _Limits) -> None:
     """Write the missing tar files and log the progress."""
     start = last = time.monotonic()
     for number, samples in enumerate(shards):
         path = output / f"{split}-{number:05d}.tar"
         if not path.exists():
-            _write_shard(path, source, samples, max_side)
+            _write_shard(path, source, samples, limits)
         if time.monotonic() - last > _PROGRESS_SECONDS:
             last = time.monotonic()
             _logger.info("%s: wrote %d of %d tar files, %.0f s", source.name, number + 1, len(shards), last - start)
 
 
-def _write_shard(path: Path, source: Source, samples: range, max_side: int | None) -> None:
+def _write_shard(path: Path, source: Source, samples: range, limits: _Limits) -> None:
     """Write one tar file."""
     temporary = path.with_name(f".{path.name}.tmp")
     with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for index, example in _good_examples(source, samples, max_side):
+        for index, example in _good_examples(source, samples, limits):
             for extension, data in _members(example):
                 member = tarfile.TarInfo(f"{index:09d}.{extension}")
                 member.size = len(data)
@@ -130,12 +149,16 @@ def _write_shard(path: Path, source: Source, samples: range, max_side: int | Non
     os.replace(temporary, path)
 
 
-def _good_examples(source: Source, samples: range, max_side: int | None) -> Iterator[tuple[int, Example]]:
+def _good_examples(source: Source, samples: range, limits: _Limits) -> Iterator[tuple[int, Example]]:
     """Read good records with their indices in threads; log the bad ones."""
 
     def read(index: int) -> Example | BadRecordError:
         try:
-            return source[index] if max_side is None else _resized(source, index, max_side)
+            return (
+                source[index]
+                if limits.max_side is None
+                else _resized(source, index, limits.max_side, limits.max_pixels)
+            )
         except BadRecordError as error:
             return error
 
@@ -148,15 +171,15 @@ def _good_examples(source: Source, samples: range, max_side: int | None) -> Iter
                     yield index, example
 
 
-def _resized(source: Source, index: int, max_side: int) -> Example:
+def _resized(source: Source, index: int, max_side: int, max_pixels: int) -> Example:
     """Read an example whose image is resized to at most `max_side` pixels."""
     example = source[index]
-    pixels = decode_example(source, index, example)["image"]
-    height, width, _ = pixels.shape
+    image = decode_example(source, index, example, functools.partial(pixels, max_pixels=max_pixels))["image"]
+    height, width, _ = image.shape
     if max(height, width) <= max_side:
         return example
     size = tuple(max(1, round(side * max_side / max(height, width))) for side in (width, height))
-    resized = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)
     return {**example, "image": encode_jpeg(np.asarray(resized))}
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.iterator import STATS, Batch, chunk_size, prefetched_batches
 from infcl_jax.data.parallelism import Parallelism, choose_parallelism
 from infcl_jax.data.reader import RecordReader
@@ -68,6 +69,7 @@ class _EvalChunk:
     tokenizer: Tokenizer | None
     image_size: int | None
     resize: Resize
+    max_pixels: int
 
     def __call__(self, first: int, rows: int) -> dict[str, Any]:
         indices = range(first, max(first, min(first + rows, len(self.source))))
@@ -92,7 +94,9 @@ class _EvalChunk:
 
     def _image(self, example: Example) -> np.ndarray | None:
         """Decode an image, resize it and crop its center."""
-        return None if self.image_size is None else resize_center_crop(pixels(example), self.image_size, self.resize)
+        if self.image_size is None:
+            return None
+        return resize_center_crop(pixels(example, self.max_pixels), self.image_size, self.resize)
 
 
 def _captions(read: Sequence[tuple[DecodedExample, int]], tokenizer: Tokenizer) -> Batch:
@@ -117,6 +121,7 @@ def eval_batches(
     skip_bad: bool = False,
     parallelism: Parallelism | None = None,
     resize: Resize = SHORTEST_BICUBIC,
+    max_image_pixels: int = MAX_PIXELS,
 ) -> EvalBatches:
     """Create ordered batches that contain every image and every caption once.
 
@@ -134,6 +139,7 @@ def eval_batches(
       skip_bad: whether bad records become padding instead of errors.
       parallelism: number of reading threads or workers; None: a thread per core.
       resize: mode and interpolation of the resize before the crop.
+      max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
 
     Returns:
       A reusable iterable of {"image": uint8 [b, S, S, 3], "index": int64 [b], "label": int32 [b] (-1 without class),
@@ -151,7 +157,7 @@ def eval_batches(
     if parallelism is None:
         parallelism = choose_parallelism(batch_bytes=local_size * 3 * (image_size or 1) ** 2, num_workers=0)
     return EvalBatches(
-        _EvalChunk(source, skip_bad, tokenizer, image_size, resize),
+        _EvalChunk(source, skip_bad, tokenizer, image_size, resize, max_image_pixels),
         range(first_batch, math.ceil(len(source) / batch_size)),
         local_size,
         (process_index, process_count),

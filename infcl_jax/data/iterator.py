@@ -231,7 +231,9 @@ def prefetched_batches(
     parallelism: Parallelism,
     finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> grain.IterDataset:
-    """Read chunks in threads or worker processes and concatenate them to batches in a thread.
+    """Read chunks in threads or worker processes and concatenate them to batches.
+
+    One thread concatenates.
 
     Args:
       chunks: dataset of chunks, see `TrainIterator`.

@@ -25,7 +25,7 @@ from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
-from infcl_jax.data.decode.pillow import decode_crop
+from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
 from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
 from infcl_jax.data.parallelism import choose_parallelism
@@ -57,6 +57,7 @@ class _TrainChunk:
     augmentation: Augmentation | None
     seed: int
     precomputed: bool = False
+    max_pixels: int = MAX_PIXELS
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
         chunk = self.read(rows, self.image)
@@ -117,12 +118,17 @@ class _TrainChunk:
         if self.precomputed:
             return np.asarray(example["image"])
         if self.augmentation is None:
-            return resize_center_crop(pixels(example), self.image_size)
-        return transform_image(example, self.augmentation, self.image_size, self._caption(row, example)[1])
+            return resize_center_crop(pixels(example, self.max_pixels), self.image_size)
+        rng = self._caption(row, example)[1]
+        return transform_image(example, self.augmentation, self.image_size, rng, self.max_pixels)
 
 
 def transform_image(
-    example: Example, augmentation: Augmentation, size: int, rng: np.random.Generator
+    example: Example,
+    augmentation: Augmentation,
+    size: int,
+    rng: np.random.Generator,
+    max_pixels: int = MAX_PIXELS,
 ) -> UInt8[np.ndarray, "s s 3"]:
     """Decode and augment the image of an example.
 
@@ -131,12 +137,13 @@ def transform_image(
       augmentation: transform; its colors are left to the device.
       size: side S of the result, in pixels.
       rng: random generator of the geometry.
+      max_pixels: largest number of pixels of an encoded image.
 
     Returns:
       uint8 [S, S, 3].
     """
     if isinstance(example["image"], bytes):
-        return decode_crop(example["image"], functools.partial(augmentation.draw, rng=rng), size)
+        return decode_crop(example["image"], functools.partial(augmentation.draw, rng=rng), size, max_pixels)
     return augmentation(pixels(example), size, rng)
 
 
@@ -158,7 +165,7 @@ class _EncodedChunk:
     def _image(self, row: int, example: Example) -> EncodedImage | np.ndarray:
         """Read the header of a row's image, or decode it if a device cannot."""
         if isinstance(example["image"], bytes):
-            encoded = encoded_image(example["image"], self.host.draw(row, example))
+            encoded = encoded_image(example["image"], self.host.draw(row, example), self.host.max_pixels)
             if encoded is not None:
                 return encoded
         return self.host.image(row, example)
@@ -204,6 +211,7 @@ def train_iterator(
     processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
     max_bad_records: int = 100,
+    max_image_pixels: int = MAX_PIXELS,
     decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
     sharding: NamedSharding | None = None,
     features: Mapping[str, FeatureStore] | None = None,
@@ -231,6 +239,7 @@ def train_iterator(
       processes_per_host: number of processes that share the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
       max_bad_records: maximum number of different bad records to replace, over all workers of this process.
+      max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
       decoders: decoder of each device of this process; None: the host decodes.
       sharding: sharding of the rows over the devices, with `decoders`.
       features: cached features by tower, "image" or "text", see `infcl_jax.data.cache_features`; they replace images
@@ -255,9 +264,13 @@ def train_iterator(
         )
     check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
     check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
-    check_at_least(1, cores=cores, processes_per_host=processes_per_host)
+    check_at_least(1, cores=cores, processes_per_host=processes_per_host, max_image_pixels=max_image_pixels)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if augmentation is not None and augmentation.shift >= image_size:
+        raise ValueError(
+            f"expected augmentation.shift < {image_size}, the side of the images, got {augmentation.shift}"
+        )
     if decoders is not None and features and "image" in features:
         raise ValueError("expected no decoders with features of the images, got both; leave decoders out")
     if decoders is not None and (augmentation is None or sharding is None):
@@ -274,7 +287,9 @@ def train_iterator(
     features = features or {}
     reader = RecordReader(PrecomputedSource(source, features) if features else source)
     encode = np.stack if "text" in features else tokenizer
-    host = _TrainChunk(reader, encode, image_size, augmentation, seed, precomputed="image" in features)
+    host = _TrainChunk(
+        reader, encode, image_size, augmentation, seed, precomputed="image" in features, max_pixels=max_image_pixels
+    )
     make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),

@@ -9,11 +9,12 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import Classes, Source
 from infcl_jax.data.decode import decode_example
+from infcl_jax.data.sources import Example
 from infcl_jax.evaluation.features import Features
 from infcl_jax.evaluation.results import ExamplePrediction
 from infcl_jax.evaluation.search import top_k
 
-Show = Callable[[np.ndarray], np.ndarray]  # from uint8 [H, W, 3] to uint8 [S, S, 3]
+Show = Callable[[Example], np.ndarray]  # from an example of a source to uint8 [S, S, 3]
 
 _EXAMPLES = 12
 _PREDICTED = 3  # texts of each example
@@ -31,7 +32,7 @@ def classification_examples(
       classes: class names.
       classifier: [C, D], classifier vectors.
       mesh: mesh with an axis "data".
-      show: transform of the images.
+      show: decoder and transform of the images.
 
     Returns:
       At most 12 examples, mistakes first, and as many correct predictions if there are enough of both.
@@ -62,7 +63,7 @@ def retrieval_examples(source: Source, features: Features, mesh: Mesh, show: Sho
       source: dataset of the images and captions.
       features: features of the images and captions.
       mesh: mesh with an axis "data".
-      show: transform of the images.
+      show: decoder and transform of the images.
 
     Returns:
       At most 12 examples, evenly spaced over the dataset.
@@ -96,4 +97,4 @@ def _spread(count: int, chosen: int) -> np.ndarray:
 
 
 def _image(source: Source, features: Features, row: int, show: Show) -> np.ndarray:
-    return show(decode_example(source, int(features.index[row]))["image"])
+    return decode_example(source, int(features.index[row]), to_image=show)["image"]

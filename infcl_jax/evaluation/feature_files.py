@@ -34,7 +34,7 @@ class FeatureRows:
 
 
 def keys_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the parquet file with the indices and keys of an npy file."""
+    """Return the path of the indices and keys of an npy file, a parquet file."""
     return Path(path).with_suffix(".keys.parquet")
 
 
@@ -199,7 +199,7 @@ def _write_safetensors(path: Path, shards: Sequence[Path], shapes: dict[str, tup
 
 
 def _tensors(shards: Sequence[Path], names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Read the tensors of shards, with the ends of the keys in the joined bytes."""
+    """Read the tensors of shards and the ends of their joined keys."""
     end = 0
     for shard in shards:
         tensors = load_file(shard)

@@ -37,7 +37,7 @@ def format_table(results: Mapping[str, float]) -> str:
 
 
 def format_line(results: Mapping[str, float]) -> str:
-    """Format losses, main results at k = 1, few-shot results and averages as one line."""
+    """Format the losses and main results as one line."""
     entries = []
     for name, value in results.items():
         match = _TOP_K.fullmatch(name)

@@ -240,7 +240,15 @@ def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[sl
 
 
 def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
-    """Compute the similarities [Q, G] of queries [Q, D] and a tile of the gallery [G, D] with float32 accuracy."""
+    """Compute the similarities of queries and a tile of the gallery.
+
+    Args:
+        query: [Q, D], features.
+        tile: [G, D], features.
+
+    Returns:
+        [Q, G], with float32 accuracy.
+    """
     return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -144,7 +144,7 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show
       opened: task with its data.
       features: features of the images and captions.
       mesh: mesh with an axis "data".
-      show: transform of the images of the examples; None: no examples.
+      show: decoder and transform of the images of the examples; None: no examples.
 
     Returns:
       `image_to_text_r<k>` and `text_to_image_r<k>` for k = 1, 5, 10, `mean_r1` of both directions, and
@@ -168,7 +168,7 @@ def score_classification(
       features: features of the images.
       classifier: [C, D], classifier vectors.
       mesh: mesh with an axis "data".
-      show: transform of the images of the examples; None: no examples.
+      show: decoder and transform of the images of the examples; None: no examples.
 
     Returns:
       `top1`, `top5` and `mean_per_class_recall`, with several classes per image `mean_average_precision`, and the main

@@ -16,6 +16,9 @@ from jax.sharding import Mesh
 from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
 from infcl_jax.data.bad_records import BAD_RECORDS
 from infcl_jax.data.decode import decode_example
+from infcl_jax.data.decode.api import ToImage, pixels
+from infcl_jax.data.decode.pillow import MAX_PIXELS
+from infcl_jax.data.sources import Example
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import is_lead
@@ -86,6 +89,7 @@ class Suite:
         resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
         max_bad_records: int = 0,
+        max_image_pixels: int = MAX_PIXELS,
     ):
         """Open the datasets.
 
@@ -102,6 +106,7 @@ class Suite:
           resize: resize of images before the center crop.
           say: function that prints a line of progress; None: no progress.
           max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
+          max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -113,6 +118,7 @@ class Suite:
         self._image_size, self._resize = image_size, resize
         self._mesh, self._implementation = mesh, implementation
         self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
+        self._max_image_pixels = max_image_pixels
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
@@ -122,7 +128,7 @@ class Suite:
         ]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
-        """Return the validation task, which has the split loss, and all tasks of the settings."""
+        """Return the task with the split loss, and all tasks of the settings."""
         config, tasks = self._config, []
         validation = None
         if config.retrieval_dataset:
@@ -176,8 +182,7 @@ class Suite:
         """
         results: dict[str, TaskResult] = {}
         classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
-        transform = functools.partial(resize_center_crop, size=self._image_size, resize=self._resize)
-        show = transform if examples else None
+        show = self._show if examples else None
         encoded: dict[int, Features] = {}
         last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
         for opened in self._tasks:
@@ -213,6 +218,14 @@ class Suite:
             metrics["batch_loss"] = batch_loss(*inputs, size, self._implementation)
         return TaskResult(name="validation", kind="loss", metrics=metrics, main_metric="loss", images=len(features))
 
+    def _pixels(self, example: Example) -> np.ndarray:
+        """Decode an image."""
+        return pixels(example, self._max_image_pixels)
+
+    def _show(self, example: Example) -> np.ndarray:
+        """Decode an image and transform it for the model."""
+        return resize_center_crop(self._pixels(example), self._image_size, self._resize)
+
     def _classifier(self, classes: Classes, variables: Any) -> np.ndarray:
         size = self._config.batch_size
         return class_embeddings(
@@ -230,6 +243,7 @@ class Suite:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             skip_bad=True,
+            max_image_pixels=self._max_image_pixels,
         )
         shown: Iterable[Batch] = batches
         if self._say is not None:
@@ -256,7 +270,7 @@ class Suite:
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
         captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
-        plot_retrieval_grid(captions, _Images(source, features.index), text @ features.image.T, path)
+        plot_retrieval_grid(captions, _Images(source, features.index, self._pixels), text @ features.image.T, path)
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
@@ -270,9 +284,10 @@ class _Images(Sequence[np.ndarray]):
 
     source: Source
     indices: np.ndarray
+    to_image: ToImage
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, row: Any) -> Any:
-        return decode_example(self.source, int(self.indices[row]))["image"]
+        return decode_example(self.source, int(self.indices[row]), to_image=self.to_image)["image"]

@@ -109,7 +109,7 @@ class Task:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits of the dataset: for the results, and for the training samples of a probe."""
+        """Splits of the results and of the training samples of a probe."""
         return (self.split, self.train_split) if self.kind in PROBES else (self.split,)
 
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
 from infcl_jax.checks import check_positive_int
+from infcl_jax.settings.consistency import check_consistency
 from infcl_jax.settings.setting import Setting
 from infcl_jax.settings.table import SETTINGS
 
@@ -62,13 +63,14 @@ def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:
 
 
 def check_config(config: ConfigDict) -> None:
-    """Check the type, range and choices of every setting.
+    """Check the values of the settings, alone and together.
 
     Raises:
-      ValueError: a value has another type, or is out of range or not among the choices.
+      ValueError: a value has another type, is out of range or not among the choices, or contradicts another one.
     """
     for setting, value in setting_values(config):
         setting.check(value)
+    check_consistency(config)
 
 
 def flattened(config: ConfigDict) -> dict[str, Any]:

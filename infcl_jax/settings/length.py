@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 _LENGTHS = ("total_steps", "samples_seen", "epochs")
 _DEFAULT_STEPS = 1000  # without any of them
+_MOST_STEPS = 2**31 - 1  # the step is an int32
 
 
 def total_steps(config: ConfigDict, source: Sized | None = None) -> int:
@@ -35,6 +36,8 @@ def total_steps(config: ConfigDict, source: Sized | None = None) -> int:
         steps = config.total_steps or _DEFAULT_STEPS
     if not steps:
         raise ValueError(f"expected samples for a batch of {config.batch_size}, got {values}; use a smaller batch_size")
+    if steps > _MOST_STEPS:
+        raise ValueError(f"expected at most {_MOST_STEPS} steps, got {values} with a batch of {config.batch_size}")
     return steps
 
 

@@ -6,6 +6,10 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
+
+_LARGEST_INT, _LARGEST_FLOAT = 2**63 - 1, float(np.finfo(np.float32).max)
+_SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
 
@@ -13,6 +17,8 @@ _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or 
 @dataclasses.dataclass(frozen=True)
 class Range:
     """Interval of numbers.
+
+    Training computes in fp32, so a float is inside if its fp32 rounding is. Subnormal numbers count as 0.
 
     Attributes:
       low: lower bound.
@@ -28,6 +34,10 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         """Return whether the number is inside; NaN is not."""
+        if isinstance(value, float):
+            with np.errstate(over="ignore"):
+                value = float(np.float32(value))
+            value = value if abs(value) >= _SMALLEST_FLOAT else 0.0
         above_low = value > self.low if self.above else value >= self.low
         return above_low and (value < self.high if self.below else value <= self.high)
 
@@ -104,8 +114,8 @@ class Setting:
 def is_a(value: Any, kind: Any) -> bool:
     """Return whether a Python literal matches a type annotation.
 
-    Integers match `float`, and lists match tuples. NaN and infinities match no type. Every value matches a `Literal`,
-    since the model checks its choices.
+    Integers match `float`, and lists match tuples. NaN, infinities, integers beyond 64 bits and floats beyond fp32
+    match no type. Every value matches a `Literal`, since the model checks its choices.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -119,7 +129,7 @@ def is_a(value: Any, kind: Any) -> bool:
         return len(value) == len(kinds) and all(is_a(v, k) for v, k in zip(value, kinds, strict=True))
     if kind in (int, float):
         number = isinstance(value, int | kind) and not isinstance(value, bool)
-        return number and math.isfinite(value)
+        return number and abs(value) <= (_LARGEST_INT if kind is int else _LARGEST_FLOAT)  # false for NaN
     return isinstance(value, kind)
 
 

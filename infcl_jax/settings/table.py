@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
@@ -16,6 +17,7 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
 _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
+_EPS, _RATE, _STEPS = Range(0, 1, above=True), Range(0, 1e4, above=True), 2**31 - 1  # the step is an int32
 
 
 def _shaping(*settings: Setting) -> tuple[Setting, ...]:
@@ -38,7 +40,7 @@ _RUN = (
         fixed=True,
     ),
     *_evaluated(
-        Setting("cpu_devices", int, 1, "simulated devices on the CPU; no effect on other platforms", _COUNT),
+        Setting("cpu_devices", int, 1, "simulated devices on the CPU; no effect on other platforms", Range(1, 1024)),
         Setting(
             "compilation_cache",
             str | None,
@@ -73,15 +75,23 @@ _DATA = (
         int | None,
         None,
         "reading and decoding processes of each training process; 0: threads; None: chosen from the CPU cores",
-        _FROM_ZERO,
+        Range(0, 256),
     ),
-    Setting("num_threads", int | None, None, "reading threads without workers; None: one per CPU core", _COUNT),
+    Setting(
+        "max_image_pixels",
+        int,
+        MAX_PIXELS,
+        "largest number of pixels of an image file; larger ones are bad records, before they are decoded",
+        Range(MIN_SIDE**2, MAX_SIDE**2),
+        evaluated=True,
+    ),
+    Setting("num_threads", int | None, None, "reading threads without workers; None: one per CPU core", Range(1, 1024)),
     Setting(
         "prefetch_batches",
         int | None,
         None,
         "batches read ahead, in host memory; None: 2, or 1 if 5 batches exceed a quarter of host memory",
-        _COUNT,
+        Range(1, 1024),
     ),
     Setting(
         "max_bad_records",
@@ -97,14 +107,14 @@ _DATA = (
         "area range of random crops, as a fraction of the image; (1, 1): the central square",
         Range(0, 1, above=True),
     ),
-    Setting("augmentation.shift", int, 0, "largest random shift, in pixels", _FROM_ZERO),
+    Setting("augmentation.shift", int, 0, "largest random shift, in pixels", Range(0, 1024)),
     Setting("augmentation.flip", float, 0.0, "probability of a horizontal flip", _FRACTION),
     Setting(
         "augmentation.color_jitter",
         tuple[float, float, float, float],
         (0.0, 0.0, 0.0, 0.0),
         "ranges of brightness, contrast, saturation and hue (at most 0.5), as in OpenCLIP",
-        _FROM_ZERO,
+        Range(0, 10),
     ),
     Setting("augmentation.color_jitter_prob", float, 0.0, "probability of color jitter", _FRACTION),
     Setting("augmentation.gray_scale_prob", float, 0.0, "probability of a gray image", _FRACTION),
@@ -209,15 +219,15 @@ _GLOBAL_CONTRASTIVE = _shaping(
         GAMMA_SCHEDULES,
     ),
     Setting("global_contrastive.gamma_min", float, 0.2, "final gamma; the initial one is 1", _FRACTION),
-    Setting("global_contrastive.gamma_epochs", int, 18, "epochs of the gamma schedule", _COUNT),
-    Setting("global_contrastive.rho", float, 6.5, "weight of the temperature regularizer", _FROM_ZERO),
-    Setting("global_contrastive.eps", float, 1e-14, "constant added to the sample state u", _POSITIVE),
+    Setting("global_contrastive.gamma_epochs", int, 18, "epochs of the gamma schedule", Range(1, 10**6)),
+    Setting("global_contrastive.rho", float, 6.5, "weight of the temperature regularizer", Range(0, 1e4)),
+    Setting("global_contrastive.eps", float, 1e-14, "constant added to the sample state u", _EPS),
     Setting(
         "global_contrastive.temperature_learning_rate",
         float,
         1e-2,
         "learning rate of per-sample temperatures",
-        _POSITIVE,
+        _RATE,
     ),
     Setting(
         "global_contrastive.temperature_beta1",
@@ -238,7 +248,7 @@ _GLOBAL_CONTRASTIVE = _shaping(
         float | None,
         None,
         'eps of Adam for per-sample temperatures; None: optimizer.eps in mode "reference", else 1e-8',
-        _POSITIVE,
+        _EPS,
     ),
 )
 
@@ -273,8 +283,14 @@ _GRAD_CACHE = (
 )
 
 _TRAINING = (
-    Setting("batch_size", int, 256, "global batch size, in pairs over all devices", _COUNT, fixed=True),
-    Setting("total_steps", int | None, None, "training steps; None: from samples_seen or epochs, else 1000", _COUNT),
+    Setting("batch_size", int, 256, "global batch size, in pairs over all devices", Range(1, 2**24), fixed=True),
+    Setting(
+        "total_steps",
+        int | None,
+        None,
+        "training steps; None: from samples_seen or epochs, else 1000",
+        Range(1, _STEPS),
+    ),
     Setting(
         "samples_seen", int | None, None, "training samples, instead of total_steps; whole batches are used", _COUNT
     ),
@@ -283,7 +299,7 @@ _TRAINING = (
         int | None,
         None,
         "epochs, instead of total_steps; each has as many steps as the dataset has whole batches",
-        _COUNT,
+        Range(1, 10**6),
     ),
     *_shaping(
         Setting(
@@ -316,7 +332,7 @@ _OPTIMIZER = _shaping(
     Setting("optimizer.name", str, "adamw", "optimizer", OPTIMIZERS, fixed=True),
     Setting("optimizer.learning_rate", float, 1e-3, "peak learning rate, after the warm-up", _POSITIVE),
     Setting("optimizer.schedule", str, "cosine", "learning rate schedule after the warm-up", SCHEDULES),
-    Setting("optimizer.warmup_steps", int, 100, "steps of linear warm-up", _FROM_ZERO),
+    Setting("optimizer.warmup_steps", int, 100, "steps of linear warm-up", Range(0, _STEPS)),
     Setting(
         "optimizer.warmup_start",
         str,
@@ -336,16 +352,16 @@ _OPTIMIZER = _shaping(
         float,
         10_000.0,
         'steps after the warm-up in which "rsqrt" falls to 0.71 of the learning rate',
-        _POSITIVE,
+        Range(1, _STEPS),
     ),
     Setting(
         "optimizer.cooldown_steps",
         int,
         0,
         "last steps, in which the learning rate falls to optimizer.final_learning_rate, with any schedule",
-        _FROM_ZERO,
+        Range(0, _STEPS),
     ),
-    Setting("optimizer.cooldown_power", float, 1.0, "power of the cooldown; 1: linear", _POSITIVE),
+    Setting("optimizer.cooldown_power", float, 1.0, "power of the cooldown; 1: linear", Range(0, 100, above=True)),
     Setting(
         "optimizer.learning_rate_rules",
         Rules,
@@ -364,7 +380,7 @@ _OPTIMIZER = _shaping(
         float | None,
         None,
         "learning rate of the logit scale; None: that of the other parameters",
-        _POSITIVE,
+        _RATE,
     ),
     Setting(
         "optimizer.temperature_schedule",
@@ -373,13 +389,13 @@ _OPTIMIZER = _shaping(
         "schedule of optimizer.temperature_learning_rate",
         TEMPERATURE_SCHEDULES,
     ),
-    Setting("optimizer.weight_decay", float, 0.2, "decoupled weight decay", _FROM_ZERO),
+    Setting("optimizer.weight_decay", float, 0.2, "decoupled weight decay", Range(0, 100)),
     Setting(
         "optimizer.weight_decay_rules", Rules, (), "weight decay factors by parameter name; (): only matrices decay"
     ),
     Setting("optimizer.beta1", float, 0.9, "decay of the first moment or the momentum", _DECAY),
     Setting("optimizer.beta2", float, 0.98, "decay of the second moment", _DECAY),
-    Setting("optimizer.eps", float, 1e-6, "constant added to the root of the second moment", _POSITIVE),
+    Setting("optimizer.eps", float, 1e-6, "constant added to the root of the second moment", _EPS),
     Setting(
         "optimizer.clip_norm", float | None, None, "largest global norm of the gradient; None: no clipping", _POSITIVE
     ),
@@ -396,7 +412,9 @@ _EVALUATION = (
             "cifar10:linear_probe, or Python files, see docs/evaluation.md",
         ),
         Setting("evaluation.data_dir", str | None, None, "folder of the benchmarks in evaluations; None: data_dir"),
-        Setting("evaluation.batch_size", int, 256, "images or captions encoded at a time, over all devices", _COUNT),
+        Setting(
+            "evaluation.batch_size", int, 256, "images or captions encoded at a time, over all devices", Range(1, 2**17)
+        ),
         Setting(
             "evaluation.retrieval_dataset",
             str | None,

@@ -13,6 +13,7 @@ from configs import base, digits
 from experiments import command, console, train
 from infcl_jax import run
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides, scaled_learning_rate
+from infcl_jax.settings.config import setting_values
 from infcl_jax.training import OptimizerConfig
 
 
@@ -57,7 +58,9 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
     [("total_steps", 0), ("log_every", 0), ("keep_checkpoints", 0), ("eval_every", -1), ("checkpoint_every", -1)],
 )
 def test_counts_out_of_range_are_named(name, value):
-    with pytest.raises(ValueError, match=rf"^expected {name} >= {value + 1}( or None)?, got {value}$"):
+    with pytest.raises(
+        ValueError, match=rf"^expected {name} (>= {value + 1}|in \[{value + 1}, .*\])( or None)?, got {value}$"
+    ):
         train.train(runs.config(**{name: value}), "nowhere")
 
 
@@ -88,8 +91,8 @@ OPTIONAL = {
     "global_contrastive.temperature_beta2": "0.5",
     "global_contrastive.temperature_eps": "0.5",
     "grad_cache.chunk_size": "32",
-    "total_steps": "10",
-    "samples_seen": "1000",
+    "total_steps": "1000",
+    "samples_seen": "256000",
     "epochs": "3",
     "ema_decay": "0.5",
     "optimizer.temperature_learning_rate": "0.5",
@@ -123,8 +126,9 @@ def test_none_is_a_value_of_every_optional_setting():
     assert list(changed_settings(default, given)) == sorted(OPTIONAL, key=list(runs.flat(default)).index)
     none = parsed(*(f"--config.{name}=None" for name in OPTIONAL))
     assert changed_settings(default, none) == {}
-    check_config(given)
     check_config(none)
+    for setting, value in setting_values(given):
+        setting.check(value)
     assert set(OPTIONAL) == {name for name, value in runs.flat(default).items() if value is None}
     assert set(OPTIONAL) == {name for name, setting in SETTINGS.items() if setting.optional}
 

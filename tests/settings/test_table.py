@@ -1,6 +1,7 @@
 """Checks of every setting, and agreement with the dataclasses of the library."""
 
 import dataclasses
+import math
 import re
 from typing import get_type_hints
 
@@ -104,3 +105,49 @@ def test_settings_agree_with_the_dataclass_they_are_passed_to(group):
 
 def test_every_group_has_a_dataclass():
     assert {name.partition(".")[0] for name in SETTINGS if "." in name} == GROUPS.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frozen": ("image", "text")}, "expected a tower to train, got frozen="),
+        ({"frozen": ("text", "text")}, "expected each tower once in frozen"),
+        ({"ema_warmup": True}, "expected ema_decay with ema_warmup=True"),
+        ({"augmentation.scale": (0.9, 0.1)}, "expected augmentation.scale with 0 < low <= high <= 1"),
+        ({"optimizer.final_learning_rate": 1.0}, "expected optimizer.final_learning_rate <= optimizer.learning_rate"),
+        ({"optimizer.warmup_steps": 1000}, "expected optimizer.warmup_steps < total_steps"),
+        ({"optimizer.cooldown_steps": 950}, "expected optimizer.warmup_steps [+] optimizer.cooldown_steps <= total"),
+        ({"grad_cache.keep": 1}, "expected grad_cache.chunk_size with keep=1"),
+        ({"grad_cache.chunk_size": 512}, "expected grad_cache.chunk_size <= batch_size=256"),
+        ({"grad_cache.chunk_size": 64, "grad_cache.keep": 5}, "expected grad_cache.keep <= 4, the chunks of a batch"),
+        ({"samples_seen": 10**15}, "expected at most 2147483647 steps, got samples_seen=10{15} with"),
+        ({"total_steps": 10, "epochs": 1}, "expected one of total_steps, samples_seen, epochs"),
+    ],
+)
+def test_contradictory_settings_are_named(values, message):
+    config = base.get_config()
+    config.update_from_flattened_dict(values)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_config(config)
+
+
+def test_unlocked_groups_train_frozen_towers():
+    config = base.get_config()
+    config.update_from_flattened_dict({"frozen": ("image", "text"), "unlocked_groups.text": 1})
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optimizer.learning_rate", math.inf),
+        ("optimizer.learning_rate", 1e-46),  # 0 in fp32
+        ("optimizer.beta2", 1 - 1e-9),  # 1 in fp32
+        ("optimizer.clip_norm", 1e39),  # infinite in fp32
+        ("total_steps", 2**31),  # beyond the step counter
+        ("max_bad_records", 10**400),
+    ],
+)
+def test_numbers_that_training_cannot_hold_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"^expected {name} "):
+        check_config(changed(name, value))

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from infcl_jax.data.decode.pillow import decode
+from infcl_jax.data.decode.pillow import MAX_PIXELS, decode
 from infcl_jax.data.sources.base import Example, Source, bad_record, describe
 
 ToImage = Callable[[Example], Any]
@@ -29,15 +29,19 @@ class DecodedExample(TypedDict):
     label: int
 
 
-def pixels(example: Example) -> np.ndarray:
+def pixels(example: Example, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode the image of an example to uint8 [H, W, 3].
+
+    Args:
+      example: example of a source.
+      max_pixels: largest number of pixels of an encoded image.
 
     Raises:
       Exception: the image is damaged or has another dtype or shape.
     """
     image = example["image"]
     if isinstance(image, bytes):
-        return decode(image)
+        return decode(image, max_pixels)
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3):
         raise ValueError(f"expected a uint8 image with 1 or 3 channels, got {image.dtype} {list(image.shape)}")
     return np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image

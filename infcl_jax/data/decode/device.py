@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Bool, Float, Int, UInt8
 
-from infcl_jax.data.decode.pillow import open_image, orientation_of
+from infcl_jax.data.decode.pillow import MAX_PIXELS, open_image, orientation_of
 from infcl_jax.data.iterator import ENCODED, concatenate
 from infcl_jax.data.transforms import Box, Geometry
 
@@ -65,7 +65,9 @@ class EncodedImage(NamedTuple):
     geometry: Geometry
 
 
-def encoded_image(data: bytes, draw: Callable[[int, int], Geometry]) -> EncodedImage | None:
+def encoded_image(
+    data: bytes, draw: Callable[[int, int], Geometry], max_pixels: int = MAX_PIXELS
+) -> EncodedImage | None:
     """Read the header of an image file that a device can decode.
 
     Devices decode complete, upright JPEGs with one or three channels, up to `MAX_DEVICE_PIXELS`.
@@ -73,6 +75,7 @@ def encoded_image(data: bytes, draw: Callable[[int, int], Geometry]) -> EncodedI
     Args:
       data: contents of the file.
       draw: function from height and width of the upright image, in pixels, to the geometry of the result.
+      max_pixels: largest number of pixels; larger images are refused.
 
     Returns:
       The file with its geometry; None if the host must decode it.
@@ -80,7 +83,7 @@ def encoded_image(data: bytes, draw: Callable[[int, int], Geometry]) -> EncodedI
     Raises:
       Exception: the header is damaged, or the size out of range; see `infcl_jax.data.decode.decode`.
     """
-    with open_image(data) as file:
+    with open_image(data, max_pixels) as file:
         width, height = file.size
         # Decoders of devices may accept truncated files, which the host refuses.
         complete = data[-64:].rstrip(b"\0\r\n").endswith(_END_OF_IMAGE)

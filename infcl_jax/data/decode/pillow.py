@@ -15,7 +15,11 @@ from infcl_jax.data.transforms import Box, Geometry, resize_box
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 MIN_SIDE = 2  # pixels; 1-pixel images are web beacons
 MAX_SIDE = 16384  # pixels; the longest side that WebP can store
-MAX_PIXELS = 2**26  # 192 MiB in memory; below the 89 million at which Pillow warns of decompression bombs
+MAX_PIXELS = 100_000_000  # default limit; 286 MiB as RGB
+
+# Pillow warns of 89 million pixels and refuses twice as many. Its limit covers every size that `open_image` can allow.
+if Image.MAX_IMAGE_PIXELS is not None:
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, MAX_SIDE**2)
 
 _ORIENTATION = 0x0112  # EXIF tag
 _UPRIGHT = {
@@ -31,9 +35,10 @@ _TRANSPOSED = (5, 6, 7, 8)  # orientations whose rows are stored as columns
 _MIRRORED_ROWS, _MIRRORED_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)  # axes of the upright image
 _REDUCTIONS = (1, 2, 4, 8)  # of Pillow's draft mode
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+_STRIP_PIXELS = 2**20  # pixels converted at a time, which bounds the memory of their float64 and RGBA copies
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image file.
 
     Equals Pillow's `convert("RGB")` for 8-bit images without transparency. The EXIF orientation is applied.
@@ -42,20 +47,23 @@ def decode(data: bytes) -> np.ndarray:
 
     Args:
       data: contents of a file in one of `FORMATS`.
+      max_pixels: largest number of pixels.
 
     Returns:
       uint8 [H, W, 3], read-only.
 
     Raises:
       ValueError: the format is unknown, or the size is out of range: sides of `MIN_SIDE` to `MAX_SIDE` pixels, at most
-        `MAX_PIXELS` pixels.
+        `max_pixels` pixels.
       Exception: the file is damaged; Pillow raises any exception.
     """
-    with open_image(data) as file:
+    with open_image(data, max_pixels) as file:
         return np.asarray(load_upright(file))
 
 
-def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) -> np.ndarray:
+def decode_crop(
+    data: bytes, draw: Callable[[int, int], Geometry], size: int, max_pixels: int = MAX_PIXELS
+) -> np.ndarray:
     """Decode a crop box of an image file and resize it.
 
     The resize is bicubic and antialiased.
@@ -68,6 +76,7 @@ def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) ->
       data: contents of a file in one of `FORMATS`.
       draw: function from height and width of the upright image, in pixels, to the geometry of the result.
       size: side S of the result, in pixels.
+      max_pixels: largest number of pixels of the image.
 
     Returns:
       uint8 [S, S, 3].
@@ -75,7 +84,7 @@ def decode_crop(data: bytes, draw: Callable[[int, int], Geometry], size: int) ->
     Raises:
       Exception: see `decode`.
     """
-    with open_image(data) as file:
+    with open_image(data, max_pixels) as file:
         if file.format != "JPEG":  # Pillow can rotate other formats while it loads them
             image = load_upright(file)
             geometry = draw(image.height, image.width)
@@ -104,8 +113,12 @@ def _reduced_box(box: Box, factor: int, orientation: int, stored_size: tuple[int
 
 
 @contextlib.contextmanager
-def open_image(data: bytes) -> Iterator[Image.Image]:
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Read the header of an image file and check its size.
+
+    Args:
+      data: contents of the file.
+      max_pixels: largest number of pixels.
 
     Raises:
       ValueError: see `decode`.
@@ -116,7 +129,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
     except Image.UnidentifiedImageError:
         raise ValueError(f"expected an image file in one of {', '.join(FORMATS)}, got {data[:12]!r}...") from None
     with file:
-        _check_size(*file.size)
+        _check_size(*file.size, max_pixels)
         yield file
 
 
@@ -135,26 +148,46 @@ def load_upright(file: Image.Image) -> Image.Image:
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
-def _check_size(width: int, height: int) -> None:
-    if min(width, height) < MIN_SIDE or max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if min(width, height) < MIN_SIDE or max(width, height) > MAX_SIDE or width * height > max_pixels:
         raise ValueError(
-            f"expected an image with sides of {MIN_SIDE} to {MAX_SIDE} pixels and at most {MAX_PIXELS} pixels, "
-            f"got {width} x {height}"
+            f"expected an image with sides of {MIN_SIDE} to {MAX_SIDE} pixels and at most {max_pixels} pixels, "
+            f"got {width} x {height}; max_image_pixels sets the limit"
         )
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F" or image.mode.startswith("I"):
-        image = Image.fromarray(_to_eight_bits(np.asarray(image), image.mode))
-    if image.has_transparency_data:
-        canvas = Image.new("RGBA", image.size, "white")
-        canvas.alpha_composite(image.convert("RGBA"))
-        image = canvas
-    return image if image.mode == "RGB" else image.convert("RGB")
+        image = _to_eight_bits(image)
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    result = Image.new("RGB", image.size)
+    for box in _strips(image):
+        strip = Image.new("RGBA", (box[2], box[3] - box[1]), "white")
+        strip.alpha_composite(image.crop(box).convert("RGBA"))
+        result.paste(strip.convert("RGB"), box)
+    return result
 
 
-def _to_eight_bits(levels: np.ndarray, mode: str) -> np.ndarray:
-    """Scale the gray levels of 16-bit, 32-bit and float images to uint8."""
-    values = np.nan_to_num(levels.astype(np.float64), posinf=0.0, neginf=0.0)
-    low, high = (0.0, 65535.0) if mode in _SIXTEEN_BIT_MODES else (values.min(), values.max())
-    return np.rint((values - low) / ((high - low) or 1.0) * 255).astype(np.uint8)
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Scale the gray levels of a 16-bit, 32-bit or float image to 8 bits."""
+
+    def levels(box: tuple[int, int, int, int]) -> np.ndarray:
+        return np.nan_to_num(np.asarray(image.crop(box)).astype(np.float64), posinf=0.0, neginf=0.0)
+
+    low, high = 0.0, 65535.0
+    if image.mode not in _SIXTEEN_BIT_MODES:
+        bounds = [(strip.min(), strip.max()) for strip in map(levels, _strips(image))]
+        low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+    result = Image.new("L", image.size)
+    for box in _strips(image):
+        scaled = (levels(box) - low) / ((high - low) or 1.0) * 255
+        result.paste(Image.fromarray(np.rint(scaled).astype(np.uint8)), box)
+    return result
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """Yield boxes (left, top, right, bottom) of whole rows that cover an image."""
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        yield 0, top, image.width, min(top + rows, image.height)

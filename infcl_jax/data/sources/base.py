@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 import grain
 import numpy as np
 
+_LONGEST_NAME = 300  # characters of a record's description in an error message
+
 _logger = logging.getLogger(__name__)
 
 
@@ -71,7 +73,7 @@ class KeyedSource(Source, Protocol):
     """Source whose records have names."""
 
     def key(self, index: int) -> str:
-        """Return the name of a record, such as its path or its key in a tar file."""
+        """Return the name of a record, such as its path or key."""
         ...
 
 
@@ -138,7 +140,7 @@ def describe(source: Source, index: int) -> str:
 
 
 def record_key(source: Source, index: int) -> str:
-    """Return the name of a record, or its index as text where records have no names."""
+    """Return the name of a record, or its index without names."""
     return source.key(index) if isinstance(source, KeyedSource) else str(index)
 
 
@@ -167,7 +169,7 @@ def bad_record(record: str, error: Exception | str) -> BadRecordError:
     """Create the error of a record from its description and the reason."""
     if isinstance(error, Exception):
         error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return BadRecordError(f"bad {record}: {error}")
+    return BadRecordError(f"bad {record[:_LONGEST_NAME]}: {error}")
 
 
 def starts_of(sizes: Iterable[int]) -> np.ndarray:

@@ -124,7 +124,7 @@ class TableSource:
         return self._classes
 
     def key(self, index: int) -> str:
-        """Return the image path of a row, or its index for images in the table."""
+        """Return the image path of a row, or its index without path."""
         table, row = self._locate(index)
         return table.key(row) or str(index)
 
@@ -214,6 +214,10 @@ class _Table:
         try:
             with files.open_file(path) as file:
                 if path.endswith(".jsonl"):
+                    # Arrow 26 crashes where a block of lines starts with null.
+                    if any(line.lstrip().startswith(b"null") for line in file):
+                        raise ValueError(f"expected an object in every line of {path}, got null; remove such lines")
+                    file.seek(0)
                     table = json.read_json(file, json.ReadOptions(block_size=_BLOCK))
                     self._choose_columns(table.column_names, options)
                     return table.select(self._used())

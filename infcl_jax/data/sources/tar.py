@@ -162,7 +162,10 @@ class TarSource:
         return captions.example(image, [captions.text(caption)], label)
 
     def key(self, index: int) -> str:
-        """Return the name of a sample's members, up to the first dot of the last component or 100 bytes."""
+        """Return the key of a sample, the name of its members without extension.
+
+        It ends at the first dot of the last component, or after 100 bytes.
+        """
         shard, entry = self._index.locate(index)
         header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
         return tar_scan.split_name(header[:100].partition(b"\0")[0].decode("utf-8", "replace"))[0]

@@ -17,6 +17,10 @@ from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
 
 SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
 
+# Characters that are encoded of a text, and at least of each token. A damaged caption of a megabyte takes CLIP seconds
+# to encode, for tokens that truncation drops.
+_LONGEST_TEXT, _LONGEST_TOKEN = 2**14, 64
+
 _logger = logging.getLogger(__name__)
 _count_lock = threading.Lock()  # module-level, because a tokenizer with a lock cannot be pickled
 
@@ -108,7 +112,9 @@ class BaseTokenizer(abc.ABC):
         Returns:
           int32 [n, context_length] (n = 1 for a string): special tokens, text, special tokens, padding.
         """
-        rows = self._encode([clean_text(text, self.clean) for text in ([texts] if isinstance(texts, str) else texts)])
+        limit = max(_LONGEST_TEXT, _LONGEST_TOKEN * self.context_length)
+        texts = [texts] if isinstance(texts, str) else texts
+        rows = self._encode([clean_text(text[:limit], self.clean) for text in texts])
         ids = np.full((len(rows), self.context_length), self.pad_id, dtype=np.int32)
         kept = self.context_length - self._suffix
         for target, row in zip(ids, rows, strict=True):

@@ -235,7 +235,7 @@ def test_devices_get_the_files_that_they_can_decode(data, on_device):
     assert MAX_DEVICE_PIXELS == 4096**2
 
 
-@pytest.mark.parametrize("size", [(1, 9), (20000, 2), (9000, 9000)])
+@pytest.mark.parametrize("size", [(1, 9), (20000, 2), (10001, 10000)])
 def test_sizes_out_of_range_are_refused_from_the_header(size):
     header = bytearray(contents(0, size=(16, 16)))
     frame = header.index(b"\xff\xc0")

@@ -121,17 +121,42 @@ def header_only(width, height):
     return b"\x89PNG\r\n\x1a\n" + body
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (9000, 9000), (0, 5)])
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (10001, 10000), (0, 5)])
 def test_sizes_out_of_range_are_refused(size):
     with pytest.raises(Exception, match=r"sides of 2 to 16384 pixels|PNG|identify|one of"):
         decode(header_only(*size))
 
 
-@pytest.mark.parametrize("size", [(1, 1), (20000, 100), (9000, 9000)])
+@pytest.mark.parametrize("size", [(1, 1), (20000, 100), (10001, 10000)])
 def test_the_limits_are_stated(size):
-    match = f"sides of 2 to 16384 pixels and at most 67108864 pixels, got {size[0]} x {size[1]}"
+    match = f"sides of 2 to 16384 pixels and at most 100000000 pixels, got {size[0]} x {size[1]}; max_image"
     with pytest.raises(ValueError, match=match):
         decode(header_only(*size))
+
+
+@pytest.mark.parametrize("size", [(9500, 9500), (16384, 16384)])
+def test_the_limit_is_an_argument_and_pillow_has_none_of_its_own(size):
+    pixels = size[0] * size[1]
+    with pillow.open_image(header_only(*size), max_pixels=pixels) as file:  # Pillow's warning would be an error
+        assert file.size == size
+    with (
+        pytest.raises(ValueError, match=f"at most {pixels - 1} pixels"),
+        pillow.open_image(header_only(*size), max_pixels=pixels - 1),
+    ):
+        pass
+
+
+def test_strips_leave_no_seams(monkeypatch):
+    rng = np.random.default_rng(0)
+    images = [
+        Image.fromarray(rng.integers(0, 256, (13, 9, 4), dtype=np.uint8)),
+        Image.fromarray(rng.normal(size=(13, 9)).astype(np.float32)),
+    ]
+    files = [encoded(image, "tiff") for image in images]
+    whole = [decode(data) for data in files]
+    monkeypatch.setattr(pillow, "_STRIP_PIXELS", 20)  # two rows
+    for data, expected in zip(files, whole, strict=True):
+        np.testing.assert_array_equal(decode(data), expected)
 
 
 def test_bombs_are_refused_before_decoding():

@@ -158,3 +158,10 @@ def test_other_files_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"garbage")
     with pytest.raises(ValueError, match=rf"{name} (is not a parquet file|cannot be read): "):
         load(tmp_path / name)
+
+
+@pytest.mark.parametrize("lines", ["null\n", '{"path": "a.jpg", "text": "a"}\n  null\n'])
+def test_null_instead_of_an_object_is_refused(tmp_path, lines):
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=r"^expected an object in every line of .*a\.jsonl, got null; remove"):
+        load_source(str(tmp_path / "a.jsonl"), "train")

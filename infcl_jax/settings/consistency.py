@@ -1,0 +1,77 @@
+"""Checks of settings that belong together, before data is read or anything is compiled."""
+
+from ml_collections import ConfigDict
+
+from infcl_jax.data.transforms import Augmentation
+from infcl_jax.models import TOWERS
+from infcl_jax.settings.length import total_steps
+from infcl_jax.training import (
+    EMAConfig,
+    GlobalContrastiveConfig,
+    GradCacheConfig,
+    OptimizerConfig,
+    UnlockedGroups,
+    learning_rate_schedule,
+)
+from infcl_jax.training.frozen import check_frozen
+
+
+def check_consistency(config: ConfigDict) -> None:
+    """Check the settings that limit each other.
+
+    The type and range of each setting must be right, see `infcl_jax.settings.Setting.check`.
+
+    Raises:
+      ValueError: settings contradict each other, or have no effect without another one.
+    """
+    Augmentation(**config.augmentation)
+    GlobalContrastiveConfig(**config.global_contrastive)
+    _check_frozen(config)
+    _check_grad_cache(config)
+    optimizer = OptimizerConfig(**config.optimizer)
+    if optimizer.final_learning_rate > optimizer.learning_rate:
+        raise ValueError(
+            f"expected optimizer.final_learning_rate <= optimizer.learning_rate={optimizer.learning_rate}, got "
+            f"{optimizer.final_learning_rate}; lower it"
+        )
+    ema_config(config)
+    lengths = [name for name in ("total_steps", "samples_seen", "epochs") if config[name] is not None]
+    if lengths != ["epochs"]:  # whose steps depend on the data
+        learning_rate_schedule(optimizer, total_steps(config))
+
+
+def ema_config(config: ConfigDict) -> EMAConfig | None:
+    """Return the settings of the moving averages; None without them.
+
+    Raises:
+      ValueError: `ema_warmup` is set without `ema_decay`.
+    """
+    if config.ema_decay is not None:
+        return EMAConfig(decay=config.ema_decay, warmup=config.ema_warmup)
+    if config.ema_warmup:
+        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
+    return None
+
+
+def _check_frozen(config: ConfigDict) -> None:
+    """Check that at least one tower is trained."""
+    unlocked = UnlockedGroups(**config.unlocked_groups)
+    check_frozen(config.frozen, unlocked)
+    locked = [name for name in TOWERS if name in config.frozen and not config.unlocked_groups[name]]
+    if len(locked) == len(TOWERS):
+        raise ValueError(
+            f"expected a tower to train, got frozen={tuple(config.frozen)}; leave one out, or set unlocked_groups"
+        )
+    if len(set(config.frozen)) < len(config.frozen):
+        raise ValueError(f"expected each tower once in frozen, got {tuple(config.frozen)}; leave one out")
+
+
+def _check_grad_cache(config: ConfigDict) -> None:
+    """Check the chunks of gradient caching against the batch."""
+    cache = dict(config.grad_cache)
+    size, keep = cache["chunk_size"], max(0, cache["keep"])  # -1: as many as fit
+    GradCacheConfig(**cache | {"keep": keep}).check_batch(config.batch_size, 1)
+    if size is not None and keep > (chunks := -(-config.batch_size // size)):
+        raise ValueError(
+            f"expected grad_cache.keep <= {chunks}, the chunks of a batch of {config.batch_size}, got {keep}; lower it"
+        )

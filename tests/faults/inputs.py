@@ -1,0 +1,209 @@
+"""Feed damaged and hostile inputs to the data pipeline and count the outcomes.
+
+    python -m tests.faults.inputs --count=500 [--seed=0]
+
+Each input is a small dataset with images, tar files, tables or captions that are damaged or hostile. It goes through
+`load_source` and a batch of `train_iterator`. Every sample must be read with the right pixels or be a bad
+record, or the dataset must be refused in one line. Each input runs in a process of its own, which must neither crash,
+hang nor take more than `MEMORY` bytes.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infcl_jax.data import BadRecordError, Source, load_source, load_tokenizer, train_iterator
+from infcl_jax.data.decode import decode_example
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.training import train_bpe
+from tests.faults import captions, images, tables, tars
+from tests.faults.case import Case
+
+MEMORY = 2**29  # bytes that one input may add to the process
+SECONDS = 60  # no input takes ten
+SIDE = 16  # pixels
+DRAWS: dict[str, Callable[[np.random.Generator, Path], Case]] = {
+    "image": images.draw,
+    "tar": tars.draw,
+    "table": tables.draw,
+    "caption": captions.draw,
+}
+_VOCABULARIES = Path(__file__).parents[1] / "golden" / "transformers_tokens.npz"
+TOKENIZERS = ("bytes", "clip", "trained", "hf", "sentencepiece")
+
+
+@functools.cache
+def tokenizer(kind: str) -> BaseTokenizer:
+    """Load a small tokenizer of a kind; "clip" is CLIP's own."""
+    if kind in ("bytes", "clip"):
+        return load_tokenizer(kind, 24)
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "trained":
+            return train_bpe(["the cat sat on the red mat", "the hat of the cat"] * 4, 530, folder, context_length=24)
+        with np.load(_VOCABULARIES) as stored:
+            Path(folder, "tokenizer.json").write_bytes(stored["bert_json"].tobytes())
+            Path(folder, "spiece.model").write_bytes(stored["sentence_piece"].tobytes())
+        return load_tokenizer(f"{kind}:{folder}" + ("/spiece.model" if kind == "sentencepiece" else ""), 24)
+
+
+def outcome(case: Case, seed: int) -> dict[str, int]:
+    """Read a case and count its samples by outcome.
+
+    Raises:
+      AssertionError: the contract is broken.
+    """
+    try:
+        source = load_source(case.dataset, "train")
+    except (ValueError, FileNotFoundError) as error:
+        assert_one_line(error)
+        assert case.may_be_refused, f"refused: {error}"
+        return {"refused": 1}
+    good, bad = _read_all(source, case)
+    counts = {"read": len(good), "bad": len(bad), **getattr(source, "dropped", {})}
+    kind = TOKENIZERS[seed % len(TOKENIZERS)]
+    text = tokenizer(kind)
+    options: dict[str, Any] = {"augmentation": None} if seed % 2 else {}
+    iterator = train_iterator(
+        source,
+        tokenizer=text,
+        image_size=SIDE,
+        batch_size=len(source),
+        seed=seed,
+        num_workers=0,
+        num_threads=1,
+        max_bad_records=len(source),
+        **options,
+    )
+    try:
+        batch = next(iterator)
+    except BadRecordError as error:
+        assert_one_line(error)
+        assert len(bad) == len(source) or len(bad) >= 16, f"all bad: {error}"
+        return counts
+    finally:
+        iterator.close()
+    assert set(batch["index"].tolist()) == set(good), "other records are read in a batch"
+    assert iterator.bad_records.indices() == bad, "other records are bad in a batch"
+    assert batch["image"].shape == (len(source), SIDE, SIDE, 3) and batch["image"].dtype == np.uint8
+    assert batch["text"].shape == (len(source), text.context_length), "the texts have another shape"
+    assert 0 <= batch["text"].min() <= batch["text"].max() < text.vocab_size, "a token id is out of range"
+    return counts
+
+
+def _read_all(source: Source, case: Case) -> tuple[list[int], list[int]]:
+    """Read and check every sample; return the good and the bad indices."""
+    good, bad = [], []
+    expected = dict(case.expected)
+    for index in range(len(source)):
+        try:
+            example = decode_example(source, index)
+        except BadRecordError as error:
+            assert_one_line(error)
+            bad.append(index)
+            continue
+        good.append(index)
+        image = example["image"]
+        assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+        for caption in example["captions"]:
+            assert caption not in case.refused, f"{caption[:40]!r} must be bad"
+            pixels = expected.pop(caption, None)
+            if pixels is not None:
+                assert image.shape == pixels.shape, f"{caption!r} has shape {image.shape}, expected {pixels.shape}"
+                difference = np.abs(image.astype(int) - pixels).max()
+                assert difference <= case.tolerance, f"{caption!r} differs by {difference} levels"
+    assert not expected, f"not read: {', '.join(expected)}"
+    return good, bad
+
+
+def assert_one_line(error: Exception) -> None:
+    """Check that an error message is one line of text."""
+    assert str(error) and "\n" not in str(error) and len(str(error)) < 2000, repr(str(error))[:400]
+
+
+def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Draw the case of a seed and read it.
+
+    Returns:
+      "name" of the case, "counts" of its samples, and "problem", "" if the contract holds.
+    """
+    case = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of damaged metadata
+            (folder / "input").mkdir()
+            case = DRAWS[kind](np.random.default_rng(seed), folder / "input")
+            counts = outcome(case, seed)
+        assert os.listdir(folder) == ["input"], "something is written outside of the folder of the input"
+        return {"name": case.name, "counts": counts, "problem": ""}
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:300]}"
+        return {"name": case.name if case else "?", "counts": {}, "problem": problem}
+
+
+def run_apart(kind: str, seed: int) -> dict[str, Any]:
+    """Call `run` in a process of its own, with limits of time and memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            signal.alarm(SECONDS)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            result = run(kind, seed, Path(folder))
+            added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024  # Linux counts KiB
+            os.write(writer, json.dumps(result | {"bytes": added}).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            data = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not data:
+        return {"name": "?", "counts": {}, "problem": f"the process ended with {status}", "bytes": 0}
+    result = json.loads(data)
+    if not result["problem"] and result["bytes"] > MEMORY:
+        result["problem"] = f"{result['bytes'] / 2**20:.0f} MiB of memory"
+    return result
+
+
+def main() -> None:
+    """Read the inputs of the flags and print the outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the forks run no JAX
+    for kind in TOKENIZERS:
+        tokenizer(kind)  # before the forks
+    inputs: dict[str, collections.Counter] = {kind: collections.Counter() for kind in DRAWS}
+    names, problems, most = set(), 0, 0
+    for number in range(arguments.count):
+        kind = tuple(DRAWS)[number % len(DRAWS)]
+        result = run_apart(kind, arguments.seed + number)
+        names.add(f"{kind}: {result['name']}")
+        inputs[kind].update({"inputs": 1} | result["counts"])
+        most = max(most, result["bytes"])
+        if result["problem"]:
+            problems += 1
+            print(f"seed {arguments.seed + number}, {kind}, {result['name']}: {result['problem']}", flush=True)
+    for kind, counts in inputs.items():
+        print(f"{kind}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    print(f"{arguments.count} inputs of {len(names)} kinds, at most {most / 2**20:.0f} MiB, {problems} problems")
+    sys.exit(problems > 0)
+
+
+if __name__ == "__main__":
+    main()

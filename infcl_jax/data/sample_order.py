@@ -38,10 +38,10 @@ class SampleOrder:
         return self._indices(range(number * self.batch_size, (number + 1) * self.batch_size))
 
     def local(self, start: int, stop: int) -> list[int]:
-        """Return the sample indices of rows of this process, counted over all its batches.
+        """Return the sample indices of rows of this process.
 
         Args:
-          start: first row.
+          start: first row, over all batches of this process.
           stop: row after the last.
         """
         rows = [divmod(row, self.local_size) for row in range(start, stop)]

@@ -50,7 +50,9 @@ def check_finite(step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def state_stages(batch_stats: Any, rows: SampleState | None) -> dict[str, Bool[Array, ""]]:
-    """Check new running statistics and sample state, which a finite loss does not imply to be finite.
+    """Check the new running statistics and sample state.
+
+    A finite loss does not imply that they are finite.
 
     Args:
       batch_stats: new running statistics of batch normalization; None if they do not change.
@@ -93,7 +95,7 @@ def select_update(finite: Mapping[str, Bool[Array, ""]], updated: TrainState, st
 
 
 def written_index(finite: Mapping[str, Bool[Array, ""]], index: Array) -> Array:
-    """Return the sample index of each row, or -1 for all rows unless all stages are finite.
+    """Replace the sample indices of a step that is not finite by -1.
 
     The sample state drops rows with index -1. A select over the whole state would copy it.
 
@@ -210,7 +212,10 @@ def _select(finite: Bool[Array, ""], new: Any, old: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Read the lines of a file of skipped batches up to a step; a truncated line ends them."""
+    """Read the lines of skipped steps up to a step.
+
+    A truncated line ends them.
+    """
     lines = []
     for raw in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:

@@ -1,4 +1,4 @@
-"""Outputs that a run can do without: a file that cannot be written does not end it."""
+"""Output files of a run that survive faults of the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REASONS = {
 
 def reason(error: OSError) -> str:
     """Name the cause of a write error in a few words."""
-    return _REASONS.get(error.errno or 0) or error.strerror or type(error).__name__
+    return _REASONS.get(error.errno or 0) or error.strerror or " ".join(str(error).split()) or type(error).__name__
 
 
 def print_line(line: str) -> None:
@@ -163,7 +163,7 @@ class AppendFile:
         self._close()
 
     def _flush(self) -> None:
-        """Write the records in memory; on an error, cut off what is written of them."""
+        """Write the records in memory, whole or not at all."""
         try:
             descriptor = self._open()
             _write_all(descriptor, b"".join(self._records))
@@ -178,7 +178,7 @@ class AppendFile:
         self._bytes = 0
 
     def _open(self) -> int:
-        """Open the file if it is not open or was replaced, and cut it to its whole records."""
+        """Open the current file, cut to its whole records."""
         if self._descriptor is not None and not self._is_current(self._descriptor):
             self._close()
         if self._descriptor is None:
@@ -186,7 +186,10 @@ class AppendFile:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             status = os.fstat(self._descriptor)
             inode = status.st_dev, status.st_ino
-            if inode != self._inode:  # new, or back after its disk was away
+            # New, or back after its disk was away. A new file can have the inode of a removed one.
+            if inode != self._inode or status.st_size < self._size:
+                if self._inode is not None and status.st_size == 0:
+                    self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
                 self._inode, self._size = inode, status.st_size
             elif status.st_size > self._size:  # of a record that failed
                 os.ftruncate(self._descriptor, self._size)
@@ -196,7 +199,7 @@ class AppendFile:
         return self._descriptor
 
     def _is_current(self, descriptor: int) -> bool:
-        """Return whether the path still is the open file; writes to a removed file would be lost."""
+        """Return whether the path still names the open file."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(descriptor))
         except OSError:

@@ -65,7 +65,7 @@ class LossSpikes:
         return line
 
     def take(self) -> dict[str, int]:
-        """Return the number of spikes since the last call, for the metrics; empty without any."""
+        """Return the spikes since the last call as a metric; empty without any."""
         count, self._count = self._count, 0
         return {"loss_spikes": count} if count else {}
 

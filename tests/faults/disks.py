@@ -3,8 +3,8 @@
 python -m tests.faults.disks
 
 From the report of step 2 to that of step 4, metrics, settings, tokenizer and TensorBoard files cannot be written. The
-fault "full" redirects `metrics.jsonl` to /dev/full, whose writes fail with ENOSPC. "removed" deletes all that is beside
-the checkpoints. "read_only" and "permission" raise the error of the kernel, since neither a remount nor, for root, file
+fault "full" redirects `metrics.jsonl` to /dev/full, whose writes fail with ENOSPC. "removed" deletes all but the
+checkpoints. "read_only" and "permission" raise the error of the kernel, since neither a remount nor, for root, file
 modes can be used in a test.
 """
 
@@ -71,13 +71,16 @@ def fault(name, workdir):
 
 
 def train_through(name, workdir, until=4, **changes):
-    """Train six steps with a fault from step 2 on; return the steps in `metrics.jsonl` and the lines of warnings.
+    """Train six steps with a fault from step 2 on.
 
     Args:
       name: one of `FAULTS`.
       workdir: directory of the run.
       until: step whose report ends the fault; None: it lasts to the end of the process.
       changes: changed settings.
+
+    Returns:
+      The steps in `metrics.jsonl`, and the lines of warnings.
     """
     import runs
 

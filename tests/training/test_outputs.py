@@ -34,6 +34,7 @@ def test_metrics_survive_a_fault_of_the_disk(tmp_path, said, name):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4][lost:]
     warnings = [line for line in said if line.startswith(f"warning: cannot write {tmp_path / 'metrics.jsonl'}")]
     assert [REASONS[name] in line for line in warnings] == ([] if lost else [True])
+    assert not lost or [line for line in said if "metrics.jsonl was removed" in line]
 
 
 def test_a_run_trains_through_a_read_only_disk(tmp_path):

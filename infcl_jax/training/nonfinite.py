@@ -175,8 +175,8 @@ class NonfiniteSteps:
             line = {"step": step, "stage": bad[0], "loss": str(float(metrics["loss"])), "indices": indices}
             self._file.write(json.dumps(line).encode() + b"\n")
             self._say(
-                f"step {step}: skipped, {bad[0]} is not finite ({self._in_a_row} in a row, at most {self._limit}); its "
-                f"samples are in {SKIPPED_FILE}"
+                f"step {step}: skipped, {bad[0]} became NaN or infinite ({self._in_a_row} in a row, at most "
+                f"{self._limit}); its samples are in {SKIPPED_FILE}"
             )
         if self._in_a_row >= self._limit:
             raise FloatingPointError(f"{self._in_a_row} skipped steps in a row; {_message(step, bad[0], metrics)}")

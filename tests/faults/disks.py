@@ -112,13 +112,13 @@ def train_through(name, workdir, until=4, **changes):
 
 
 def main():
-    print("fault       lasts   outcome               metrics of steps     warnings")
+    print("fault       lasts   outcome                metrics of steps     warnings")
     for name in FAULTS:
         for until in (4, None):
             with tempfile.TemporaryDirectory() as folder:
                 steps, lines = train_through(name, Path(folder).resolve(), until, tensorboard=True)
                 lasts = "2 steps" if until else "to end"
-                print(f"{name:11} {lasts:7} exit 0, saved step 6  {steps!s:20} {len(lines)}")
+                print(f"{name:11} {lasts:7} returns, saved step 6  {steps!s:20} {len(lines)}")
                 print("".join(f"    {line}\n" for line in lines), end="")
 
 

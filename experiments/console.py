@@ -4,6 +4,7 @@ import datetime
 import time
 
 from infcl_jax.distributed import is_lead
+from infcl_jax.training.outputs import print_line
 
 _PROGRESS_SECONDS = 10.0
 
@@ -11,7 +12,7 @@ _PROGRESS_SECONDS = 10.0
 def say(line: str) -> None:
     """Print a line, on the leading process only."""
     if is_lead():
-        print(line, flush=True)
+        print_line(line)
 
 
 class Progress:

@@ -43,7 +43,7 @@ from infcl_jax.settings import (
     format_changes,
     name_changes,
 )
-from infcl_jax.training import METRICS_FILE, Checkpointer, prepare_workdir
+from infcl_jax.training import METRICS_FILE, Checkpointer, Outputs, prepare_workdir
 
 RESULTS_FILE = "evaluation.json"
 CURVES_FILE = "curves.png"
@@ -98,6 +98,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
       FileNotFoundError: the run, its checkpoint or a dataset is missing.
       ValueError: the checkpoint or tokenizer does not fit the configuration, or a change is not allowed.
       ImportError: a package of the tokenizer is not installed.
+      OSError: a file could not be written; the results are printed all the same.
     """
     config, changed = changed_config(workdir, changes or {})
     mesh = command.start_devices(config)
@@ -114,11 +115,16 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
         command.say(line)
     task_results = suite.results(state.evaluated_variables, workdir / GRID_FILE, examples=True)
     results = flat_metrics(task_results)
-    save_curves(workdir, suite)
+    outputs = Outputs()
+    outputs.attempt(workdir / CURVES_FILE, lambda: save_curves(workdir, suite))
     if is_lead():
-        (workdir / RESULTS_FILE).write_text(json.dumps({"step": step, **results}, indent=2) + "\n")
-    write_results(workdir, task_results, config.model, f"{workdir}, step {step}")
+        content = json.dumps({"step": step, **results}, indent=2) + "\n"
+        outputs.attempt(workdir / RESULTS_FILE, lambda: (workdir / RESULTS_FILE).write_text(content))
+    weights = f"{workdir}, step {step}"
+    outputs.attempt(workdir / "results.json", lambda: write_results(workdir, task_results, config.model, weights))
     say_results(step, results)
+    if unwritten := outputs.summary():  # its files are the product of this command
+        raise OSError(unwritten)
     pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
     command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
     return results

@@ -40,10 +40,11 @@ from infcl_jax.training import (
     DataWait,
     MetricWriter,
     OptimizerConfig,
+    Outputs,
     Preemption,
     ProgressPrinter,
+    Safeguards,
     TrainState,
-    check_finite,
     learning_rate_schedule,
     make_train_step,
     parameter_count,
@@ -82,6 +83,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     mesh = command.start_devices(config)
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
+    outputs = Outputs()
     with Checkpointer(
         workdir,
         keep=config.keep_checkpoints,
@@ -100,7 +102,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         tokenizer = run.text_tokenizer(config, origin)
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
-        step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
+        step_fn = make_train_step(
+            loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
+        )
         suite = run.evaluation_suite(config, mesh, tokenizer)
         state = run.initial_state(config, mesh, source)
         if not resumed:
@@ -119,14 +123,20 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
             checkpoints.restore_position(data)
         if str(origin) != str(workdir.absolute()) and is_lead():
             # A copy, because the files that `config.tokenizer` names may move or change.
-            tokenizer.save(workdir / run.TOKENIZER_FOLDER)
+            folder = workdir / run.TOKENIZER_FOLDER
+            outputs.attempt(folder, lambda: tokenizer.save(folder))
         plan = plan_memory(workload, memory_limit)
         announce(config, mesh, state, workdir, plan, data)
         for line in format_changes(changed):
             command.say(line)
-        writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
-        with writer, contextlib.closing(data), DataWait() as data_wait, Preemption() as preemption:
-            loop = TrainLoop(config, workdir, mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption)
+        writer = MetricWriter(
+            workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start, outputs=outputs
+        )
+        safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
+        data_wait = DataWait(observe=safeguards.slow_steps.update)
+        with writer, contextlib.closing(data), safeguards, data_wait, Preemption() as preemption:
+            parts = mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption, safeguards
+            loop = TrainLoop(config, workdir, *parts)
             try:
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
             except jax.errors.JaxRuntimeError as error:
@@ -135,10 +145,14 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
                 raise explained from error
     if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
         command.say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
-    evaluate.save_curves(workdir, suite)
+    curves = workdir / evaluate.CURVES_FILE
+    outputs.attempt(curves, lambda: evaluate.save_curves(workdir, suite))
     evaluate.say_results(config.total_steps, results)
     if bad_records := data.bad_records.summary():
         command.say(bad_records)
+    outputs.retry()
+    if unwritten := outputs.summary():
+        command.say(f"warning: {unwritten}")
     return results
 
 
@@ -180,6 +194,7 @@ class TrainLoop:
       checkpoints: reader and writer of checkpoints.
       writer: writer of metrics.
       preemption: stop requests (SIGTERM, Ctrl-C).
+      safeguards: reactions to non-finite steps, stalls and unwritable files.
       stages_printed: stages of the data pipeline whose advice is printed.
     """
 
@@ -193,6 +208,7 @@ class TrainLoop:
     checkpoints: Checkpointer
     writer: MetricWriter
     preemption: Preemption
+    safeguards: Safeguards = dataclasses.field(default_factory=Safeguards)
     stages_printed: set[str] = dataclasses.field(default_factory=set)
 
     def fit(self, state: TrainState, start: int) -> dict[str, float]:
@@ -216,7 +232,7 @@ class TrainLoop:
         )
         pending: tuple[int, Metrics] | None = None
         for step in range(first, config.total_steps + 1):
-            batch = self.data_wait.batch(lambda: run.next_batch(config, self.data, self.mesh))
+            batch = self.data_wait.batch(lambda: self.safeguards.next_batch(self.next_batch))
             state, metrics = self.step_fn(state, batch)
             self.data_wait.step(metrics)
             del batch  # its memory, which a worker may share, is free before the next batch
@@ -240,11 +256,16 @@ class TrainLoop:
                     results = self.evaluate(step, state)
                 if save or (results and config.keep_best):
                     self.checkpoints.save(step, state, self.data, results)
+            self.data_wait.resume()
             if last:
                 self.export(state)
             if stop and not last:
                 raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
         return results
+
+    def next_batch(self) -> dict[str, Any]:
+        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
+        return run.next_batch(self.config, self.data, self.mesh)
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Evaluate a finished run and save its settings."""
@@ -275,7 +296,7 @@ class TrainLoop:
           FloatingPointError: a metric is not finite.
         """
         metrics = jax.device_get(metrics)
-        check_finite(step, metrics)
+        self.safeguards.check(step, metrics)
         if step == first:  # settings that fail at once must not replace those of a good run
             self.save_config()
             self.data_wait.take(1)  # its time includes compilation
@@ -292,7 +313,8 @@ class TrainLoop:
                 scalars["checkpoint/failed_saves"] = self.checkpoints.failed_saves
             # Of the lead process; of all processes up to the last checkpoint or evaluation.
             scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
-            self.writer.write(step, scalars | waits)
+            self.safeguards.outputs.retry()
+            self.writer.write(step, scalars | waits | self.safeguards.metrics())
 
     def take_data_wait(self, steps: int) -> dict[str, float]:
         """Return the fraction of time since the last call spent waiting.
@@ -322,7 +344,8 @@ class TrainLoop:
     def save_config(self) -> None:
         """Write `config.json`, on the leading process only."""
         if is_lead():
-            save_config(self.workdir, self.config.to_dict())
+            settings = self.config.to_dict()
+            self.safeguards.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate and record the results."""

@@ -18,6 +18,7 @@ from absl import flags
 
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
+from infcl_jax.data.sample_order import ArrivedChunks, SampleOrder
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
 
 Batch = dict[str, np.ndarray]
@@ -92,6 +93,7 @@ class TrainIterator(grain.DatasetIterator):
       bad_records: counter of the bad records of returned batches.
       parallelism: number of reading threads or workers and of prefetched batches.
       finish: last stage of each batch; `next_reader` leaves it out.
+      order: sample indices of the batches, for `batch_indices` and `awaited`; None: unknown.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -107,6 +109,7 @@ class TrainIterator(grain.DatasetIterator):
         bad_records: BadRecords,
         parallelism: Parallelism,
         finish: LastStage | None = None,
+        order: SampleOrder | None = None,
     ):
         super().__init__()
         self.bad_records = bad_records
@@ -116,6 +119,7 @@ class TrainIterator(grain.DatasetIterator):
         self._identity = dict(identity)
         self.parallelism = parallelism
         self._finish = finish
+        self._order = order
         self._next_batch = 0
         self._stale = False
         self._stats: Stats = {}
@@ -127,7 +131,8 @@ class TrainIterator(grain.DatasetIterator):
         """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
-        dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, self._finish)
+        self._opened_batch, self._arrived = self._next_batch, ArrivedChunks()
+        dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, self._finish, self._arrived)
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
@@ -185,6 +190,31 @@ class TrainIterator(grain.DatasetIterator):
                 self._stats = _sums([self._stats, stats])
         return {key: value for key, value in batch.items() if key != STATS}
 
+    def batch_indices(self, number: int) -> list[int]:
+        """Return the sample indices of a global batch, over all processes; empty if they are unknown.
+
+        Args:
+          number: number of the batch, from 0.
+        """
+        return [] if self._order is None else self._order.batch(number)
+
+    def awaited(self) -> str:
+        """Describe the chunk for which the next batch waits: its sources, files and reader.
+
+        Other threads may call it. It reads no files.
+        """
+        count = self._arrived.count
+        chunk = self._opened_batch * self._chunks_per_batch + count
+        batch = f"batch {self._next_batch + 1}"
+        if self._stale or self._order is None:
+            return batch
+        if chunk >= (self._next_batch + 1) * self._chunks_per_batch:
+            return f"{batch}, whose records are read; {'the GPUs decode' if self._finish else 'a thread joins'} them"
+        indices = self._order.local(chunk * self._rows_per_chunk, (chunk + 1) * self._rows_per_chunk)
+        workers = self.parallelism.num_workers
+        reader = f"worker process {count % workers + 1} of {workers}" if workers else "a reading thread"
+        return f"{batch}, {self._order.describe(indices)}, {reader}"
+
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
         return {"next_batch": self._next_batch, **self._identity, "bad_records": self.bad_records.indices()}
@@ -230,6 +260,7 @@ def prefetched_batches(
     chunks_per_batch: int,
     parallelism: Parallelism,
     finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    arrived: ArrivedChunks | None = None,
 ) -> grain.IterDataset:
     """Read chunks in threads or worker processes and concatenate them to batches.
 
@@ -240,6 +271,7 @@ def prefetched_batches(
       chunks_per_batch: chunks of one batch of this process.
       parallelism: number of reading threads or workers and of prefetched batches.
       finish: part of the last stage of each batch that runs ahead.
+      arrived: counter of the chunks that have been read.
     """
     if parallelism.num_workers:
         # grain reads its flags to start workers. Notebooks and tests do not parse them.
@@ -252,6 +284,8 @@ def prefetched_batches(
         threads = parallelism.num_threads
         read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
         dataset = chunks.to_iter_dataset(read)
+    if arrived is not None:
+        dataset = dataset.map(arrived)
     dataset = dataset.batch(chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
     if finish is not None:
         # The chunks of the next batch are collected meanwhile.

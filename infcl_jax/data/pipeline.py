@@ -30,6 +30,7 @@ from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
 from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
 from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.sample_order import SampleOrder
 from infcl_jax.data.sources.base import Example, OrderedSource, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
@@ -297,6 +298,7 @@ def train_iterator(
         rows_per_chunk=chunk,
         identity=identity,
         bad_records=BadRecords(source, max_bad_records),
+        order=SampleOrder(source, order, batch_size, process_index * local_size, local_size),
         finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
         parallelism=choose_parallelism(
             batch_bytes=local_size * (3 * image_size**2 + 4 * tokenizer.context_length),

@@ -38,6 +38,7 @@ from infcl_jax.evaluation.scoring import (
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import class_embeddings
+from infcl_jax.training.outputs import Outputs
 
 GRID_QUERIES = 8  # captions in the retrieval plot
 
@@ -270,7 +271,8 @@ class Suite:
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
         captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
-        plot_retrieval_grid(captions, _Images(source, features.index, self._pixels), text @ features.image.T, path)
+        arguments = captions, _Images(source, features.index, self._pixels), text @ features.image.T, path
+        Outputs().attempt(path, lambda: plot_retrieval_grid(*arguments))
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:

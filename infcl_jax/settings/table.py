@@ -9,7 +9,7 @@ from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
-from infcl_jax.training import BATCH_RESIDENCIES, LOSSES
+from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
 from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
@@ -300,6 +300,21 @@ _TRAINING = (
         None,
         "epochs, instead of total_steps; each has as many steps as the dataset has whole batches",
         Range(1, 10**6),
+    ),
+    Setting(
+        "on_nonfinite",
+        str,
+        "stop",
+        'reaction to a loss or gradient that is not finite; "skip": the devices leave out the update, and the '
+        "sample indices go to skipped_batches.jsonl",
+        ON_NONFINITE,
+    ),
+    Setting(
+        "max_skipped",
+        int,
+        10,
+        'skipped steps in a row after which the run stops, with on_nonfinite = "skip"',
+        _COUNT,
     ),
     *_shaping(
         Setting(

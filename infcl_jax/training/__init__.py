@@ -9,14 +9,17 @@ from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContr
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
+from infcl_jax.training.nonfinite import ON_NONFINITE, check_finite
 from infcl_jax.training.optimizer_config import OptimizerConfig
 from infcl_jax.training.optimizers import check_optimizer, make_optimizer
+from infcl_jax.training.outputs import Outputs
 from infcl_jax.training.preemption import Preemption
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.restore import restore_variables
+from infcl_jax.training.safeguards import Safeguards
 from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
-from infcl_jax.training.step import check_finite, make_train_step
+from infcl_jax.training.step import make_train_step
 from infcl_jax.training.workdir import load_config, prepare_workdir, save_config
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "LOSSES",
     "METRICS_FILE",
     "NO_CACHE",
+    "ON_NONFINITE",
     "Checkpointer",
     "DataWait",
     "EMAConfig",
@@ -33,8 +37,10 @@ __all__ = [
     "GradCacheConfig",
     "MetricWriter",
     "OptimizerConfig",
+    "Outputs",
     "Preemption",
     "ProgressPrinter",
+    "Safeguards",
     "TrainState",
     "UnlockedGroups",
     "check_finite",

@@ -21,6 +21,12 @@ class _Batch(NamedTuple):
     arrays: Any
 
 
+class _Resumed(NamedTuple):
+    """End of a pause, in seconds."""
+
+    time: float
+
+
 class DataWait:
     """Time that the devices spend on steps and wait for data.
 
@@ -41,18 +47,27 @@ class DataWait:
             waited, total = wait.take()
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        observe: Callable[[float, float, float], None] = lambda host, data, devices: None,
+    ) -> None:
         """Start the thread.
 
         Args:
             clock: monotonic clock, in seconds.
+            observe: function that the thread calls after each step but the first, with the seconds of waiting for the
+                training loop, for data and for the devices, see `infcl_jax.training.watchdog.SlowSteps.update`.
         """
+        self._observe = observe
         self._clock = clock
         self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
         self._recorded = threading.Condition()
         self._steps = 0
         self._seconds: collections.deque[tuple[float, float]] = collections.deque()  # of each step since `take`
         self._start = self._arrived = self._ready = -float("inf")
+        self._resumed = -float("inf")  # end of the last pause
+        self._host = 0.0  # seconds between the last results and the request for the next batch
         self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
         self._thread.start()
 
@@ -66,6 +81,10 @@ class DataWait:
     def step(self, metrics: Any) -> None:
         """Record the metrics of the last batch's step, which must not be donated."""
         self._events.put(metrics)
+
+    def resume(self) -> None:
+        """Note the end of a pause, such as an evaluation; it is no wait for the training loop."""
+        self._events.put(_Resumed(self._clock()))
 
     def take(self, steps: int | None = None) -> tuple[float, float]:
         """Return the seconds of waiting and of all steps since the last call.
@@ -99,7 +118,10 @@ class DataWait:
             del event  # frees the batch
 
     def _record(self, event: _Batch | Any) -> None:
-        if isinstance(event, _Batch):
+        if isinstance(event, _Resumed):
+            self._resumed = event.time
+        elif isinstance(event, _Batch):
+            self._host = max(0.0, event.requested - max(self._ready, self._resumed))
             self._start = max(self._ready, event.requested)
             on_devices = any(hasattr(leaf, "block_until_ready") for leaf in jax.tree.leaves(event.arrays))
             jax.block_until_ready(event.arrays)
@@ -108,6 +130,8 @@ class DataWait:
         else:
             jax.block_until_ready(event)
             self._ready = self._clock()
+            if self._steps:
+                self._observe(self._host, self._arrived - self._start, self._ready - self._arrived)
             with self._recorded:
                 self._steps += 1
                 self._recorded.notify_all()

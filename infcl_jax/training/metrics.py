@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
+
+from infcl_jax.training.outputs import AppendFile, Outputs
+from infcl_jax.training.outputs import print_line as print_flushed
+from infcl_jax.training.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -31,6 +35,8 @@ class MetricWriter:
     The constructor repairs an existing file. It drops a last line truncated by a crash. With `resume_step` it also
     drops the lines of later steps, which the resumed run writes again. An atomic rename replaces the file.
 
+    A line that cannot be written is no error: see `infcl_jax.training.outputs.AppendFile`.
+
     Example:
         with MetricWriter(workdir, resume_step=restored_step, lead=is_lead()) as writer:
             writer.write(step, {"loss": loss, "logit_scale": scale})
@@ -43,6 +49,7 @@ class MetricWriter:
         tensorboard: bool = False,
         lead: bool = True,
         resume_step: int | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         """Open the metrics file and repair it if needed.
 
@@ -51,24 +58,25 @@ class MetricWriter:
             tensorboard: whether to also write event files to `workdir/tensorboard`; needs tensorboardX.
             lead: whether this process writes; True on exactly one process.
             resume_step: last step whose lines are kept; None keeps all lines.
+            outputs: handling of write errors; None: one of its own.
 
         Raises:
             ImportError: `tensorboard` is True and tensorboardX is not installed.
             ValueError: a line before the last of the existing file is not a metrics object.
         """
-        self._file: TextIO | None = None
-        self._tensorboard: Any = None
+        self._lines: AppendFile | None = None
+        self._events: EventFile | None = None
         self._closed = False
         if not lead:
             return
+        outputs = outputs or Outputs()
         folder = Path(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
         if tensorboard:
-            self._tensorboard = _summary_writer(folder / "tensorboard", resume_step)
+            self._events = EventFile(folder / "tensorboard", resume_step, outputs)
         path = folder / METRICS_FILE
         if path.exists():
             _repair(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = AppendFile(path, outputs)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line of metrics.
@@ -82,7 +90,7 @@ class MetricWriter:
             ValueError: a name is reserved, a value is not a real scalar, or the writer is closed. Raised on the lead
                 process only.
         """
-        if self._file is None:
+        if self._lines is None:
             if self._closed:
                 raise ValueError("expected an open MetricWriter, got a write after close()")
             return
@@ -91,22 +99,19 @@ class MetricWriter:
             raise ValueError(f"expected metric names other than {_RESERVED}, got {reserved}; rename them")
         values = {name: _scalar(name, value) for name, value in metrics.items()}
         line = {"step": int(step), "time": round(time.time(), 3)} | {k: _jsonable(v) for k, v in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, int(step))
-            self._tensorboard.flush()
+        self._lines.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        if self._events is not None:
+            self._events.write(int(step), values)
 
     def close(self) -> None:
         """Close the files; repeated calls have no effect."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
             self._closed = True
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def __enter__(self) -> MetricWriter:
         """Return the writer."""
@@ -178,7 +183,7 @@ class ProgressPrinter:
                 raise ValueError(f"expected {name} >= 1, got {value}")
         self.examples_per_second: float | None = None
         self._total_steps, self._batch_size, self._every = total_steps, batch_size, every
-        self._print = (print_line or _print_flushed) if lead else None
+        self._print = (print_line or print_flushed) if lead else None
         self._clock = clock
         self._pause_depth, self._pause_start, self._paused_seconds = 0, 0.0, 0.0
         self._first: tuple[int, float] | None = None  # step and active time (seconds) at the first update
@@ -241,18 +246,6 @@ class ProgressPrinter:
         if (waiting := metrics.get("data/wait_fraction", 0.0)) >= DATA_WAIT_SHOWN:
             fields.append(f"waiting for data {100 * waiting:.0f} %")
         return "  ".join(fields)
-
-
-def _summary_writer(folder: Path, resume_step: int | None) -> Any:
-    """Create a tensorboardX writer that purges the events after `resume_step`."""
-    try:
-        import tensorboardX
-    except ImportError as error:
-        raise ImportError(
-            "expected tensorboardX for tensorboard=True, found none; pip install tensorboardX or turn it off"
-        ) from error
-    purge = None if resume_step is None else resume_step + 1
-    return tensorboardX.SummaryWriter(str(folder), purge_step=purge)
 
 
 def _repair(path: Path, resume_step: int | None) -> None:
@@ -322,7 +315,3 @@ def _duration(seconds: float) -> str:
     """Format seconds as h:mm:ss."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
-
-
-def _print_flushed(line: str) -> None:
-    print(line, flush=True)

@@ -19,6 +19,7 @@ from infcl_jax.models import TOWERS, CLIPOutput
 from infcl_jax.ops.color import adjusted
 from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
+from infcl_jax.training.nonfinite import ON_NONFINITE, select_update, state_stages, written_index
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, constrain
 from infcl_jax.training.state import TrainState
 
@@ -52,6 +53,7 @@ def make_train_step(
     cache: GradCacheConfig = NO_CACHE,
     mesh: Mesh | None = None,
     parameter_sharding: str = "replicated",
+    on_nonfinite: str = "stop",
 ) -> TrainStep:
     """Create the compiled step `(state, {"image", "text"}) -> (state, metrics)`.
 
@@ -71,6 +73,10 @@ def make_train_step(
     clipping. `finite` says whether each stage of the step is finite, in order of computation. With per-sample
     temperatures, `logit_scale` is the inverse of their mean over the batch.
 
+    With `on_nonfinite="skip"`, a step whose flags are not all true leaves the state as it is, except for `step` and the
+    step count of the learning rate schedule. The devices decide, so the host never waits. The flags then also cover
+    new running statistics and sample state. All gradients are in memory before the first update.
+
     Args:
       loss_fn: loss from `make_loss`.
       seed: seed of the dropout keys.
@@ -80,12 +86,14 @@ def make_train_step(
       mesh: mesh over whose first axis the batch is sharded; None: one device.
       parameter_sharding: sharding with which the state was created. With "fsdp", every step gathers the parameters, and
         each device updates its shard of the parameters from its shard of the gradient.
+      on_nonfinite: "stop": always update; the caller stops, see `check_finite`. "skip": update only if all is finite.
 
     Raises:
-      ValueError: `parameter_sharding` is unknown, or "fsdp" without a mesh, or the loss has sample state and the
-        residency is "replay".
+      ValueError: `parameter_sharding` or `on_nonfinite` is unknown, or "fsdp" without a mesh, or the loss has sample
+        state and the residency is "replay".
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
+    check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
     if "index" in loss_fn.inputs and cache.residency == "replay":
@@ -95,7 +103,7 @@ def make_train_step(
     def dropout_key(step: jax.Array | int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
-    def finish(state: TrainState, loss: jax.Array, aux: Auxiliary, grads: Any) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, loss: jax.Array, aux: Auxiliary, grads: Any) -> tuple[TrainState, Metrics]:
         """Update the state and compute the metrics."""
         changes = {} if aux.batch_stats is None else {"batch_stats": aux.batch_stats}
         if aux.samples is not None:
@@ -104,6 +112,20 @@ def make_train_step(
         updated = state.apply_gradients(grads=grads, **changes)
         changed = {name: getattr(updated, name) for name in ("params", "opt_state", "ema")}
         return updated.replace(**constrain(changed, mesh, parameter_sharding)), _metrics(loss, aux, grads)
+
+    def update_if_finite(state: TrainState, loss: jax.Array, aux: Auxiliary, grads: Any) -> tuple[TrainState, Metrics]:
+        """Update the state if the step is finite, and compute the metrics."""
+        grads = constrain(grads, mesh, parameter_sharding)
+        metrics = _metrics(loss, aux, grads)
+        finite = metrics["finite"]
+        finite.update(state_stages(aux.batch_stats, None if aux.samples is None else aux.samples[1]))
+        if aux.samples is not None:
+            index, rows = aux.samples
+            aux = aux._replace(samples=(written_index(finite, index), rows))
+        updated, _ = update(state, loss, aux, grads)
+        return select_update(finite, updated, state), metrics
+
+    finish = update_if_finite if on_nonfinite == "skip" else update
 
     def on_device(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         gathered = state.replace(params=constrain(state.params, mesh, "replicated"))
@@ -120,25 +142,6 @@ def make_train_step(
         return compiled_finish(state, loss, aux, grads)
 
     return from_host
-
-
-def check_finite(step: int, metrics: Metrics) -> None:
-    """Raise an error if the training step is not finite.
-
-    Args:
-      step: training step of the metrics.
-      metrics: metrics of a step from `make_train_step`, on the host.
-
-    Raises:
-      FloatingPointError: a stage is not finite; the message names the first such stage.
-    """
-    bad = [stage for stage, finite in metrics["finite"].items() if not finite]
-    if bad:
-        raise FloatingPointError(
-            f"step {step}: {bad[0]} became NaN or infinite (loss {float(metrics['loss']):.4g}, logit scale "
-            f"{float(metrics['logit_scale']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}); resume from an "
-            "earlier checkpoint with a lower learning rate, a longer warm-up or a smaller clip_norm"
-        )
 
 
 def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) -> tuple[jax.Array, Auxiliary]:

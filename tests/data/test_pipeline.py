@@ -104,6 +104,52 @@ def test_global_batch_is_the_same_for_any_number_of_processes(process_count):
     assert_equal(joined, batches(source, 7))
 
 
+@pytest.mark.parametrize("process_count", [1, 3])
+def test_the_samples_of_every_batch_are_known(process_count):
+    expected = indices(batches(MemorySource(40), 7))  # three batches an epoch
+    settings = {"tokenizer": TOKENIZER, "image_size": 8, "batch_size": 12, "seed": 0}
+    processes = {"process_index": process_count - 1, "process_count": process_count}
+    iterator = train_iterator(MemorySource(40), **settings, **processes)
+    assert [iterator.batch_indices(number) for number in range(7)] == expected
+    local = 12 // process_count
+    assert iterator._order.local(5 * local, 6 * local) == expected[5][-local:]
+    iterator.close()
+
+
+class HangingSource(MemorySource):
+    """Records in files of ten, one of which is not read until `released`."""
+
+    def __init__(self, size, hangs):
+        super().__init__(size)
+        self.hangs, self.released = hangs, threading.Event()
+
+    def __getitem__(self, index):
+        assert index != self.hangs or self.released.wait(60)
+        return super().__getitem__(index)
+
+    def shard(self, index):
+        return f"{index // 10}.tar"
+
+
+def test_the_chunk_for_which_a_batch_waits_is_named(monkeypatch):
+    monkeypatch.setattr("infcl_jax.data.iterator._CHUNK", 4)
+    second_batch = indices(batches(MemorySource(40), 2))[1]
+    chunk = second_batch[4:8]
+    source = HangingSource(40, hangs=chunk[-1])
+    shards = list(dict.fromkeys(f"{index // 10}.tar" for index in chunk))
+    more = " and 1 more" if len(shards) > 3 else ""
+    expected = f"batch 2, 4 records of memory in {', '.join(shards[:3])}{more}, a reading thread"
+    iterator = train_iterator(source, tokenizer=TOKENIZER, image_size=8, batch_size=12, seed=0, num_threads=1)
+    next(iterator)
+    deadline = time.monotonic() + 60
+    while iterator.awaited() != expected:
+        assert time.monotonic() < deadline, iterator.awaited()
+        time.sleep(0.01)
+    source.released.set()
+    assert next(iterator)["index"].tolist() == second_batch
+    iterator.close()
+
+
 @pytest.mark.parametrize("chunk,num_threads", [(1, 1), (5, 3), (4, 2)])
 def test_chunks_and_threads_do_not_change_the_batches(monkeypatch, chunk, num_threads):
     source = MemorySource(40, captions=3)

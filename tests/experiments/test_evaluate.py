@@ -226,7 +226,7 @@ def test_a_resumed_run_that_fails_leaves_the_configuration_alone(run, total_step
     def fail(*arguments):
         raise FloatingPointError("step 3: the loss became NaN")
 
-    monkeypatch.setattr(train, "check_finite", fail)
+    monkeypatch.setattr(train.Safeguards, "check", fail)
     monkeypatch.setattr(train.Suite, "__call__", fail)
     before = load_config(run)
     with pytest.raises(FloatingPointError):

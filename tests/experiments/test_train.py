@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import captioned
@@ -20,6 +21,7 @@ from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.distributed import data_mesh
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.training import METRICS_FILE, Checkpointer, DataWait, read_metrics
+from infcl_jax.training.nonfinite import NonfiniteSteps
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -254,13 +256,13 @@ class Recorder:
     def noticed(self, step):
         return step == self.last
 
-    def run(self, start, stop_at=None):
+    def run(self, start, stop_at=None, **guards):
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         with DataWait() as data_wait:
             arguments = Data(), data_wait, self.suite, self.step, self, self, self
-            loop = train.TrainLoop(runs.config(**every), None, data_mesh(), *arguments)
+            loop = train.TrainLoop(runs.config(**every), Path(), data_mesh(), *arguments, train.Safeguards(**guards))
             assert loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
@@ -319,6 +321,12 @@ def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder)
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
         recorder.run(0)
     assert recorder.events == events
+
+
+def test_a_skipped_step_is_counted_and_the_run_goes_on(recorder, tmp_path):
+    recorder.nan_at = 3
+    recorder.run(0, nonfinite=NonfiniteSteps("skip", limit=2, workdir=tmp_path))
+    assert [line["skipped_steps"] for line in recorder.metrics if "loss" in line] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

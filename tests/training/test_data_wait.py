@@ -26,7 +26,7 @@ class Array:
         return self
 
 
-def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=False):
+def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=False, resumes=False, **options):
     """Seconds of waiting and of all steps in a loop whose batches are in host memory at `batch_ready(n)`."""
     clock, ready = Clock(), 0.0
 
@@ -34,7 +34,7 @@ def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=Fal
         clock.now = max(clock.now, batch_ready(number))
         return {"image": np.zeros(1) if host else Array(clock, clock.now + transfer)}
 
-    with DataWait(clock) as wait:
+    with DataWait(clock, **options) as wait:
         for number in range(steps):
             wait.batch(lambda number=number: next_batch(number))
             previous, ready = ready, max(ready, clock.now + transfer) + step_seconds
@@ -42,6 +42,8 @@ def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=Fal
             clock.now = max(clock.now, previous)  # reads the metrics of the previous step
             if pause and number == steps // 2:
                 clock.now = ready + pause
+                if resumes:
+                    wait.resume()
         return wait.take(steps)
 
 
@@ -61,6 +63,15 @@ def test_transfers_count_unless_they_overlap_with_the_previous_step():
 
 def test_pauses_are_not_part_of_the_time():
     assert train(10, 1.0, lambda n: 0.0, pause=100.0) == train(10, 1.0, lambda n: 0.0) == (0.0, 10.0)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_every_step_is_observed_with_what_it_waits_for(resumes):
+    observed = []
+    options = {"observe": lambda *seconds: observed.append(seconds), "resumes": resumes}
+    train(4, 1.0, lambda n: 3.0 if n == 1 else 0.0, pause=100.0, **options)
+    expected = [(0.0, 2.0, 1.0), (0.0, 0.0, 1.0), (0.0 if resumes else 100.0, 0.0, 1.0)]
+    assert observed == expected
 
 
 def test_an_error_of_the_step_ends_the_measurement_alone():

@@ -69,6 +69,15 @@ class DescribedSource(Source, Protocol):
 
 
 @runtime_checkable
+class ShardedSource(Source, Protocol):
+    """Source that knows the file of a record."""
+
+    def shard(self, index: int) -> str:
+        """Name the file of a record without reading it, since the disk may hang; "" for a record without file."""
+        ...
+
+
+@runtime_checkable
 class KeyedSource(Source, Protocol):
     """Source whose records have names."""
 
@@ -142,6 +151,11 @@ def describe(source: Source, index: int) -> str:
 def record_key(source: Source, index: int) -> str:
     """Return the name of a record, or its index without names."""
     return source.key(index) if isinstance(source, KeyedSource) else str(index)
+
+
+def shard_name(source: Source, index: int) -> str:
+    """Name the file of a record without reading it; "" if the source does not know it."""
+    return source.shard(index) if isinstance(source, ShardedSource) else ""
 
 
 def source_name(source: Source, index: int) -> str:

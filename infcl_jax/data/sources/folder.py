@@ -128,6 +128,10 @@ class FolderSource:
         """Name a record by dataset, split, index and path."""
         return f"record {index} of {self.name}, split {self.split} ({self.key(index)})"
 
+    def shard(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.key(index)
+
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""
         return self.name

@@ -24,6 +24,7 @@ from infcl_jax.data.sources.base import (
     is_captioned,
     locate,
     record_key,
+    shard_name,
     starts_of,
 )
 from infcl_jax.data.sources.sample_range import SampleRange
@@ -86,6 +87,11 @@ class MixtureSource:
         """Name a record by its component's description."""
         component, local = self.locate(index)
         return describe(self._components[component], local)
+
+    def shard(self, index: int) -> str:
+        """Name the file of a record."""
+        component, local = self.locate(index)
+        return shard_name(self._components[component], local)
 
     def classes(self) -> Classes:
         """Return the classes of the components.

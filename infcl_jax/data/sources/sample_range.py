@@ -12,6 +12,7 @@ from infcl_jax.data.sources.base import (
     describe,
     is_captioned,
     record_key,
+    shard_name,
     source_name,
 )
 
@@ -54,6 +55,10 @@ class SampleRange:
     def describe(self, index: int) -> str:
         """Name a record of the underlying source."""
         return describe(self._source, self._start + index)
+
+    def shard(self, index: int) -> str:
+        """Name the file of a record."""
+        return shard_name(self._source, self._start + index)
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

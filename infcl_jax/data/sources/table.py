@@ -134,6 +134,11 @@ class TableSource:
         key = f", {table.key(row)}" if table.key(row) else ""
         return f"record {index} of {self.name}, split {self.split} ({files.name_of(table.path)}{key})"
 
+    def shard(self, index: int) -> str:
+        """Name the image file of a row, or its table."""
+        table, row = self._locate(index)
+        return table.key(row) or files.name_of(table.path)
+
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""
         return self.name

@@ -176,8 +176,11 @@ class TarSource:
             key = self.key(index)
         except Exception:  # the reason why the record is bad is reported, not this one
             key = "?"
-        path = files.name_of(self._index.shards[self._index.locate(index)[0]])
-        return f"record {index} of {self.name}, split {self.split} ({path}, key {key})"
+        return f"record {index} of {self.name}, split {self.split} ({self.shard(index)}, key {key})"
+
+    def shard(self, index: int) -> str:
+        """Name the tar file of a sample."""
+        return files.name_of(self._index.shards[self._index.locate(index)[0]])
 
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""

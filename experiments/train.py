@@ -22,6 +22,7 @@ from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation import Suite, format_line
+from infcl_jax.exit_codes import Interrupted
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
@@ -42,15 +43,17 @@ from infcl_jax.training import (
     Preemption,
     ProgressPrinter,
     TrainState,
+    WorkdirLock,
     check_finite,
     learning_rate_schedule,
     make_train_step,
     parameter_count,
     prepare_workdir,
+    read_metrics,
     save_config,
 )
 from infcl_jax.training.checkpoint import CONFIG_FILE
-from infcl_jax.training.metrics import DATA_WAIT_SHOWN
+from infcl_jax.training.metrics import DATA_WAIT_SHOWN, METRICS_FILE
 from infcl_jax.training.step import Metrics, TrainStep
 
 # Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
@@ -74,13 +77,20 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       ImportError: a package of the tokenizer is not installed.
       FloatingPointError: the loss or a gradient is not finite.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
-      SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
+      Interrupted: a signal stopped the run, or another run uses `workdir`.
     """
     check_config(config)
+    with Preemption(config.stop_timeout, workdir) as preemption:
+        return _train(config, workdir, preemption)
+
+
+def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption) -> dict[str, float]:
+    """Train all steps of the run while stop signals are handled; see `train`."""
     mesh = command.start_devices(config)
+    preemption.joined()
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
-    with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
+    with WorkdirLock(workdir, command.say), Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
         resumed = checkpoints.latest_step() is not None
         source = run.training_source(config)
         config = with_total_steps(config, source)
@@ -91,7 +101,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         loss_fn = run.loss(config, mesh, source)
         workload = run.workload(config, mesh.size, memory_limit, source=source)
         step_fn = make_train_step(loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding)
-        suite = run.evaluation_suite(config, mesh, tokenizer)
+        suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
         state = run.initial_state(config, mesh, source)
         if not resumed:
             state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
@@ -114,7 +124,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         for line in format_changes(changed):
             command.say(line)
         writer = MetricWriter(workdir, tensorboard=config.tensorboard, lead=is_lead(), resume_step=start)
-        with writer, contextlib.closing(data), DataWait() as data_wait, Preemption() as preemption:
+        with writer, contextlib.closing(data), DataWait() as data_wait:
             loop = TrainLoop(config, workdir, mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption)
             try:
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
@@ -168,7 +178,7 @@ class TrainLoop:
       step_fn: train step.
       checkpoints: reader and writer of checkpoints.
       writer: writer of metrics.
-      preemption: stop requests (SIGTERM, Ctrl-C).
+      preemption: stop requests.
       stages_printed: stages of the data pipeline whose advice is printed.
     """
 
@@ -196,9 +206,11 @@ class TrainLoop:
 
         Raises:
           FloatingPointError: the loss or a gradient is not finite.
-          SystemExit: a stop was requested; the state is saved.
+          Interrupted: a stop was requested; the state is saved.
         """
         config, first = self.config, start + 1
+        if start and _due(start, config.eval_every) and not self.evaluated(start):
+            self.evaluate(start, state)
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
         )
@@ -219,20 +231,22 @@ class TrainLoop:
             self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
             pending = None
             with progress.paused():
-                if stop:
+                if evaluate_now and not stop:  # before the checkpoint, so that a resumed run has these metrics
+                    try:
+                        results = self.evaluate(step, state)
+                    except Interrupted:  # the resumed run repeats it
+                        stop = True
+                if save or stop:
                     self.checkpoints.save(step, state, self.data)
-                    self.checkpoints.wait()
-                if evaluate_now:  # before the checkpoint, so that a resumed run has these metrics
-                    results = self.evaluate(step, state)
-                if save:
-                    self.checkpoints.save(step, state, self.data)
-            if stop and not last:
-                raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
+            if stop:
+                self.checkpoints.wait()
+                raise self.preemption.saved(step)
         return results
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Evaluate a finished run and save its settings."""
-        results = self.suite(state.evaluated_variables)
+        step = int(state.step)
+        results = self.suite(state.evaluated_variables) if self.evaluated(step) else self.evaluate(step, state)
         self.save_config()
         return results
 
@@ -297,6 +311,14 @@ class TrainLoop:
         """Write `config.json`, on the leading process only."""
         if is_lead():
             save_config(self.workdir, self.config.to_dict())
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether the metrics have an evaluation of the step; a stop may have ended it.
+
+        All processes must call it.
+        """
+        lines = read_metrics(self.workdir / METRICS_FILE) if is_lead() else []
+        return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate and record the results."""

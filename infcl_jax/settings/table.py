@@ -416,6 +416,13 @@ _LOGS = (
     Setting("log_every", int, 50, "steps between console lines", _COUNT),
     Setting("checkpoint_every", int, 500, "steps between checkpoints; 0: at the end only", _FROM_ZERO),
     Setting("keep_checkpoints", int, 2, "latest checkpoints to keep", _COUNT),
+    Setting(
+        "stop_timeout",
+        int,
+        60,
+        "seconds from a stop signal until a run that has not saved and left is ended, see docs/training.md",
+        _COUNT,
+    ),
     Setting("tensorboard", bool, False, "also write TensorBoard files"),
 )
 

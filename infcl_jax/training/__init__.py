@@ -22,6 +22,7 @@ from infcl_jax.training.replay import replayed
 from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import check_finite, make_train_step
+from infcl_jax.training.workdir_lock import WorkdirLock
 
 __all__ = [
     "BATCH_RESIDENCIES",
@@ -41,6 +42,7 @@ __all__ = [
     "ProgressPrinter",
     "TrainState",
     "UnlockedGroups",
+    "WorkdirLock",
     "check_finite",
     "check_optimizer",
     "create_state",

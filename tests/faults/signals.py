@@ -83,7 +83,7 @@ def cases(count: int, seed: int) -> list[Case]:
 
 def run_case(case: Case, workdir: Path) -> Outcome:
     """Start a run, send the signal, and judge how its processes end."""
-    settings = runs.config(total_steps=100_000, eval_every=20, log_every=1_000)
+    settings = runs.config(total_steps=100_000, eval_every=20, log_every=1_000, stop_timeout=int(HANG))
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": str(case.processes)}
     arguments = ["experiments.train", f"--workdir={workdir}", *runs.flags(settings)]
     processes = [runs.start(*arguments, PROCESS_ID=str(rank), **cluster) for rank in range(case.processes)]

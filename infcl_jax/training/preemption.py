@@ -227,11 +227,11 @@ class Preemption:
                     with self._condition:
                         self._pending = True  # so that no other process stops at an earlier call
                         self._peers.announce(self._tick)
+                if reason is not None and self._reason is None:
+                    self._ask(reason)  # starts the deadline
                 if announced and (tick := self._peers.last_tick()) is not None:
                     self._reason = self._peers.requested()  # that of the lowest rank, the same on every process
                     self._decide(tick)
-                elif self._reason is None and reason is not None:
-                    self._ask(reason)
             self._stirred.wait(_AGREE_POLL if announced else _POLL)
             self._stirred.clear()
 

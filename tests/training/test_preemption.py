@@ -169,3 +169,12 @@ def test_a_process_that_cannot_continue_takes_the_others_along(other, exits):
         raise Interrupted("workdir is in use")
     assert exits.get(timeout=SECONDS) == RESUME
     assert other.requested() == "workdir is in use, process 0"
+
+
+def test_the_deadline_holds_for_a_stop_that_another_process_requested(other, exits, tmp_path):
+    for publish, value in ((other.request, "SIGTERM"), (other.announce, 3), (other.leave, 0)):
+        publish(value)
+    with Preemption(0.01, tmp_path) as stop:
+        stop.noticed(1)
+        assert exits.get(timeout=SECONDS) == RESUME
+    assert len(list(tmp_path.iterdir())) == 1

@@ -19,6 +19,7 @@ from experiments.console import say
 from experiments.overrides import register_parsers
 from infcl_jax import distributed
 from infcl_jax.data.decode import gpu_decoder_installed
+from infcl_jax.exit_codes import Interrupted
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import sample_source
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
@@ -95,11 +96,20 @@ def run_without_workdir(
       config: function that returns the configuration for `--print_config`.
     """
     command_line.run(
-        lambda: print(format_python(config())) if _PRINT_CONFIG.value else command(),
+        lambda: print(format_python(config())) if _PRINT_CONFIG.value else _resumable(command),
         parser=functools.partial(_parse_flags, saved_config),
         user_errors=(*command_line.USER_ERRORS, OutOfMemory),
         message=_message,
     )
+
+
+def _resumable(command: Callable[[], Any]) -> None:
+    """Call `command()` and print why it was interrupted; the exit status says that it can be resumed."""
+    try:
+        command()
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        raise
 
 
 def chosen_changes() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, to_host, union
 from infcl_jax.evaluation import Suite, format_line
+from infcl_jax.exit_codes import Interrupted
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
@@ -45,13 +46,15 @@ from infcl_jax.training import (
     ProgressPrinter,
     Safeguards,
     TrainState,
+    WorkdirLock,
     learning_rate_schedule,
     make_train_step,
     parameter_count,
     prepare_workdir,
+    read_metrics,
     save_config,
 )
-from infcl_jax.training.metrics import DATA_WAIT_SHOWN
+from infcl_jax.training.metrics import DATA_WAIT_SHOWN, METRICS_FILE
 from infcl_jax.training.step import Metrics, TrainStep
 from infcl_jax.training.workdir import CONFIG_FILE
 
@@ -77,21 +80,29 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       FloatingPointError: the loss, a gradient or the state is not finite.
       OSError: the last checkpoint, or `max_failed_saves` in a row, could not be saved.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
-      SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
+      Interrupted: a signal stopped the run, or another run uses `workdir`.
     """
     check_config(config)
+    with Preemption(config.stop_timeout, workdir) as preemption:
+        return _train(config, workdir, preemption)
+
+
+def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption) -> dict[str, float]:
+    """Train all steps of the run while stop signals are handled; see `train`."""
     mesh = command.start_devices(config)
+    preemption.joined()
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
     outputs = Outputs()
-    with Checkpointer(
+    checkpointer = Checkpointer(
         workdir,
         keep=config.keep_checkpoints,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
         resume=config.resume,
         max_failed_saves=config.max_failed_saves,
-    ) as checkpoints:
+    )
+    with WorkdirLock(workdir, command.say), checkpointer as checkpoints:
         origin = checkpoints.origin()
         resumed = origin is not None
         source = run.training_source(config)
@@ -105,7 +116,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         step_fn = make_train_step(
             loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
         )
-        suite = run.evaluation_suite(config, mesh, tokenizer)
+        suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
         state = run.initial_state(config, mesh, source)
         if not resumed:
             state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
@@ -134,7 +145,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
         )
         safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
         data_wait = DataWait(observe=safeguards.slow_steps.update)
-        with writer, contextlib.closing(data), safeguards, data_wait, Preemption() as preemption:
+        with writer, contextlib.closing(data), safeguards, data_wait:
             parts = mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption, safeguards
             loop = TrainLoop(config, workdir, *parts)
             try:
@@ -193,7 +204,7 @@ class TrainLoop:
       step_fn: train step.
       checkpoints: reader and writer of checkpoints.
       writer: writer of metrics.
-      preemption: stop requests (SIGTERM, Ctrl-C).
+      preemption: stop requests.
       safeguards: reactions to non-finite steps, stalls and unwritable files.
       stages_printed: stages of the data pipeline whose advice is printed.
     """
@@ -224,9 +235,11 @@ class TrainLoop:
         Raises:
           FloatingPointError: the loss, a gradient or the state is not finite.
           OSError: `max_failed_saves` checkpoints in a row could not be saved.
-          SystemExit: a stop was requested; the state is saved.
+          Interrupted: a stop was requested; the state is saved.
         """
         config, first = self.config, start + 1
+        if start and _due(start, config.eval_every) and not self.evaluated(start):
+            self.evaluate(start, state)
         progress = ProgressPrinter(
             config.total_steps, batch_size=config.batch_size, every=config.log_every, lead=is_lead()
         )
@@ -249,18 +262,19 @@ class TrainLoop:
             self.checkpoints.check_finite(step, state)
             results: dict[str, float] = {}
             with progress.paused():
-                if stop:
-                    self.checkpoints.save(step, state, self.data)
-                    self.checkpoints.wait()
-                if evaluate_now:  # before the checkpoint, so that a resumed run has these metrics
-                    results = self.evaluate(step, state)
-                if save or (results and config.keep_best):
+                if evaluate_now and not stop:  # before the checkpoint, so that a resumed run has these metrics
+                    try:
+                        results = self.evaluate(step, state)
+                    except Interrupted:  # the resumed run repeats it
+                        stop = True
+                if save or stop or (results and config.keep_best):
                     self.checkpoints.save(step, state, self.data, results)
             self.data_wait.resume()
+            if stop:
+                self.checkpoints.wait()
+                raise self.preemption.saved(step)
             if last:
                 self.export(state)
-            if stop and not last:
-                raise SystemExit(f"asked to stop: saved step {step}; the same command continues from there")
         return results
 
     def next_batch(self) -> dict[str, Any]:
@@ -269,7 +283,8 @@ class TrainLoop:
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Evaluate a finished run and save its settings."""
-        results = self.suite(state.evaluated_variables)
+        step = int(state.step)
+        results = self.suite(state.evaluated_variables) if self.evaluated(step) else self.evaluate(step, state)
         self.save_config()
         self.export(state)
         return results
@@ -346,6 +361,14 @@ class TrainLoop:
         if is_lead():
             settings = self.config.to_dict()
             self.safeguards.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether the metrics have an evaluation of the step; a stop may have ended it.
+
+        All processes must call it.
+        """
+        lines = read_metrics(self.workdir / METRICS_FILE) if is_lead() else []
+        return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
 
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate and record the results."""

@@ -145,6 +145,7 @@ def evaluation_suite(
     mesh: Mesh,
     tokenizer: Tokenizer | None = None,
     say: Callable[[str], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Suite:
     """Create the evaluation suite of a run.
 
@@ -153,6 +154,7 @@ def evaluation_suite(
       mesh: devices.
       tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
       say: function that prints a line of progress; None: no progress.
+      check: function called before each batch and task, which may raise to end an evaluation; None: none.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
@@ -170,6 +172,7 @@ def evaluation_suite(
         evaluations=config.evaluations,
         resize=image_resize(model),
         say=say,
+        check=check,
         max_bad_records=config.max_bad_records,
         max_image_pixels=config.max_image_pixels,
     )

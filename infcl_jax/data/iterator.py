@@ -6,6 +6,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
+import multiprocessing
+import os
 import signal
 import threading
 import weakref
@@ -28,6 +30,8 @@ _CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at 
 STATS = "stats"
 # Key of a chunk for encoded images, uint8. A batch has the list of its chunks' arrays, which saves a copy.
 ENCODED = "encoded"
+# Signals that schedulers and terminals send to all processes of a job, see `infcl_jax.training.Preemption`.
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
 Stats = dict[str, float]
 
@@ -327,14 +331,24 @@ class _StartTogetherIterator(grain.DatasetIterator):
 
 
 def _start_worker(worker: int, workers: int) -> None:
-    """Ignore SIGINT in a worker process and limit its warnings.
+    """Ignore stop signals in a worker process, end with the training process, and limit warnings.
 
-    The terminal sends SIGINT to all processes, but the training process may need another batch before it saves. Only
+    Schedulers and terminals signal all processes, but the training process may need another batch before it saves. Only
     the first worker warns of truncated captions.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if worker:
         logging.getLogger("infcl_jax.data.tokenizers").setLevel(logging.ERROR)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the training process has ended, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)
 
 
 def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class Suite:
         evaluations: Sequence[str] = (),
         resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
+        check: Callable[[], None] | None = None,
         max_bad_records: int = 0,
         max_image_pixels: int = MAX_PIXELS,
     ):
@@ -106,6 +107,8 @@ class Suite:
           evaluations: further tasks and suites, see `load_tasks`.
           resize: resize of images before the center crop.
           say: function that prints a line of progress; None: no progress.
+          check: function called before each batch of a split and each task, which may raise to end an evaluation. All
+            processes call it equally often.
           max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
           max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
 
@@ -118,6 +121,7 @@ class Suite:
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._resize = image_size, resize
         self._mesh, self._implementation = mesh, implementation
+        self._check = check or (lambda: None)
         self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
         self._max_image_pixels = max_image_pixels
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
@@ -187,6 +191,7 @@ class Suite:
         encoded: dict[int, Features] = {}
         last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
         for opened in self._tasks:
+            self._check()
             for source in opened.sources:
                 if id(source) not in encoded:
                     encoded[id(source)] = self._encode(source, variables)
@@ -256,6 +261,7 @@ class Suite:
         """Log and count the bad records of batches, up to their limit."""
         bad = 0
         for batch in batches:
+            self._check()
             for message in batch[BAD_RECORDS]["message"].tolist():
                 bad += 1
                 if bad > self._max_bad_records:

@@ -466,6 +466,13 @@ _LOGS = (
     ),
     Setting("max_failed_saves", int, 3, "failed saves in a row that stop the run", _COUNT),
     Setting("export", bool, False, "also write the final weights in OpenCLIP's format to WORKDIR/exported"),
+    Setting(
+        "stop_timeout",
+        int,
+        60,
+        "seconds from a stop signal until a run that has not saved and left is ended, see docs/training.md",
+        _COUNT,
+    ),
     Setting("tensorboard", bool, False, "also write TensorBoard files"),
 )
 

@@ -21,6 +21,7 @@ from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import make_train_step
 from infcl_jax.training.workdir import load_config, prepare_workdir, save_config
+from infcl_jax.training.workdir_lock import WorkdirLock
 
 __all__ = [
     "BATCH_RESIDENCIES",
@@ -43,6 +44,7 @@ __all__ = [
     "Safeguards",
     "TrainState",
     "UnlockedGroups",
+    "WorkdirLock",
     "check_finite",
     "check_optimizer",
     "create_state",

@@ -1,5 +1,6 @@
 """Whole runs as processes: killed, stopped, resumed or distributed, with equal losses."""
 
+import functools
 import json
 import os
 import re
@@ -19,8 +20,9 @@ from experiments import train
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.distributed import data_mesh
+from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.training import METRICS_FILE, Checkpointer, DataWait, read_metrics
+from infcl_jax.training import METRICS_FILE, Checkpointer, DataWait, WorkdirLock, read_metrics
 from infcl_jax.training.nonfinite import NonfiniteSteps
 
 TRAIN = "experiments.train"
@@ -30,7 +32,8 @@ AFRESH = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # for the same bits although all
 
 
 def settings(devices=DEVICES, **changes):
-    small = {"total_steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "cpu_devices": devices}
+    every = {"total_steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY}
+    small = every | {"cpu_devices": devices, "stop_timeout": LIMIT}
     return runs.config(**(small | changes))
 
 
@@ -153,10 +156,10 @@ def test_a_killed_run_that_remembers_every_sample_continues_as_if_nothing_had_be
 
 def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path):
     (status,), (stderr,) = stop(tmp_path, start(tmp_path), by=signal.SIGTERM)
-    assert status == 1
+    assert status == RESUME
     (line,) = stderr.splitlines()
     saved = int(line.removeprefix("asked to stop: saved step ").split(";")[0])
-    assert EVERY <= saved < STEPS
+    assert EVERY <= saved <= STEPS
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == saved
     assert finish(start(tmp_path)) == ([0], [""])
@@ -171,10 +174,17 @@ def test_ctrl_c_saves_as_well(tmp_path):
     process = runs.start(TRAIN, f"--workdir={tmp_path}", *flags, start_new_session=True)
     signal.signal(signal.SIGINT, previous)
     (status,), (stderr,) = stop(tmp_path, process, by=signal.SIGINT)
-    assert status == 1
+    assert status == RESUME
     (line,) = stderr.splitlines()
     with Checkpointer(tmp_path) as checkpoints:
         assert line.startswith(f"asked to stop: saved step {checkpoints.latest_step()};")
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "WorkdirLock", functools.partial(WorkdirLock, wait=0))
+    with WorkdirLock(tmp_path), pytest.raises(Interrupted, match="is in use by process"):
+        train.train(runs.config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_two_processes_train_as_one(uninterrupted, tmp_path):
@@ -186,7 +196,7 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path):
 @pytest.mark.slow
 def test_two_processes_stop_together_and_one_continues(uninterrupted, tmp_path):
     statuses, errors = stop(tmp_path, *start_pair(tmp_path), by=signal.SIGTERM)
-    assert statuses == [1, 1]
+    assert statuses == [RESUME, RESUME]
     stopped = [[line for line in text.splitlines() if line.startswith("asked to stop")] for text in errors]
     assert len(stopped[0]) == 1
     assert stopped[0] == stopped[1]
@@ -224,6 +234,7 @@ class Recorder:
 
     def __init__(self, nan_at=None):
         self.events, self.metrics, self.nan_at, self.last = [], [], nan_at, None
+        self.interrupted = False
 
     def step(self, state, batch):
         finite = np.asarray(state + 1 != self.nan_at)
@@ -248,6 +259,8 @@ class Recorder:
 
     def suite(self, variables):
         self.events.append("evaluate")
+        if self.interrupted:
+            raise Interrupted("between two batches")
         return {"zero_shot/top1": 0.5}
 
     def save_config(self, workdir, config):
@@ -256,13 +269,16 @@ class Recorder:
     def noticed(self, step):
         return step == self.last
 
-    def run(self, start, stop_at=None, **guards):
+    def saved(self, step):
+        return Interrupted(f"saved step {step}")
+
+    def run(self, start, stop_at=None, workdir=Path(), **guards):
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         with DataWait() as data_wait:
             arguments = Data(), data_wait, self.suite, self.step, self, self, self
-            loop = train.TrainLoop(runs.config(**every), Path(), data_mesh(), *arguments, train.Safeguards(**guards))
+            loop = train.TrainLoop(runs.config(**every), workdir, data_mesh(), *arguments, train.Safeguards(**guards))
             assert loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
@@ -349,15 +365,18 @@ def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, r
     assert capsys.readouterr().out == line * advised
 
 
-def test_a_stop_saves_before_anything_else(recorder):
-    with pytest.raises(SystemExit, match="saved step 3; the same command continues"):
-        recorder.run(0, stop_at=3)
-    assert recorder.events == [
-        "save settings",
-        "record 2",
-        "save 2",
-        "save 3",
-        "wait",
-        "evaluate",
-        "record evaluation 3",
-    ]
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_stop_saves_instead_of_evaluating(recorder, interrupted):
+    """The stop comes in the step, or while it is evaluated."""
+    recorder.interrupted = interrupted
+    with pytest.raises(Interrupted, match="saved step 3"):
+        recorder.run(0, stop_at=None if interrupted else 3)
+    assert recorder.events == ["save settings", "record 2", "save 2", *["evaluate"] * interrupted, "save 3", "wait"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_resumed_run_makes_up_for_the_evaluation(recorder, tmp_path, recorded):
+    lines = ['{"step": 3, "loss": 1.0}\n', '{"step": 3, "zero_shot/top1": 0.5}\n']
+    (tmp_path / METRICS_FILE).write_text("".join(lines[: 1 + recorded]))
+    recorder.run(3, workdir=tmp_path)
+    assert recorder.events[:2] == (["save settings", "record 4"] if recorded else ["evaluate", "record evaluation 3"])

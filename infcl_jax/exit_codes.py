@@ -1,0 +1,21 @@
+"""Exit statuses of the commands, which schedulers read."""
+
+# EX_TEMPFAIL of sysexits.h: a temporary failure, and the same command continues the run.
+RESUME = 75
+
+
+class Interrupted(SystemExit):
+    """Early end of a run that the same command continues; its status is `RESUME`.
+
+    Attributes:
+      message: one line that explains the end. The commands print it on stderr.
+    """
+
+    def __init__(self, message: str):
+        """Set the message and the status."""
+        super().__init__(RESUME)
+        self.message = message
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return self.message

@@ -25,6 +25,7 @@ from infcl_jax.evaluation import Suite, format_line
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
+from infcl_jax.process_watch import failures
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -77,10 +78,10 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       SystemExit: SIGTERM or Ctrl-C stopped the run after a checkpoint.
     """
     check_config(config)
-    mesh = command.start_devices(config)
+    mesh = command.start_devices(config, workdir)
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
-    with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints:
+    with Checkpointer(workdir, keep=config.keep_checkpoints) as checkpoints, failures():
         resumed = checkpoints.latest_step() is not None
         source = run.training_source(config)
         config = with_total_steps(config, source)

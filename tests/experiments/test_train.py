@@ -35,9 +35,10 @@ def start(workdir, devices=DEVICES, **environ):
 
 
 def start_pair(workdir):
-    """Start one run as two processes of two devices each."""
+    """Start one run as two processes of two devices each, on the two-level mesh."""
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": "2"}
-    return [start(workdir, devices=2, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
+    flags = runs.flags(settings(devices=2, mesh="hosts"))
+    return [runs.start(TRAIN, f"--workdir={workdir}", *flags, PROCESS_ID=str(rank), **cluster) for rank in range(2)]
 
 
 def finish(*processes):

@@ -21,7 +21,7 @@ HOST_AXES = ("host", "device")
 MESHES = ("flat", "hosts")
 # Seconds. A scheduler starts the tasks of a job within seconds; containers and network file systems add a minute or so.
 START_TIMEOUT = 120
-# Seconds. Longer than a pause of a virtual machine or a network, and short beside the start of a run.
+# Seconds. Longer than the pauses of virtual machines and networks, shorter than the start of a run.
 LOST_PROCESS_TIMEOUT = 30
 XLA_FLAGS = {
     # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
@@ -128,7 +128,10 @@ def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[s
 
 
 def _cluster_tasks(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of tasks that the cluster announces and the index of this one; (1, 0) without a cluster."""
+    """Return the cluster's number of tasks and the index of this one.
+
+    Without a cluster, they are (1, 0).
+    """
     for name, rank in (("SLURM_NTASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
         # An interactive SLURM shell sets SLURM_NTASKS but is not a task. Only srun sets SLURM_STEP_ID.
         if environ.get(name, "").isdecimal() and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ):
@@ -219,7 +222,7 @@ def _mesh_rows(layout: str | None, devices: Sequence[jax.Device], keys: Sequence
 
 
 def flat_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh of the same devices in the same order with the single axis `"data"`."""
+    """Return the mesh of the same devices with the single axis `"data"`."""
     return mesh if mesh.axis_names == (DATA_AXIS,) else data_mesh(mesh.devices.ravel().tolist())
 
 

@@ -127,7 +127,7 @@ class ProcessWatch:
             self._exit(f"{reason}; the same command resumes the run; native logs: {self.log}", RESUME)
 
     def _reason(self, log: str) -> str | None:
-        """Return the reason for which the coordination service aborts this process; None for other aborts."""
+        """Return why the coordination service aborts this process; None for other aborts."""
         if _FATAL not in log:
             return None
         status = log[log.index(_FATAL) :]
@@ -141,7 +141,7 @@ class ProcessWatch:
         return f"lost {self._named(lost)}"
 
     def _has_started(self, rank: int) -> bool:
-        """Return whether a process has opened its log for this start of the run and not left."""
+        """Return whether a process has joined this start of the run."""
         try:
             lines = _log_path(self._folder, rank).read_text(errors="replace").splitlines()
         except OSError:
@@ -168,7 +168,7 @@ class ProcessWatch:
         os._exit(status)
 
     def _say(self, line: str) -> None:
-        """Print a line in one write, so that lines of several processes do not mix."""
+        """Print a line in one write, which other processes cannot interrupt."""
         os.write(self._terminal, f"process {self._rank}: {line}\n".encode())
 
     def _note(self, line: str) -> None:
@@ -185,7 +185,7 @@ def start(folder: Path, rank: int, count: int, **timeouts: int) -> ProcessWatch:
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Tell the other processes of an error in the body, so that they exit too.
+    """Report errors of the body to the other processes, which then exit.
 
     Without a watch this does nothing.
     """
@@ -210,7 +210,10 @@ def _is_collective(error: BaseException | None) -> bool:
 
 
 def _redirect_stderr(log: Path) -> int:
-    """Redirect file descriptor 2 to `log` and let `sys.stderr` write to a copy of the old descriptor, the result."""
+    """Redirect file descriptor 2 to a log.
+
+    `sys.stderr` then writes to a copy of the old descriptor, which is returned.
+    """
     sys.stderr.flush()
     terminal = os.dup(2)
     with log.open("a") as file:

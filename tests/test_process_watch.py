@@ -11,6 +11,7 @@ import runs
 from infcl_jax import process_watch
 from infcl_jax.exit_codes import RESUME
 from infcl_jax.process_watch import ProcessWatch, failures
+from tests.faults import lost_process
 
 FATAL = "F1123 client.h:86] Terminating process because the JAX distributed service detected fatal errors. This most "
 LOST = "absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n{}\nThe tasks have "
@@ -112,6 +113,13 @@ def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
 
 
 @pytest.mark.slow
+def test_a_run_resumes_on_fewer_processes(tmp_path):
+    outcome = lost_process.lose(tmp_path, 1, signal.SIGKILL, timeout=15)
+    assert (outcome.statuses, outcome.resumed) == ([RESUME] * 3, [0, 0])
+    assert [len(lines) for lines in outcome.lines] == [1, 1, 1]
+
+
+@pytest.mark.slow
 def test_a_failure_ends_the_others(tmp_path):
     statuses, errors = end(start(tmp_path, 2, 0, 1, arguments=["60", "1"]))
     assert statuses == [1, 1]
@@ -119,10 +127,11 @@ def test_a_failure_ends_the_others(tmp_path):
     assert errors[0].count("\n") == 1 and errors[0].startswith("process 0: process 1 on ")
 
 
+@pytest.mark.slow
 def test_a_process_that_never_starts_is_named(tmp_path):
-    (status,), (error,) = end(start(tmp_path, 2, 0, arguments=["5"]))
+    (status,), (error,) = end(start(tmp_path, 2, 0, arguments=["3"]))
     assert status == RESUME
-    assert error.startswith(f"process 0: expected 2 processes within 5 s, got fewer; without a start in {tmp_path}: ")
+    assert error.startswith(f"process 0: expected 2 processes within 3 s, got fewer; without a start in {tmp_path}: ")
     assert error.count("\n") == 1 and ": process 1;" in error
 
 

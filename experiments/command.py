@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from infcl_jax import distributed
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.planner import OutOfMemory
+from infcl_jax.process_watch import LOGS, failures
 from infcl_jax.run import sample_source
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
 from infcl_jax.training import load_config
@@ -95,8 +97,13 @@ def run_without_workdir(
       saved_config: use the run's saved configuration as the default of `--config`.
       config: function that returns the configuration for `--print_config`.
     """
+
+    def report() -> None:
+        with failures():
+            print(format_python(config())) if _PRINT_CONFIG.value else _resumable(command)
+
     command_line.run(
-        lambda: print(format_python(config())) if _PRINT_CONFIG.value else _resumable(command),
+        report,
         parser=functools.partial(_parse_flags, saved_config),
         user_errors=(*command_line.USER_ERRORS, OutOfMemory),
         message=_message,
@@ -127,10 +134,14 @@ def chosen_file() -> str | None:
     return None if name.startswith(f"{saved.__file__}:") else name
 
 
-def start_devices(config: ConfigDict) -> Mesh:
+def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh:
     """Initialize JAX over all processes and return the mesh of all devices.
 
     Also enables the persistent compilation cache.
+
+    Args:
+      config: settings of the run.
+      workdir: folder of the run, for the native logs of several processes; None: they go to the terminal.
 
     Raises:
       ValueError: a batch size is not a multiple of the device count, or the cluster settings are incomplete. Also if
@@ -138,8 +149,13 @@ def start_devices(config: ConfigDict) -> Mesh:
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
-    distributed.initialize(gpu_decode=config.decode != "pillow" and gpu_decoder_installed())
-    mesh = distributed.data_mesh()
+    distributed.initialize(
+        gpu_decode=config.decode != "pillow" and gpu_decoder_installed(),
+        start_timeout=config.start_timeout,
+        lost_process_timeout=config.lost_process_timeout,
+        log_dir=None if workdir is None else Path(workdir, LOGS),
+    )
+    mesh = distributed.training_mesh(config.mesh)
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:
             raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")

@@ -101,7 +101,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
       OSError: a file could not be written; the results are printed all the same.
     """
     config, changed = changed_config(workdir, changes or {})
-    mesh = command.start_devices(config)
+    mesh = command.start_devices(config, workdir)
     workdir = prepare_workdir(workdir)
     suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir), command.say)
     state = run.initial_state(config, mesh, run.sample_source(config))

@@ -27,6 +27,7 @@ from infcl_jax.exit_codes import Interrupted
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.planner import MemoryPlan, describe_plan, device_memory_limit, explain_out_of_memory, plan_memory
+from infcl_jax.process_watch import failures
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -89,7 +90,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
 
 def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption) -> dict[str, float]:
     """Train all steps of the run while stop signals are handled; see `train`."""
-    mesh = command.start_devices(config)
+    mesh = command.start_devices(config, workdir)
     preemption.joined()
     workdir = prepare_workdir(workdir)
     memory_limit = device_memory_limit()
@@ -102,7 +103,7 @@ def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption) -> d
         resume=config.resume,
         max_failed_saves=config.max_failed_saves,
     )
-    with WorkdirLock(workdir, command.say), checkpointer as checkpoints:
+    with WorkdirLock(workdir, command.say), checkpointer as checkpoints, failures():
         origin = checkpoints.origin()
         resumed = origin is not None
         source = run.training_source(config)

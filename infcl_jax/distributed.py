@@ -4,6 +4,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax import process_watch
+from infcl_jax.checks import check_choice
+
 DATA_AXIS = "data"
+# Axes of the two-level mesh, slowest links first: the ring rotates within a host between two transfers across hosts.
+HOST_AXES = ("host", "device")
+MESHES = ("flat", "hosts")
+# Seconds. A scheduler starts the tasks of a job within seconds; containers and network file systems add a minute or so.
+START_TIMEOUT = 120
+# Seconds. Longer than the pauses of virtual machines and networks, shorter than the start of a run.
+LOST_PROCESS_TIMEOUT = 30
 XLA_FLAGS = {
     # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
     "xla_gpu_collective_permute_mode": "peer",
@@ -30,7 +41,14 @@ DECODE_CONNECTIONS = 32
 _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def initialize(environ: Mapping[str, str] | None = None, *, gpu_decode: bool = False) -> None:
+def initialize(
+    environ: Mapping[str, str] | None = None,
+    *,
+    gpu_decode: bool = False,
+    start_timeout: int = START_TIMEOUT,
+    lost_process_timeout: int = LOST_PROCESS_TIMEOUT,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> None:
     """Set XLA flags and the memory fraction, and join a multi-process run.
 
     Call this before JAX initializes its devices. Flags that the environment variable `XLA_FLAGS` already sets keep
@@ -43,6 +61,11 @@ def initialize(environ: Mapping[str, str] | None = None, *, gpu_decode: bool = F
     Args:
       environ: environment variables that describe the cluster; `os.environ` by default.
       gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` if it is unset.
+      start_timeout: seconds until all processes must have joined.
+      lost_process_timeout: seconds without a heartbeat after which JAX considers a process lost.
+      log_dir: folder for the logs of native code, `process-RANK.err`. With it, a process that is lost, fails or never
+        starts ends every other one with one line and status `infcl_jax.exit_codes.RESUME`, or 1 after a failure. None:
+        JAX aborts the other processes with native stack traces.
 
     Raises:
       ValueError: some but not all of the three variables are set, or `PROCESS_ID` and `NUM_PROCESSES` are not integers
@@ -61,12 +84,33 @@ def initialize(environ: Mapping[str, str] | None = None, *, gpu_decode: bool = F
     environ = os.environ if environ is None else environ
     names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
     given = {name: environ[name] for name in names if environ.get(name)}
+    cluster: dict[str, Any] = {}
     if given:
         address, count, rank = _explicit_cluster(names, given)
-        if count > 1:
-            jax.distributed.initialize(coordinator_address=address, num_processes=count, process_id=rank)
-    elif _cluster_tasks(environ) > 1:
-        jax.distributed.initialize()
+        cluster = {"coordinator_address": address, "num_processes": count, "process_id": rank}
+    else:
+        count, rank = _cluster_tasks(environ)
+    if count == 1:
+        return
+    watch = None
+    if log_dir is not None:
+        timeouts = {"start_timeout": start_timeout, "lost_process_timeout": lost_process_timeout}
+        watch = process_watch.start(Path(log_dir), rank, count, **timeouts)
+    jax.distributed.initialize(
+        **cluster, initialization_timeout=start_timeout, heartbeat_timeout_seconds=lost_process_timeout
+    )
+    if watch is not None:
+        watch.joined(coordination_client())
+
+
+def coordination_client() -> Any:
+    """Return the client of the coordination service, which has a key-value store for small messages.
+
+    `jax.distributed` must be initialized.
+    """
+    from jax._src.distributed import global_state
+
+    return global_state.client
 
 
 def memory_share() -> float:
@@ -93,13 +137,16 @@ def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[s
     return address, int(count), int(rank)
 
 
-def _cluster_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that the cluster announces; 1 without a cluster."""
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+def _cluster_tasks(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the cluster's number of tasks and the index of this one.
+
+    Without a cluster, they are (1, 0).
+    """
+    for name, rank in (("SLURM_NTASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
         # An interactive SLURM shell sets SLURM_NTASKS but is not a task. Only srun sets SLURM_STEP_ID.
         if environ.get(name, "").isdecimal() and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ):
-            return int(environ[name])
-    return 1
+            return int(environ[name]), int(environ.get(rank, 0))
+    return 1, 0
 
 
 class LocalProcesses(NamedTuple):
@@ -139,6 +186,60 @@ def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     return Mesh(np.asarray(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def training_mesh(layout: str | None = None) -> Mesh:
+    """Create the mesh of all devices for a training run.
+
+    All processes must call this function.
+
+    Args:
+      layout: "flat": the single axis `"data"`. "hosts": the axes `("host", "device")`, where the processes of a host
+        form a row; if all processes share one host, each process forms a row. None: "hosts" with several hosts of the
+        same number of devices, more than one, else "flat".
+
+    Raises:
+      ValueError: the layout is unknown, or is "hosts" and the hosts have different numbers of devices.
+    """
+    if layout is not None:
+        check_choice("mesh", layout, MESHES)
+    rows = _mesh_rows(layout, jax.devices(), _host_keys())
+    if rows is None:
+        return data_mesh()
+    return Mesh(np.asarray(rows), HOST_AXES, axis_types=(AxisType.Auto,) * len(HOST_AXES))
+
+
+def _mesh_rows(layout: str | None, devices: Sequence[jax.Device], keys: Sequence[int]) -> list[list[jax.Device]] | None:
+    """Return the rows of the two-level mesh; None for a flat mesh.
+
+    Args:
+      layout: see `training_mesh`.
+      devices: devices of all processes.
+      keys: key of the host of each process.
+    """
+    several = len(set(keys)) > 1
+    if layout == "flat" or (layout is None and not several):
+        return None
+    rows: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        rows.setdefault(keys[device.process_index] if several else device.process_index, []).append(device)
+    sizes = [len(row) for row in rows.values()]
+    if len(set(sizes)) == 1 and (layout == "hosts" or sizes[0] > 1):
+        return list(rows.values())
+    if layout == "hosts":
+        raise ValueError(f"expected the same number of devices on each host with mesh 'hosts', got {sizes}; set 'flat'")
+    return None
+
+
+def flat_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh of the same devices with the single axis `"data"`."""
+    return mesh if mesh.axis_names == (DATA_AXIS,) else data_mesh(mesh.devices.ravel().tolist())
+
+
+def _host_keys() -> list[int]:
+    """Return a hash of the host name of each process."""
+    own = np.array([_hash(socket.gethostname())])
+    return (multihost_utils.process_allgather(own) if jax.process_count() > 1 else own).ravel().tolist()
 
 
 def shard_batch(mesh: Mesh, tree: Any) -> Any:

@@ -33,7 +33,7 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
-from infcl_jax.distributed import data_mesh, local_processes, shard_batch
+from infcl_jax.distributed import data_mesh, flat_mesh, local_processes, shard_batch
 from infcl_jax.evaluation import EvaluationConfig, Suite
 from infcl_jax.losses import Loss
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, build_model, model_config
@@ -166,7 +166,7 @@ def evaluation_suite(
         tokenizer or text_tokenizer(config),
         image_size=model.vision.image_size,
         data_dir=config.data_dir,
-        mesh=mesh,
+        mesh=flat_mesh(mesh),
         implementation=config.implementation,
         train_batch_size=config.batch_size if config.loss == "clip" else None,
         evaluations=config.evaluations,

@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import runs
 from oracle import mesh_of
 
 from infcl_jax import distributed
-from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host, union
+from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host, training_mesh, union
 
 EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
+TIMEOUTS = {"initialization_timeout": 120, "heartbeat_timeout_seconds": 30}
+CLUSTER = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3} | TIMEOUTS
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -33,23 +36,22 @@ def joined(monkeypatch):
     ("environ", "calls"),
     [
         ({}, []),
-        (EXPLICIT, [{"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}]),
+        (EXPLICIT, [CLUSTER]),
         (EXPLICIT | {"NUM_PROCESSES": "1", "PROCESS_ID": "0"}, []),
         ({"COORDINATOR_ADDRESS": "", "NUM_PROCESSES": "", "PROCESS_ID": ""}, []),
-        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, [{}]),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, [TIMEOUTS]),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, []),
         ({"SLURM_NTASKS": "2"}, []),  # an interactive allocation
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, [{}]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [TIMEOUTS]),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, []),
-        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, [{}]),  # mpirun in an allocation
+        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, [TIMEOUTS]),  # mpirun in an allocation
         (EXPLICIT | {"SLURM_NTASKS": "9", "SLURM_STEP_ID": "0"}, None),
     ],
     ids=str,
 )
 def test_the_cluster_is_read_from_the_environment(joined, environ, calls):
     distributed.initialize(environ)
-    expected = [{"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}] if calls is None else calls
-    assert joined == expected
+    assert joined == ([CLUSTER] if calls is None else calls)
 
 
 def test_the_environment_of_the_process_is_the_default(joined, monkeypatch):
@@ -209,3 +211,37 @@ def test_processes_that_share_a_host_and_its_cores_are_counted(monkeypatch, othe
         distributed.local_processes()
     place("here", {0, 1})
     assert distributed.local_processes() == counts
+
+
+def device(process):
+    return SimpleNamespace(process_index=process)
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "hosts", "rows"),
+    [
+        (None, [0, 0, 1, 1], [7, 7], None),  # one host
+        (None, [0, 0, 1, 1], [7, 8], [[0, 0], [1, 1]]),
+        (None, [0, 1, 2, 3], [7, 8, 7, 8], [[0, 2], [1, 3]]),  # ranks dealt out to hosts in turn
+        (None, [0, 1, 1], [7, 8], None),
+        (None, [0, 1], [7, 8], None),  # a device each
+        ("flat", [0, 0, 1, 1], [7, 8], None),
+        ("hosts", [0, 0, 1, 1], [7, 7], [[0, 0], [1, 1]]),
+        ("hosts", [0, 1], [7, 8], [[0], [1]]),
+    ],
+)
+def test_rows_of_the_mesh_are_hosts(layout, processes, hosts, rows):
+    found = distributed._mesh_rows(layout, list(map(device, processes)), hosts)
+    assert (found and [[d.process_index for d in row] for row in found]) == rows
+
+
+def test_hosts_of_different_sizes_have_no_two_levels():
+    with pytest.raises(ValueError, match=r"same number of devices on each host with mesh 'hosts', got \[1, 2\]"):
+        distributed._mesh_rows("hosts", list(map(device, [0, 1, 1])), [7, 8])
+
+
+def test_the_mesh_of_one_process_is_flat_by_default():
+    assert training_mesh() == data_mesh()
+    assert training_mesh("hosts").devices.shape == (1, 8)
+    with pytest.raises(ValueError, match="expected mesh to be one of"):
+        training_mesh("ring")

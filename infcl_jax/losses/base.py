@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Integer
 
 from infcl_jax.checks import check_implementation
-from infcl_jax.losses.batch import Array
+from infcl_jax.losses.batch import Array, AxisName
 from infcl_jax.losses.samples import SampleState, write_samples
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 
@@ -42,7 +42,7 @@ class Loss(abc.ABC):
 
     Attributes:
       name: key of the loss in `infcl_jax.training.LOSSES`.
-      mesh: devices over which the batch and the sample state are sharded; None: one device.
+      mesh: devices; the batch and the sample state are sharded over all its axes. None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
       inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
       implementations: implementations that the loss supports.
@@ -74,6 +74,13 @@ class Loss(abc.ABC):
         del settings
         return cls(name=name, mesh=mesh, implementation=implementation)
 
+    @property
+    def axis_name(self) -> AxisName | None:
+        """Mesh axes of the batch, slowest links first; None without a mesh."""
+        if self.mesh is None:
+            return None
+        return self.mesh.axis_names if len(self.mesh.axis_names) > 1 else self.mesh.axis_names[0]
+
     @abc.abstractmethod
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss.
@@ -104,4 +111,4 @@ class Loss(abc.ABC):
           index: int `[b]`, sample of each row.
           rows: new rows, `LossOutput.rows`.
         """
-        return write_samples(samples, index, rows, mesh=self.mesh)
+        return write_samples(samples, index, rows, axis_name=self.axis_name, mesh=self.mesh)

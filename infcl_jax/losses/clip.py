@@ -92,4 +92,7 @@ class ClipLoss(Loss):
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""
         image, text, scale, _ = output
-        return LossOutput(clip_loss(image, text, scale, mesh=self.mesh, implementation=self.implementation))
+        value = clip_loss(
+            image, text, scale, axis_name=self.axis_name, mesh=self.mesh, implementation=self.implementation
+        )
+        return LossOutput(value)

@@ -193,4 +193,5 @@ class SiglipLoss(Loss):
                 "expected a model with a logit bias for the siglip loss, got none; set model_overrides "
                 "init_logit_bias=-10"
             )
-        return LossOutput(siglip_loss(*output, mesh=self.mesh, implementation=self.implementation))
+        value = siglip_loss(*output, axis_name=self.axis_name, mesh=self.mesh, implementation=self.implementation)
+        return LossOutput(value)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
+from infcl_jax.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
@@ -47,6 +48,28 @@ _RUN = (
             None,
             'folder of the persistent compilation cache; "off": no cache; None: JAX_COMPILATION_CACHE_DIR if set, else '
             "infcl_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache), for runs of one process",
+        ),
+        Setting(
+            "mesh",
+            str | None,
+            None,
+            '"flat": one ring over all devices; "hosts": a ring over the hosts around a ring within each (on one host: '
+            'the processes and their devices); None: "hosts" with several hosts of equally many devices',
+            MESHES,
+        ),
+        Setting(
+            "start_timeout",
+            int,
+            START_TIMEOUT,
+            "seconds until all processes of the run must have started, see docs/clusters.md",
+            _COUNT,
+        ),
+        Setting(
+            "lost_process_timeout",
+            int,
+            LOST_PROCESS_TIMEOUT,
+            "seconds without a heartbeat after which a process is lost and the others exit with status 75",
+            _COUNT,
         ),
     ),
 )

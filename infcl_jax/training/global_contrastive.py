@@ -134,7 +134,7 @@ class GlobalContrastive(Loss):
           ValueError: `infcl_jax.create_samples` rejects the number or the temperature.
         """
         temperature = math.exp(-init_logit_scale) if self.variant.per_sample else None
-        return create_samples(num_samples, temperature=temperature, mesh=self.mesh)
+        return create_samples(num_samples, temperature=temperature, axis_name=self.axis_name, mesh=self.mesh)
 
     def __call__(self, output: CLIPOutput, **inputs: Any) -> LossOutput:
         """Compute the loss and the new sample state of the batch, see `Loss`."""
@@ -149,6 +149,7 @@ class GlobalContrastive(Loss):
             rho=self.config.rho if self.variant.regularized else 0.0,
             eps=self.config.eps,
             mode=self.config.mode,
+            axis_name=self.axis_name,
             mesh=self.mesh,
             implementation=self.implementation,
             rows_only=True,

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from infcl_jax.distributed import coordination_client
+
 _FOLDER = "infcl_jax/stop/"
 _REQUEST, _TICK, _LEFT = f"{_FOLDER}request", f"{_FOLDER}tick", f"{_FOLDER}left"
 _POLL = 0.1  # seconds between two reads while others are expected to answer
@@ -65,6 +67,4 @@ def peers() -> Peers | None:
     """Return the processes of this run; None if it has one."""
     if not jax.distributed.is_initialized():
         return None
-    from jax._src.distributed import global_state
-
-    return Peers(global_state.client, global_state.process_id, global_state.num_processes)
+    return Peers(coordination_client(), jax.process_index(), jax.process_count())

@@ -83,7 +83,7 @@ def make_train_step(
       cache: gradient caching. Its residency decides the batch that the step takes. "device": arrays on the devices.
         "host": this process's rows as NumPy arrays, which must not change before the metrics are read. "replay": the
         result of `replayed`.
-      mesh: mesh over whose first axis the batch is sharded; None: one device.
+      mesh: mesh over all of whose axes the batch is sharded; None: one device.
       parameter_sharding: sharding with which the state was created. With "fsdp", every step gathers the parameters, and
         each device updates its shard of the parameters from its shard of the gradient.
       on_nonfinite: "stop": always update; the caller stops, see `check_finite`. "skip": update only if all is finite.
@@ -209,7 +209,7 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
 
 def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> GradientFn:
     """Make a gradient function that encodes chunk by chunk."""
-    sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @functools.cache  # cached by model, so that the functions compiled for host chunks are reused
     def value_and_grad(apply_fn: Callable, frozen: frozenset[str], towers: tuple[str, ...]) -> Callable:

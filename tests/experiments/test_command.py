@@ -74,6 +74,7 @@ def parsed(*arguments, config=None):
 
 OPTIONAL = {
     "compilation_cache": "folder",
+    "mesh": "flat",
     "num_workers": "1",
     "num_threads": "1",
     "prefetch_batches": "1",

@@ -42,8 +42,8 @@ def start(workdir, devices=DEVICES, **environ):
 
 
 def start_pair(workdir):
-    """Start one run as two processes of two devices each."""
-    return runs.start_cluster(2, TRAIN, f"--workdir={workdir}", *runs.flags(settings(devices=2)))
+    """Start one run as two processes of two devices each, on the two-level mesh."""
+    return runs.start_cluster(2, TRAIN, f"--workdir={workdir}", *runs.flags(settings(devices=2, mesh="hosts")))
 
 
 def finish(*processes):

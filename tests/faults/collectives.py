@@ -1,0 +1,25 @@
+"""Sum over all processes again and again: the least program that depends on its peers.
+
+python -m tests.faults.collectives LOG_DIR LOST_PROCESS_TIMEOUT [FAILING_RANK]
+"""
+
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from infcl_jax import distributed
+from infcl_jax.process_watch import failures
+
+folder, timeout, *failing = sys.argv[1:]
+distributed.initialize(log_dir=folder, start_timeout=int(timeout), lost_process_timeout=int(timeout))
+with failures():
+    for number in range(1_000_000):
+        multihost_utils.process_allgather(np.float32(number))
+        if number == 0:
+            print("running", flush=True)
+        if number == 10 and failing == [str(jax.process_index())]:
+            raise ValueError("expected a test, got an error")
+        time.sleep(0.01)

@@ -3,8 +3,11 @@
 import ast
 import functools
 import itertools
+import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +23,20 @@ from experiments.console import say
 from experiments.overrides import register_parsers
 from infcl_jax import distributed
 from infcl_jax.data.decode import gpu_decoder_installed
-from infcl_jax.exit_codes import Interrupted
+from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.process_watch import LOGS, failures
 from infcl_jax.run import sample_source
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
 from infcl_jax.training import load_config
+from infcl_jax.training.preemption import STOP_SIGNALS
 
 register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and plots.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the settings as a configuration file, and exit.")
 
+_EXIT_SECONDS = 20  # for the exit handlers of an interrupted command
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _HELP = frozenset(("--help", "-help", "-h"))
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
@@ -115,7 +120,13 @@ def _resumable(command: Callable[[], Any]) -> None:
     try:
         command()
     except Interrupted as interrupted:
+        for number in STOP_SIGNALS:  # a scheduler and a wrapper script may both deliver the same request
+            signal.signal(number, signal.SIG_IGN)
         print(interrupted, file=sys.stderr)
+        # Exit handlers of JAX and orbax may wait for other processes and for file systems.
+        timer = threading.Timer(_EXIT_SECONDS, os._exit, (RESUME,))
+        timer.daemon = True
+        timer.start()
         raise
 
 

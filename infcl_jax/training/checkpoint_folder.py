@@ -78,7 +78,8 @@ class CheckpointFolder:
     def intact_step(self, step: int | None = None) -> int | None:
         """Choose the newest intact checkpoint; None without any checkpoint.
 
-        Prints a line for each damaged checkpoint.
+        Prints a line for each damaged checkpoint. Also None with a single incomplete checkpoint: old ones are deleted
+        after newer saves have ended, so the run was killed during its first save.
 
         Args:
           step: the only step to consider; None: all.
@@ -96,7 +97,7 @@ class CheckpointFolder:
                 return number
             if not known:
                 self._say(f"checkpoint {number} in {self.path} is damaged: {verification.damage}")
-        if not steps:
+        if not steps or (step is None and len(steps) == 1 and not self._verified[steps[0]].complete):
             return None
         damages = "; ".join(f"{number}: {self._verified[number].damage}" for number in reversed(steps))
         raise ValueError(

@@ -17,7 +17,7 @@ ANNOUNCEMENT = {"manifest": MANIFEST}
 
 _METADATA = "_CHECKPOINT_METADATA"  # of orbax; holds the custom metadata
 _THREADS = 8  # hashlib releases the GIL; SHA-256 reaches 0.8 GB/s per core of a busy machine, 2026-11-23
-_DAMAGED_MANIFEST, _NO_MANIFEST = -1, -2  # besides the numbers of damaged files
+_DAMAGED_MANIFEST, _NO_MANIFEST, _INCOMPLETE = -1, -2, -3  # besides the numbers of damaged files
 
 
 class Verification(NamedTuple):
@@ -26,10 +26,12 @@ class Verification(NamedTuple):
     Attributes:
       damage: damaged or missing file and what is wrong with it; None for an intact checkpoint.
       checked: whether the checkpoint has a manifest; those of earlier versions have none.
+      complete: whether the save ended; one that was killed leaves no manifest.
     """
 
     damage: str | None
     checked: bool
+    complete: bool = True
 
 
 def write_manifest(folder: epath.Path, results: Mapping[str, float]) -> None:
@@ -77,7 +79,7 @@ def verify(folder: epath.Path) -> Verification:
             damages = threads.map(lambda number: _damage(folder, paths[number], files[paths[number]]), share)
             damaged = [number for number, damage in zip(share, damages, strict=True) if damage]
     except FileNotFoundError:
-        damaged = [_DAMAGED_MANIFEST if _announced(folder) else _NO_MANIFEST]
+        damaged = [_INCOMPLETE if _announced(folder) else _NO_MANIFEST]
     except (OSError, ValueError):
         damaged = [_DAMAGED_MANIFEST]
     damaged = union(damaged)
@@ -85,6 +87,8 @@ def verify(folder: epath.Path) -> Verification:
         return Verification(None, True)
     if damaged == [_NO_MANIFEST]:
         return Verification(None, False)
+    if damaged == [_INCOMPLETE]:
+        return Verification(f"its save did not end, {MANIFEST} is missing", True, complete=False)
     if damaged[0] < 0:
         return Verification(f"{MANIFEST} is missing or damaged", True)
     path = paths[damaged[0]]

@@ -94,18 +94,13 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Restore the previous signal handlers.
-
-        After a stop the threads stay, so that the deadline holds until the interpreter has exited.
-        """
+        """Restore the previous signal handlers."""
         if isinstance(error, Interrupted) and self._reason is None and self._peers is not None and self._tick == 0:
             self._ask(error.message)  # such as a locked work directory, which only process 0 knows: all leave together
             self._leaving = True
         if self._leaving:
             # A thread ends the process. Errors of lost connections are the consequence of other processes that left.
             self._threads[0].join()
-        if self._reason is not None and isinstance(error, SystemExit):
-            return
         self._closed = True
         self._wake()
         self._stirred.set()

@@ -217,11 +217,15 @@ def test_without_an_intact_checkpoint_nothing_is_restored(tmp_path):
         checkpoints.restore_latest(state_after(0))
 
 
-def test_a_checkpoint_without_its_announced_manifest_is_incomplete(tmp_path):
-    save(tmp_path, [1, 2])
+@pytest.mark.parametrize(("steps", "restored"), [([1, 2], 1), ([2], None)])
+def test_a_killed_save_leaves_the_state_before(tmp_path, steps, restored):
+    save(tmp_path, steps)
     (tmp_path / "checkpoints" / "2" / "manifest.json").unlink()
     with Checkpointer(tmp_path) as checkpoints:
-        assert checkpoints.latest_step() == 1
+        assert checkpoints.latest_step() == restored
+    save(tmp_path, [2])
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 2
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])

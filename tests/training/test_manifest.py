@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 
 def test_an_intact_checkpoint_has_its_results(folder):
-    assert verify(epath.Path(folder)) == (None, True)
+    assert verify(epath.Path(folder)) == (None, True, True)
     assert read_results(epath.Path(folder)) == {"zero_shot/top1": 0.5}
 
 
@@ -34,7 +34,6 @@ def test_an_intact_checkpoint_has_its_results(folder):
         ("state/d/array", bytes(100), "state/d/array has another checksum"),
         ("empty", b"x", "empty has 1 instead of 0 bytes"),
         ("empty", None, "empty is missing"),
-        (MANIFEST, None, f"{MANIFEST} is missing or damaged"),
         (MANIFEST, b"", f"{MANIFEST} is missing or damaged"),
         (MANIFEST, b"[]", f"{MANIFEST} is missing or damaged"),
         (MANIFEST, b"\xff", f"{MANIFEST} is missing or damaged"),
@@ -42,7 +41,12 @@ def test_an_intact_checkpoint_has_its_results(folder):
 )
 def test_damage_is_named(folder, file, content, damage):
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
-    assert verify(epath.Path(folder)) == (damage, True)
+    assert verify(epath.Path(folder)) == (damage, True, True)
+
+
+def test_a_save_without_its_manifest_is_incomplete(folder):
+    (folder / MANIFEST).unlink()
+    assert verify(epath.Path(folder)) == (f"its save did not end, {MANIFEST} is missing", True, False)
 
 
 def test_every_bit_of_the_manifest_counts(folder):
@@ -57,7 +61,7 @@ def test_every_bit_of_the_manifest_counts(folder):
 def test_a_checkpoint_of_an_earlier_version_is_unchecked(folder):
     (folder / MANIFEST).unlink()
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
-    assert verify(epath.Path(folder)) == (None, False)
+    assert verify(epath.Path(folder)) == (None, False, True)
 
 
 def test_damaged_files_are_noticed_and_the_previous_checkpoint_is_restored():

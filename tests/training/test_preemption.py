@@ -80,13 +80,14 @@ def test_a_signal_is_noticed_from_then_on(received, number):
     assert received == []
 
 
-@pytest.mark.parametrize("signals", [0, 1])
-def test_the_former_handlers_are_back_afterwards(received, signals):
-    with pytest.raises(KeyError), Preemption() as stop:
+@pytest.mark.parametrize(("signals", "error"), [(0, KeyError), (1, KeyError), (1, Interrupted)])
+def test_the_former_handlers_are_back_afterwards(received, signals, error):
+    with pytest.raises(error), Preemption() as stop:
         stop.noticed(1)
         for _ in range(signals):
             kill(signal.SIGTERM)
-        raise KeyError
+        raise error("saved")
+    assert not any(thread.name == "preemption" for thread in threading.enumerate())
     for n in STOP_SIGNALS:
         kill(n)
     assert received == list(STOP_SIGNALS)

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -107,6 +107,25 @@ class NvImageCodecDecoder:
         return jax.dlpack.from_dlpack(resized), rows
 
 
+class _Decoded(NamedTuple):
+    """Decoded image whose memory is reused.
+
+    Attributes:
+      image: image of nvImageCodec.
+      capacity: bytes of its memory.
+      address: address of its memory, which is slow to read.
+    """
+
+    image: Any
+    capacity: int
+    address: int
+
+    @classmethod
+    def of(cls, image: Any) -> _Decoded | None:
+        """Read the memory of an image; None for None."""
+        return None if image is None else cls(image, image.capacity, image.__cuda_array_interface__["data"][0])
+
+
 class _Lane:
     """Decoder and stream of one thread."""
 
@@ -121,7 +140,7 @@ class _Lane:
         )
         # Images of two groups, one of which is resized while the other is decoded. Their memory is reused, because
         # allocations wait for all work on the GPU, that of training included.
-        self._kept: tuple[list[Any], list[Any]] = [], []
+        self._kept: tuple[list[_Decoded], list[_Decoded]] = [], []
         with device:
             # Its kernels start before queued kernels of training.
             self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
@@ -155,7 +174,7 @@ class _Lane:
             self._stream.synchronize()
         return sorted(refused)
 
-    def _decode_group(self, streams: Sequence[Any], kept: list[Any]) -> list[Any]:
+    def _decode_group(self, streams: Sequence[Any], kept: list[_Decoded]) -> list[_Decoded | None]:
         """Decode files into the memory of kept images, and new images for the rest.
 
         Args:
@@ -165,16 +184,21 @@ class _Lane:
         Returns:
           An image for each file; None for those that the GPU refuses.
         """
-        reused, images = min(len(kept), len(streams)), []
+        reused = min(len(kept), len(streams))
         settings = {"params": self._params, "cuda_stream": self._stream.ptr}
+        decoded: list[_Decoded | None] = []
         if reused:
-            images = self._decoder.decode(streams[:reused], images=kept[:reused], **settings)
+            images = self._decoder.decode(streams[:reused], images=[old.image for old in kept[:reused]], **settings)
+            for i, image in enumerate(images):
+                if image is not None and image.capacity != kept[i].capacity:  # it has moved
+                    kept[i] = _Decoded.of(image)
+            decoded = [None if image is None else old for image, old in zip(images, kept, strict=False)]
         if reused < len(streams):
-            new = self._decoder.decode(streams[reused:], **settings)
-            images, kept[len(kept) :] = images + new, [image for image in new if image is not None]
+            new = [_Decoded.of(image) for image in self._decoder.decode(streams[reused:], **settings)]
+            decoded, kept[len(kept) :] = decoded + new, [image for image in new if image is not None]
         while kept and sum(image.capacity for image in kept) > KEPT_BYTES:
             kept.pop()
-        return images
+        return decoded
 
     def _groups(self, encoded: Sequence[np.ndarray], size: int, refused: list[int]) -> Iterator[list[tuple[int, Any]]]:
         """Yield groups of (row, code stream) within `GROUP_IMAGES` and `GROUP_BYTES`; append unreadable rows."""
@@ -207,9 +231,8 @@ class _Lane:
         cupy, rows = self._cupy, np.array([row for row, _ in decoded])
         box = boxes[rows].astype(np.float32)
         heights = (np.ceil(box[:, 0] + box[:, 2]) - np.floor(box[:, 0])).astype(np.int32)
-        interfaces = [image.__cuda_array_interface__ for _, image in decoded]
-        addresses = cupy.asarray(np.array([interface["data"][0] for interface in interfaces], np.uint64))
-        pitches = cupy.asarray(np.array([image.strides[0] for _, image in decoded], np.int64))
+        addresses = cupy.asarray(np.array([image.address for _, image in decoded], np.uint64))
+        pitches = cupy.asarray(np.array([image.image.strides[0] for _, image in decoded], np.int64))
         offsets = cupy.asarray(np.concatenate([[0], np.cumsum(heights)]).astype(np.int32))
         results, boxes_on_gpu = cupy.asarray(rows.astype(np.int64) * size), cupy.asarray(box)
         half = cupy.empty((int(heights.sum()), size, 3), np.uint8)

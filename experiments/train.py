@@ -52,6 +52,7 @@ from infcl_jax.training import (
     make_train_step,
     parameter_count,
     prepare_workdir,
+    rare_garbage_collection,
     read_metrics,
     save_config,
 )
@@ -146,7 +147,7 @@ def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption) -> d
         )
         safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
         data_wait = DataWait(observe=safeguards.slow_steps.update)
-        with writer, contextlib.closing(data), safeguards, data_wait:
+        with writer, contextlib.closing(data), safeguards, data_wait, rare_garbage_collection():
             parts = mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption, safeguards
             loop = TrainLoop(config, workdir, *parts)
             try:

@@ -13,7 +13,7 @@ from experiments.benchmarks import timing
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
-from infcl_jax.training import DataWait, TrainState
+from infcl_jax.training import DataWait, TrainState, rare_garbage_collection
 from infcl_jax.training.step import TrainStep
 
 # Keys of a record that `file_figures` yields.
@@ -81,7 +81,7 @@ def file_figures(
     Yields:
       Values by name, those of `FIGURES`.
     """
-    with contextlib.closing(open_data(config, mesh)) as data, DataWait() as wait:
+    with contextlib.closing(open_data(config, mesh)) as data, DataWait() as wait, rare_garbage_collection():
         train = _FileTraining(config, mesh, data, wait, step, state)
         for _ in range(data.parallelism.prefetch_batches + 2):  # prefetched while the step compiled
             jax.block_until_ready(train())

@@ -5,6 +5,7 @@ from infcl_jax.training.checkpoint_folder import CHECKPOINTS
 from infcl_jax.training.data_wait import DataWait
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
+from infcl_jax.training.garbage import rare_garbage_collection
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
@@ -59,6 +60,7 @@ __all__ = [
     "parameter_count",
     "parameter_groups",
     "prepare_workdir",
+    "rare_garbage_collection",
     "read_metrics",
     "replayed",
     "restore_variables",

@@ -26,6 +26,7 @@ from experiments import command
 from infcl_jax import run
 from infcl_jax.data import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
+from infcl_jax.evaluation.tasks import load_tasks
 from infcl_jax.models import TOWERS
 from infcl_jax.settings import SETTINGS, Range, check_config, with_total_steps
 from infcl_jax.settings.setting import Setting
@@ -174,6 +175,7 @@ def refusal(case: Draw) -> str | None:
         run.text_tokenizer(config)
         workload = run.workload(config, 1, MEMORY, source=source)
         Augmentation(**config.augmentation), EvaluationConfig(**config.evaluation)
+        load_tasks(config.evaluations, config.evaluation.data_dir or config.data_dir)
         if workload.batch_size > len(source):
             raise ValueError("a batch exceeds the source")
     except (ValueError, OSError, ImportError) as error:

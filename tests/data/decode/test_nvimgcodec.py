@@ -84,13 +84,18 @@ class Codec:
             return [None if file.info.get("progressive") else image.fill(file) for image, file in pairs]
 
     class Pixels:
+        capacity = 0
+
         def fill(self, file):
             pitch = 3 * file.width + 5  # rows may be padded
-            self.buffer = np.full((file.height, pitch), 99, np.uint8)
-            self.buffer[:, : 3 * file.width] = np.asarray(file.convert("RGB")).reshape(file.height, -1)
+            if self.capacity < file.height * pitch:
+                self.capacity = file.height * pitch
+                self.memory = np.empty(self.capacity, np.uint8)
+            pixels = self.memory[: file.height * pitch].reshape(file.height, pitch)
+            pixels[:, : 3 * file.width] = np.asarray(file.convert("RGB")).reshape(file.height, -1)
+            pixels[:, 3 * file.width :] = 99
             self.strides = (pitch, 3, 1)
-            self.__cuda_array_interface__ = {"data": (self.buffer.ctypes.data, False)}
-            self.capacity = self.buffer.nbytes
+            self.__cuda_array_interface__ = {"data": (self.memory.ctypes.data, False)}
             return self
 
 

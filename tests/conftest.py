@@ -5,6 +5,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -26,6 +27,9 @@ install_import_hook(BACKENDS, "signatures.checked_backend")
 
 def pytest_configure(config):
     """Choose the platform of this process and its children, unless it is set."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # ignored in background jobs of a shell and under nohup
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     chosen = config.option.markexpr
     if chosen == "gpu" or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         # No cache: the commands would write to the user's.

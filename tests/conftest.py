@@ -27,7 +27,8 @@ install_import_hook(BACKENDS, "signatures.checked_backend")
 
 def pytest_configure(config):
     """Choose the platform of this process and its children, unless it is set."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # ignored in background jobs of a shell and under nohup
+    # Background jobs of a shell and nohup ignore them, and so would the commands that tests start.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     chosen = config.option.markexpr

@@ -101,7 +101,7 @@ def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
     lost = processes.pop(rank)
     try:
         for process in (*processes, lost):
-            assert process.stdout.readline() == "running\n"
+            assert "running\n" in process.stdout  # after lines of Gloo
         lost.send_signal(by)
         statuses, errors = end(processes)
     finally:

@@ -8,6 +8,7 @@ JAX accepts a Python callback for this event, but calls it with a type that Pyth
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import os
 import re
 import signal
@@ -214,13 +215,18 @@ def _is_collective(error: BaseException | None) -> bool:
 def _redirect_stderr(log: Path) -> int:
     """Redirect file descriptor 2 to a log.
 
-    `sys.stderr` then writes to a copy of the old descriptor, which is returned.
+    `sys.stderr` and the handlers of the root logger then write to a copy of the old descriptor, which is returned.
     """
-    sys.stderr.flush()
+    former = sys.stderr
+    former.flush()
     terminal = os.dup(2)
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(terminal, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for handler in logging.getLogger().handlers:
+        for target in (handler, getattr(handler, "python_handler", None)):  # absl wraps the handler that writes
+            if isinstance(target, logging.StreamHandler) and target.stream is former:
+                target.setStream(sys.stderr)
     return terminal
 
 

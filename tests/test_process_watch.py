@@ -137,6 +137,8 @@ def test_a_process_that_never_starts_is_named(tmp_path):
 
 def test_the_terminal_keeps_standard_error(tmp_path):
     code = "import os, sys; from pathlib import Path; from infcl_jax.process_watch import _redirect_stderr as f; "
-    code += f"f(Path({str(tmp_path / 'log')!r})); os.write(2, b'native\\n'); print('python', file=sys.stderr)"
+    code = f"import logging; logging.basicConfig(format='%(message)s'); {code}"
+    code += f"f(Path({str(tmp_path / 'log')!r})); os.write(2, b'native\\n'); print('python', file=sys.stderr); "
+    code += "logging.warning('logged')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=runs.ROOT, check=True)
-    assert (done.stderr, (tmp_path / "log").read_text()) == ("python\n", "native\n")
+    assert (done.stderr, (tmp_path / "log").read_text()) == ("python\nlogged\n", "native\n")

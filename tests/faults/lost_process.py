@@ -64,6 +64,7 @@ def lose(workdir: Path, rank: int, by: signal.Signals, *, timeout: int, processe
     finally:
         for process in started:
             process.kill()
+        started[rank].communicate()  # closes its pipes
     step = latest_step(workdir)
     resumed = start(workdir, processes // 2, step + EVERY)
     try:

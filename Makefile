@@ -12,10 +12,13 @@ OLDEST_JAX := 0.11.2
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# Checks of a release besides its packages. They get the path of the built wheel in WHEEL.
+RELEASE_CHECKS := docs test-notebooks
+
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) lint format clean
+.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -54,6 +57,22 @@ faults: $(FAULTS)  ## Every count of docs/reliability.md in full, for hours; wit
 
 $(FAULTS): faults-%: $(STAMP)
 	$(BIN)/python -m tests.faults.$*
+
+notebooks: $(STAMP)  ## Execute the notebooks outside the checkout and store their outputs
+	$(BIN)/python tests/notebook_runner.py
+
+test-notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
+	$(BIN)/python tests/notebook_runner.py --wheel="$(or $(WHEEL),.)"
+
+release-check: $(STAMP)  ## Wheel and sdist: metadata, contents, an installation outside the checkout; then RELEASE_CHECKS
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[release]'
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/release.py dist
+	@for target in $(RELEASE_CHECKS); do \
+	  if ! grep -q "^$$target:" Makefile; then echo "release-check: no target $$target"; continue; fi; \
+	  $(MAKE) $$target WHEEL="$$(echo $(CURDIR)/dist/*.whl)" || exit 1; done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

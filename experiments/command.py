@@ -9,23 +9,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
-from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
 from configs import saved
-from experiments import command_line, compilation_cache
-from experiments.console import say
+from experiments import command_line
 from experiments.overrides import register_parsers
-from infcl_jax import distributed
-from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.process_watch import LOGS, failures
+from infcl_jax.process_watch import failures
 from infcl_jax.run import sample_source
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
 from infcl_jax.training import load_config
@@ -145,35 +139,6 @@ def chosen_file() -> str | None:
     return None if name.startswith(f"{saved.__file__}:") else name
 
 
-def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh:
-    """Initialize JAX over all processes and return the mesh of all devices.
-
-    Also enables the persistent compilation cache.
-
-    Args:
-      config: settings of the run.
-      workdir: folder of the run, for the native logs of several processes; None: they go to the terminal.
-
-    Raises:
-      ValueError: a batch size is not a multiple of the device count, or the cluster settings are incomplete. Also if
-        JAX has started with another number of simulated devices, or the folder `compilation_cache` is not writable.
-    """
-    if config.cpu_devices > 1:
-        _simulate_devices(config.cpu_devices)
-    distributed.initialize(
-        gpu_decode=config.decode != "pillow" and gpu_decoder_installed(),
-        start_timeout=config.start_timeout,
-        lost_process_timeout=config.lost_process_timeout,
-        log_dir=None if workdir is None else Path(workdir, LOGS),
-    )
-    mesh = distributed.training_mesh(config.mesh)
-    for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
-        if size < 1 or size % mesh.size:
-            raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")
-    compilation_cache.enable(config.compilation_cache, say)
-    return mesh
-
-
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     """Parse the flags, with a one-line error for misspelled settings."""
     if not _HELP.isdisjoint(argv):
@@ -250,12 +215,3 @@ def _unquoted(text: str) -> str:
         except SyntaxError:
             break
     return text
-
-
-def _simulate_devices(count: int) -> None:
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        raise ValueError(
-            f"expected to set cpu_devices={count} before JAX is first used; restart this Python process (or notebook)"
-        ) from error

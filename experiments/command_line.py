@@ -56,8 +56,9 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def run(
-    command: Callable[[], Any],
+    command: Callable[..., Any],
     *,
+    paths: bool = False,
     parser: Callable[[list[str]], list[str]] = parse_flags,
     user_errors: tuple[type[Exception], ...] = USER_ERRORS,
     message: Callable[[Exception], str] = one_line,
@@ -67,7 +68,8 @@ def run(
     User errors exit with status 1 and their message on stderr. With `--traceback` they are raised.
 
     Args:
-      command: function without arguments.
+      command: function without arguments, or, with `paths`, of the list of arguments that are not flags.
+      paths: whether the command has arguments that are not flags.
       parser: parser of the flags, for `absl.app.run`.
       user_errors: errors that a user can correct.
       message: formatter of these errors.
@@ -76,9 +78,9 @@ def run(
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
         try:
-            if len(argv) > 1:
+            if len(argv) > 1 and not paths:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")
-            command()
+            command(*([argv[1:]] if paths else []))
         except user_errors as error:
             if _TRACEBACK.value:
                 raise

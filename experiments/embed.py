@@ -26,9 +26,9 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from experiments import command_line, compilation_cache
-from experiments.console import Progress, say
-from infcl_jax import distributed
+from experiments import command_line
+from infcl_jax import compilation_cache, distributed
+from infcl_jax.console import Progress, say
 from infcl_jax.data import BadRecordError, Source, eval_batches, load_source
 from infcl_jax.data.bad_records import BAD_RECORDS
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores

@@ -18,8 +18,9 @@ from ml_collections import ConfigDict
 
 import infcl_jax
 from configs import saved
-from experiments import command, compilation_cache
-from infcl_jax import distributed, run
+from experiments import command
+from infcl_jax import compilation_cache, distributed, run
+from infcl_jax.console import say
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import (
     EvaluationConfig,
@@ -29,11 +30,13 @@ from infcl_jax.evaluation import (
     describe_environment,
     flat_metrics,
     format_table,
-    plot_curves,
     write_json,
     write_page,
 )
 from infcl_jax.evaluation.suites import SUITES
+from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
+from infcl_jax.run.devices import start_devices
+from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -42,30 +45,21 @@ from infcl_jax.settings import (
     flattened,
     format_changes,
     name_changes,
+    with_changes,
 )
-from infcl_jax.training import METRICS_FILE, Checkpointer, Outputs, prepare_workdir
+from infcl_jax.training import Checkpointer, Outputs, prepare_workdir
 
 RESULTS_FILE = "evaluation.json"
-CURVES_FILE = "curves.png"
 GRID_FILE = "retrieval.png"
 
 _BATCH_SIZE = SETTINGS["evaluation.batch_size"].default  # images or texts
 _MAX_BAD_RECORDS = SETTINGS["max_bad_records"].default  # of each split
 
 
-def save_curves(workdir: Path, suite: Suite) -> None:
-    """Plot loss and accuracy over the steps, from the run's metrics."""
-    if is_lead():
-        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
-
-
-def say_results(step: int, results: Mapping[str, float]) -> None:
-    """Print the table of results, on the leading process only."""
-    command.say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")
-
-
 def write_results(folder: Path, results: Sequence[TaskResult], model: str, weights: str) -> None:
-    """Write `results.json` and `results.html`, and append to `results.csv`, on the leading process only.
+    """Write `results.json`, `results.html` and `examples.json`, and append to `results.csv`.
+
+    Only the leading process writes.
 
     Args:
       folder: output folder.
@@ -78,6 +72,7 @@ def write_results(folder: Path, results: Sequence[TaskResult], model: str, weigh
     environment = describe_environment(model, weights)
     write_json(folder / "results.json", results, environment)
     write_page(folder / "results.html", results, environment)
+    write_examples(folder / EXAMPLES_FILE, results)
     append_csv(folder / "results.csv", results, environment)
 
 
@@ -101,9 +96,9 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
       OSError: a file could not be written; the results are printed all the same.
     """
     config, changed = changed_config(workdir, changes or {})
-    mesh = command.start_devices(config, workdir)
+    mesh = start_devices(config, workdir)
     workdir = prepare_workdir(workdir)
-    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir), command.say)
+    suite = run.evaluation_suite(config, mesh, run.text_tokenizer(config, workdir), say)
     state = run.initial_state(config, mesh, run.sample_source(config))
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()
@@ -112,7 +107,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
         with name_changes(changed):
             state = checkpoints.restore_latest(state)
     for line in format_changes(changed):
-        command.say(line)
+        say(line)
     task_results = suite.results(state.evaluated_variables, workdir / GRID_FILE, examples=True)
     results = flat_metrics(task_results)
     outputs = Outputs()
@@ -126,7 +121,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     if unwritten := outputs.summary():  # its files are the product of this command
         raise OSError(unwritten)
     pictures = (CURVES_FILE, GRID_FILE) if config.evaluation.retrieval_dataset else (CURVES_FILE,)
-    command.say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
+    say(f"pictures: {', '.join(str(workdir / name) for name in pictures)}")
     return results
 
 
@@ -145,12 +140,8 @@ def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[Con
       FileNotFoundError: no run in `workdir`.
       ValueError: a change is not allowed, or a setting is wrong.
     """
-    config = saved.get_config(str(workdir))
-    old = config.copy_and_resolve_references()
-    try:
-        config.update_from_flattened_dict(changes)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"expected changes of the settings in docs/settings.md, got {changes}: {error}") from error
+    old = saved.get_config(str(workdir))
+    config = with_changes(old, changes)
     check_config(config)
     changed = changed_settings(old, config)
     groups = dict.fromkeys(name.partition(".")[0] for name, setting in SETTINGS.items() if setting.evaluated)
@@ -211,7 +202,7 @@ def evaluate_weights(
     if not evaluations:
         raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
     distributed.initialize()
-    compilation_cache.enable(None, command.say)
+    compilation_cache.enable(None, say)
     encoder = infcl_jax.load(path, model=model, tokenizer=tokenizer, batch_size=batch_size)
     suite = Suite(
         EvaluationConfig(batch_size=encoder.batch_size),
@@ -222,7 +213,7 @@ def evaluate_weights(
         mesh=encoder.mesh,
         evaluations=evaluations,
         resize=encoder.resize,
-        say=command.say,
+        say=say,
         max_bad_records=max_bad_records,
     )
     return suite.results(encoder.variables, examples=True)
@@ -283,7 +274,7 @@ def _main() -> None:
         batch_size=values.batch_size or _BATCH_SIZE,
         max_bad_records=_MAX_BAD_RECORDS if values.max_bad_records is None else values.max_bad_records,
     )
-    command.say(format_table(flat_metrics(results)))
+    say(format_table(flat_metrics(results)))
     if output is not None:
         write_results(output, results, Path(values.weights).name, values.weights)
 

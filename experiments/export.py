@@ -12,10 +12,11 @@ import jax
 from absl import flags
 
 from experiments import command
-from experiments.exported import copy_tokenizer
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.models import Certificate, build_model, save_pretrained, variable_shapes
 from infcl_jax.models.convert import export_stablehlo
+from infcl_jax.run.export import copy_tokenizer
 from infcl_jax.training import restore_variables
 
 FORMATS = ("open_clip", "hf", "stablehlo")
@@ -54,7 +55,7 @@ def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -
     else:
         certificate = save_pretrained(output, config, variables, format)  # type: ignore[arg-type]
     copy_tokenizer(workdir, output)
-    command.say(f"exported step {step} of {workdir}: {certificate.summary()}")
+    say(f"exported step {step} of {workdir}: {certificate.summary()}")
     return certificate
 
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments import command
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.distributed import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
@@ -26,6 +27,7 @@ from infcl_jax.planner import (
     largest_batch,
     plan_memory,
 )
+from infcl_jax.run.devices import start_devices
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."
@@ -68,7 +70,7 @@ def workload_from_flags(config: ConfigDict) -> tuple[Workload, int | None]:
         device, count = device_named(_DEVICE.value), _COUNT.value or 1
         limit, implementation = limit or device.memory_limit, device.implementation
     else:
-        count = _COUNT.value or command.start_devices(config).size
+        count = _COUNT.value or start_devices(config).size
         limit = limit or device_memory_limit()
     return run.workload(config, count, limit, implementation, run.sample_source(config)), limit
 
@@ -82,15 +84,15 @@ def report(workload: Workload, memory_limit: int | None) -> None:
       workload: memory-relevant settings of the run.
       memory_limit: bytes that JAX may use per device, or None if unknown.
     """
-    command.say(describe_plan(plan_memory(workload, memory_limit)))
+    say(describe_plan(plan_memory(workload, memory_limit)))
     if memory_limit is None:
         device = jax.devices()[0].device_kind
-        command.say(f"for recommended settings give --device or --memory_gib: {device} does not report its memory")
+        say(f"for recommended settings give --device or --memory_gib: {device} does not report its memory")
         return
     try:
-        command.say(f"largest batch: --config.batch_size={largest_batch(workload, memory_limit)}")
+        say(f"largest batch: --config.batch_size={largest_batch(workload, memory_limit)}")
     except ValueError as error:
-        command.say(f"largest batch: none; {error}")
+        say(f"largest batch: none; {error}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Exact contrastive training of CLIP-like models with very large batches in JAX/Flax."""
 
+import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from infcl_jax.grad_cache import Replay, cached_value_and_grad, chunk_rows, pairwise_scores_lse
@@ -14,9 +16,13 @@ from infcl_jax.losses import (
 from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
 
 if TYPE_CHECKING:
+    from infcl_jax import notebook
     from infcl_jax.encoder import Encoder, load
+    from infcl_jax.run.callbacks import Callback
+    from infcl_jax.run.train import train
 
 __all__ = [
+    "Callback",
     "Encoder",
     "PairwiseLSE",
     "Replay",
@@ -27,17 +33,35 @@ __all__ = [
     "create_samples",
     "global_contrastive_loss",
     "load",
+    "notebook",
     "pairwise_lse",
     "pairwise_scores_lse",
     "retrieval_loss",
     "siglip_loss",
+    "train",
 ]
+
+try:
+    __version__ = importlib.metadata.version("infcl_jax")
+except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+# Names that stand on the whole library, whose import takes seconds; the losses need little of it.
+_LAZY = {
+    "Callback": "infcl_jax.run.callbacks",
+    "Encoder": "infcl_jax.encoder",
+    "load": "infcl_jax.encoder",
+    "notebook": "infcl_jax.notebook",
+    "train": "infcl_jax.run.train",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The encoder stands on the whole library, whose import takes seconds; the losses need little of it.
-    if name in ("Encoder", "load"):
-        from infcl_jax import encoder
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 
-        return getattr(encoder, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

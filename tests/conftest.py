@@ -43,7 +43,7 @@ def pytest_configure(config):
     if chosen != "slow":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     # A cache until the end, for processes started here too. A folder for each worker, because outside of the commands
-    # JAX does not write atomically, see experiments/atomic_cache.py.
+    # JAX does not write atomically, see infcl_jax/atomic_cache.py.
     folder = tempfile.TemporaryDirectory(prefix="compiled-")
     config.add_cleanup(folder.cleanup)
     cache = {

@@ -16,7 +16,7 @@ import sys
 
 import jax
 
-PACKAGES = ("experiments.command", *(f"infcl_jax.{name}" for name in ("data", "evaluation", "planner", "run")))
+PACKAGES = ("experiments.command", *(f"infcl_jax.{name}" for name in ("data", "evaluation", "planner", "run.train")))
 LATE = ("matplotlib.figure", "sklearn.datasets")  # imported by commands when they need them
 for package in PACKAGES + LATE:
     importlib.import_module(package)

@@ -191,7 +191,7 @@ def finish(*processes: subprocess.Popen, seconds: float = 240) -> list[Finished]
 def history(workdir: Path) -> tuple[list[dict], list[dict]]:
     """Read training and evaluation metrics without the times."""
     lines = read_metrics(workdir / METRICS_FILE)
-    times = ("time", "examples_per_second", "data/wait_fraction")
+    times = ("time", "seconds", "examples_per_second", "data/wait_fraction")
     timeless = [{k: v for k, v in line.items() if k not in times} for line in lines]
     return [line for line in timeless if "loss" in line], [line for line in timeless if "loss" not in line]
 

@@ -9,8 +9,7 @@ import oracle
 import pytest
 import runs
 
-from experiments.train import train
-from infcl_jax import run
+from infcl_jax import run, train
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.planner import plan_memory

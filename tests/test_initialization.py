@@ -8,8 +8,7 @@ import pytest
 import runs
 from flax.traverse_util import flatten_dict
 
-from experiments import train
-from infcl_jax import run
+from infcl_jax import run, train
 from infcl_jax.distributed import data_mesh
 from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.models import save_pretrained
@@ -41,7 +40,7 @@ def flat(state):
 def source(tmp_path_factory):
     """A run with its checkpoint, and the same parameters in OpenCLIP's format."""
     folder = tmp_path_factory.mktemp("source")
-    train.train(settings(seed=2), folder / "run")
+    train(settings(seed=2), folder / "run")
     config = settings(**{"init.model": str(folder / "run")})
     state = initialized(config, run.initial_state(config, data_mesh()))
     save_pretrained(folder / "open_clip", run.read_model_config(config), state.variables, compare_features=False)
@@ -119,9 +118,9 @@ def test_a_mistake_is_named(source, fresh, changes, message):
 def test_lit_trains_on_a_converted_tower_and_a_resumed_run_does_not_load_again(source, tmp_path):
     folder, expected = source
     config = settings(frozen=("image",), **{"init.image": str(folder / "open_clip")})
-    train.train(config, tmp_path)
+    train(config, tmp_path)
     config.update(total_steps=2, init={"image": "moved/away"})  # a resumed run ignores it
-    train.train(config, tmp_path)
+    train(config, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["total_steps"] == 2
     config.init.update(image=None, model=str(tmp_path))
     trained = flat(initialized(config, run.initial_state(config, data_mesh())))

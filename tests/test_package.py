@@ -1,12 +1,19 @@
-"""Contents of the wheel and the sdist, as pyproject.toml and MANIFEST.in select them."""
+"""Contents of the wheel and the sdist, as pyproject.toml and MANIFEST.in select them; version and imports."""
 
 import fnmatch
 import pathlib
+import subprocess
+import sys
 import tomllib
+
+import infcl_jax
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _LIBRARY = pathlib.PurePath("infcl_jax")
-_SETUPTOOLS = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+_PYPROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())
+_SETUPTOOLS = _PYPROJECT["tool"]["setuptools"]
+# Packages that take long to import, or that only training, data and evaluation need.
+_LATE = "flax optax orbax grain tensorflow tensorflow_datasets ml_collections absl scipy matplotlib PIL pyarrow IPython"
 
 
 def _folders(library):
@@ -45,3 +52,12 @@ def test_every_folder_has_an_init_file():
 def test_types_are_published():
     patterns = _SETUPTOOLS["package-data"]["infcl_jax"]
     assert [path.name for pattern in patterns for path in (_ROOT / _LIBRARY).glob(pattern)] == ["py.typed"]
+
+
+def test_the_import_is_light_and_knows_its_version():
+    """JAX itself takes most of the time. Training, models and data are imported on first use."""
+    code = "import sys, infcl_jax; print(infcl_jax.__version__, *sys.modules)"
+    version, *modules = subprocess.check_output([sys.executable, "-c", code], cwd=_ROOT, text=True).split()
+    assert version == _PYPROJECT["project"]["version"]
+    assert not {*_LATE.split(), "infcl_jax.run", "infcl_jax.models", "infcl_jax.data"} & {*modules}
+    assert all(hasattr(infcl_jax, name) for name in infcl_jax.__all__)

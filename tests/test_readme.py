@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import runs
 
+import infcl_jax
+from infcl_jax import notebook
 from infcl_jax.evaluation import FeatureRows
 from infcl_jax.evaluation.feature_files import write_shard
+from infcl_jax.run.callbacks import Callbacks
+from infcl_jax.settings import make_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,9 +24,29 @@ def examples(page):
     return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
 
+TRAINING, LOSS, *USING = examples(README)
+
+
+def test_the_examples_of_training_have_right_settings(monkeypatch):
+    """`tests/run/test_train.py` trains; this checks names, values and callbacks."""
+    trained = []
+
+    def train(settings, workdir, callbacks=()):
+        assert make_config(settings) and Callbacks(callbacks)
+        trained.append(workdir)
+
+    monkeypatch.setattr(infcl_jax, "train", train, raising=False)
+    monkeypatch.setattr(infcl_jax, "load", trained.append, raising=False)
+    monkeypatch.setattr(notebook, "_in_notebook", lambda: True)
+    names = {}
+    for example in (TRAINING, *examples((ROOT / "docs" / "training.md").read_text())):
+        exec(example, names)
+    assert trained == ["runs/photos", "runs/digits", "runs/digits", "runs/losses"]
+
+
 def test_the_loss_example_runs_and_is_right():
     names = {}
-    exec(examples(README)[0], names)
+    exec(LOSS, names)
     image, text, loss = (np.asarray(names[name], np.float64) for name in ("image", "text", "loss"))
     logits = 14.3 * image @ text.T
     expected = (np.logaddexp.reduce(logits, 1) + np.logaddexp.reduce(logits, 0)) / 2 - np.diagonal(logits)
@@ -39,7 +63,7 @@ def test_the_examples_of_using_a_model_run(tmp_path, monkeypatch):
         rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])
         write_shard(tmp_path / f"{name}.safetensors", rows, {})
     names = {}
-    for example in [*examples(README)[1:], *examples((ROOT / "docs" / "using_models.md").read_text())]:
+    for example in [*USING, *examples((ROOT / "docs" / "using_models.md").read_text())]:
         exec(example, names)
         assert names["probabilities"].sum() == pytest.approx(len(names["probabilities"]))
     assert names["image"].shape == (2, 16) and names["classifier"].shape == (2, 16)

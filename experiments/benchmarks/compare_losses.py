@@ -18,7 +18,9 @@ from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments import command, train
+from experiments import command
+from infcl_jax import train
+from infcl_jax.console import say
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import METRICS_FILE, read_metrics
 
@@ -59,7 +61,7 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
             run_config = _changed(config, loss)
             run_config.seed = seed
             run_folder = folder / f"{loss.replace(',', '-')}-{seed}"
-            train.train(run_config, run_folder)
+            train(run_config, run_folder)
             curves[loss].append(
                 [line for line in read_metrics(run_folder / METRICS_FILE) if METRICS.keys() <= line.keys()]
             )
@@ -67,7 +69,7 @@ def compare(config: ConfigDict, losses: Sequence[str], seeds: Sequence[int], wor
     (folder / RESULTS_FILE).write_text(json.dumps(final, indent=2) + "\n")
     plot(curves, folder / PICTURE_FILE)
     for loss, runs in final.items():
-        command.say(f"{loss}: " + "  ".join(summary(label, [r[name] for r in runs]) for name, label in METRICS.items()))
+        say(f"{loss}: " + "  ".join(summary(label, [r[name] for r in runs]) for name, label in METRICS.items()))
     return curves
 
 

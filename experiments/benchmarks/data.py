@@ -30,8 +30,10 @@ from ml_collections import ConfigDict
 from experiments import command
 from experiments.benchmarks import harness, photographs
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import STAGES, limiting_stage, seconds_name
+from infcl_jax.run.devices import start_devices
 
 RECORDS_FILE = "benchmark_data.jsonl"
 OPEN_CLIP = "experiments.benchmarks.open_clip_data"
@@ -106,11 +108,11 @@ def benchmark_from_flags() -> None:
     config, output = command.chosen_config(), harness.output_folder()
     readers = [Readers.parse(text) for text in _READERS.value]
     kinds = harness.names("kinds", _KINDS.value, tuple(photographs.KINDS))
-    mesh = command.start_devices(config)
+    mesh = start_devices(config)
     output.mkdir(parents=True, exist_ok=True)
     datasets = _given_dataset(config) if photographs.DATA.value else _written_datasets(config, kinds, output)
-    command.say(f"{harness.environment(mesh)['device']}, {len(os.sched_getaffinity(0))} CPU cores, load {_load()}")
-    command.say(harness.header(_COLUMNS))
+    say(f"{harness.environment(mesh)['device']}, {len(os.sched_getaffinity(0))} CPU cores, load {_load()}")
+    say(harness.header(_COLUMNS))
     for kind, dataset_config in datasets:
         for choice in readers:
             measure(dataset_config, kind, choice, mesh, _SECONDS.value, output, _OPEN_CLIP_PYTHON.value)
@@ -176,7 +178,7 @@ def measure(
 def _report(output: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Append and print a record."""
     harness.append_record(output / RECORDS_FILE, record)
-    command.say(harness.row(_COLUMNS, record))
+    say(harness.row(_COLUMNS, record))
     return record
 
 
@@ -238,7 +240,7 @@ def open_clip_figures(config: ConfigDict, workers: int, seconds: float, python: 
     finished = subprocess.run(arguments, capture_output=True, text=True, env=environ, check=False)
     if finished.returncode:
         reason = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-        command.say(f"OpenCLIP's pipeline is left out: {reason}")
+        say(f"OpenCLIP's pipeline is left out: {reason}")
         return None
     return json.loads(finished.stdout.splitlines()[-1])
 

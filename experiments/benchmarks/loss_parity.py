@@ -21,8 +21,10 @@ from ml_collections import ConfigDict
 
 from experiments import command
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.distributed import is_lead
 from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.run.devices import start_devices
 from infcl_jax.settings import total_steps
 from infcl_jax.training import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig, make_train_step
 
@@ -45,12 +47,12 @@ def compare(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       ValueError: a setting is wrong.
       FileNotFoundError: the dataset is not prepared.
     """
-    mesh = command.start_devices(config)
+    mesh = start_devices(config)
     curves: dict[str, list[float]] = {}
     for name, variant in variants(config, mesh).items():
         curves[name] = losses(variant, mesh)
         worst = deviation(curves[name], next(iter(curves.values()))).max()
-        command.say(f"{name}: last loss {curves[name][-1]:.6f}, at most {worst:.1e} from {next(iter(curves))}")
+        say(f"{name}: last loss {curves[name][-1]:.6f}, at most {worst:.1e} from {next(iter(curves))}")
     if is_lead():
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)

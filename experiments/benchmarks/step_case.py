@@ -16,12 +16,12 @@ from ml_collections import ConfigDict
 
 from configs import base
 from experiments.benchmarks import harness, step_files, timing
-from experiments.benchmarks.flops import step_flops
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
+from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.settings import parse_overrides, total_steps
 from infcl_jax.training import (
@@ -36,6 +36,7 @@ from infcl_jax.training import (
     replayed,
 )
 from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
+from infcl_jax.training.train_progress import peak_memory
 
 _SEED = 0
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
@@ -389,4 +390,4 @@ def peak_bytes(mesh: Mesh) -> int:
 
     The maximum over this process's devices, since the process started.
     """
-    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)
+    return peak_memory(mesh.local_devices) or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import numpy as np
@@ -11,13 +12,14 @@ from infcl_jax.data import Classes, Source
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.sources import Example
 from infcl_jax.evaluation.features import Features
-from infcl_jax.evaluation.results import ExamplePrediction
+from infcl_jax.evaluation.results import Confusion, ExamplePrediction
 from infcl_jax.evaluation.search import top_k
 
 Show = Callable[[Example], np.ndarray]  # from an example of a source to uint8 [S, S, 3]
 
 _EXAMPLES = 12
 _PREDICTED = 3  # texts of each example
+_CONFUSIONS = 10  # pairs of classes
 _CANDIDATES = 512  # images among which mistakes are searched
 
 
@@ -54,6 +56,25 @@ def classification_examples(
         )
         for i in (*mistakes[: _EXAMPLES - len(hits)], *hits)
     )
+
+
+def most_confused(features: Features, classes: Classes, classifier: np.ndarray, mesh: Mesh) -> tuple[Confusion, ...]:
+    """Count the most frequent pairs of true and predicted class.
+
+    Args:
+      features: features of the images.
+      classes: class names.
+      classifier: [C, D], classifier vectors.
+      mesh: mesh with an axis "data".
+
+    Returns:
+      At most 10 pairs of different classes, the most frequent first.
+    """
+    labeled = features.label >= 0
+    label, predicted = features.label[labeled], top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0]
+    wrong = label != predicted
+    pairs = collections.Counter(zip(label[wrong].tolist(), predicted[wrong].tolist(), strict=True))
+    return tuple(Confusion(classes.names[a], classes.names[b], n) for (a, b), n in pairs.most_common(_CONFUSIONS))
 
 
 def retrieval_examples(source: Source, features: Features, mesh: Mesh, show: Show) -> tuple[ExamplePrediction, ...]:

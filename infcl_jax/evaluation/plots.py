@@ -63,12 +63,31 @@ def plot_curves(
         ImportError: matplotlib is not installed.
     """
     lines = read_metrics(metrics_path)
+    figure = draw_curves(lines, chance)
+    if figure is None:
+        raise ValueError(f"expected losses or scores in {os.fspath(metrics_path)}, got none in {len(lines)} lines")
+    _save(figure, png_path)
+
+
+def draw_curves(lines: Sequence[Mapping[str, int | float]], chance: Mapping[str, float] | None = None) -> Figure | None:
+    """Draw the figure of `plot_curves`.
+
+    Args:
+        lines: metrics with their "step", as `read_metrics` returns them.
+        chance: see `plot_curves`.
+
+    Returns:
+        The figure, which belongs to no window; None without a loss or score.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     losses, scores = _series(lines, _LOSS), _series(lines, _SCORE)
     if len(scores) > _MAX_CURVES:
         scores = dict(itertools.islice(_series(lines, _MAIN_SCORE).items(), _MAX_CURVES))
     panels = [(series, label) for series, label in ((losses, "loss"), (scores, "accuracy, recall")) if series]
     if not panels:
-        raise ValueError(f"expected losses or scores in {os.fspath(metrics_path)}, got none in {len(lines)} lines")
+        return None
     figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     for column, (series, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), column)
@@ -76,7 +95,7 @@ def plot_curves(
         if series is scores:
             axes.set_ylim(0, 1)
     figure.tight_layout()
-    _save(figure, png_path)
+    return figure
 
 
 def plot_retrieval_grid(
@@ -121,7 +140,12 @@ def plot_retrieval_grid(
     _save(figure, png_path)
 
 
-def _series(lines: list[dict[str, int | float]], pattern: re.Pattern[str]) -> Series:
+def is_score(name: str) -> bool:
+    """Return whether a metric is a main score: an average, or an accuracy or recall at k = 1."""
+    return _MAIN_SCORE.search(name) is not None
+
+
+def _series(lines: Sequence[Mapping[str, int | float]], pattern: re.Pattern[str]) -> Series:
     """Collect steps and values of matching metrics, with non-finite values as NaN."""
     series: Series = {}
     for line in lines:

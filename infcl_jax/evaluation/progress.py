@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from infcl_jax.training.train_progress import format_seconds
+
 _SECONDS = 10.0  # between two lines
 
 
@@ -32,10 +34,3 @@ def with_progress[Batch](
             say(f"{name}: {number} of {count} batches, {format_seconds(left)} left")
             last = now
         yield batch
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration as "1:02:03" or "2:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

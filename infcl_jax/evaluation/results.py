@@ -27,6 +27,21 @@ class ExamplePrediction:
     correct: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Confusion:
+    """Pair of classes that a classifier confuses.
+
+    Attributes:
+      expected: class of the images.
+      predicted: class that the model predicts.
+      images: number of these images.
+    """
+
+    expected: str
+    predicted: str
+    images: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
     """Result of one evaluation task, or the average of a suite.
@@ -38,6 +53,7 @@ class TaskResult:
       main_metric: name in `metrics` of the value that a suite averages, such as "top1".
       images: number of images; for an average, number of its tasks.
       examples: mistakes and correct predictions, at most a dozen; for retrieval, nearest captions.
+      confusions: most frequent confusions of a classification with examples, at most ten.
     """
 
     name: str
@@ -46,3 +62,4 @@ class TaskResult:
     main_metric: str
     images: int
     examples: tuple[ExamplePrediction, ...] = ()
+    confusions: tuple[Confusion, ...] = ()

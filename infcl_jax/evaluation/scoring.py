@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
-from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples
+from infcl_jax.evaluation.examples import Show, classification_examples, most_confused, retrieval_examples
 from infcl_jax.evaluation.features import Features, l2_normalize
 from infcl_jax.evaluation.few_shot import few_shot
 from infcl_jax.evaluation.linear_probe import linear_probe
@@ -190,10 +190,12 @@ def score_classification(
     if opened.main_metric in GROUP_METRICS:
         hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[features.index][labeled]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
-    examples: tuple[ExamplePrediction, ...] = ()
-    if show is not None:
-        examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
-    return _result(opened, "zero_shot", metrics, len(features), examples)
+    result = _result(opened, "zero_shot", metrics, len(features))
+    if show is None:
+        return result
+    examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
+    confusions = most_confused(features, opened.classes, classifier, mesh)
+    return dataclasses.replace(result, examples=examples, confusions=confusions)
 
 
 def score_probe(opened: OpenTask, train: Features, test: Features, mesh: Mesh) -> TaskResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import jax
 
+from infcl_jax.evaluation.page import thumbnail
 from infcl_jax.evaluation.results import TaskResult
+
+EXAMPLES_FILE = "examples.json"
 
 _PACKAGES = ("infcl_jax", "jax", "jaxlib", "flax", "numpy")
 
@@ -29,15 +33,21 @@ def describe_environment(model: str, weights: str) -> dict[str, str]:
     Returns:
       Texts by name, for `write_json`, `append_csv` and `write_page`. The date is in UTC.
     """
-    device = jax.devices()[0]
+    return {"date": utc_date(), "model": model, "weights": weights, **describe_software()}
+
+
+def describe_software() -> dict[str, str]:
+    """Describe the devices and the versions of Python and packages, as texts by name."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "model": model,
-        "weights": weights,
-        "devices": f"{jax.device_count()} x {device.device_kind}",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "python": platform.python_version(),
         **{package: _version(package) for package in _PACKAGES},
     }
+
+
+def utc_date() -> str:
+    """Return the date and time in UTC, in ISO format."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: str | Path, results: Sequence[TaskResult], environment: Mapping[str, str]) -> None:
@@ -62,9 +72,29 @@ def write_json(path: str | Path, results: Sequence[TaskResult], environment: Map
         for result in results
     ]
     content = json.dumps({"environment": dict(environment), "results": fields}, indent=2, allow_nan=False)
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(content + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    _write(path, content)
+
+
+def write_examples(path: str | Path, results: Sequence[TaskResult]) -> None:
+    """Write examples and confused classes as one JSON object.
+
+    The object has a field for each task with examples. `confusions` is a list of objects with the fields of
+    `Confusion`, and `examples` of those with the fields of `ExamplePrediction`. Images are thumbnails as data URIs. An
+    existing file is replaced at once.
+
+    Args:
+      path: output file.
+      results: results of all tasks.
+    """
+    content = {
+        result.name: {
+            "confusions": [dataclasses.asdict(confusion) for confusion in result.confusions],
+            "examples": [vars(example) | {"image": thumbnail(example.image)} for example in result.examples],
+        }
+        for result in results
+        if result.examples
+    }
+    _write(path, json.dumps(content, indent=1))
 
 
 def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Mapping[str, str]) -> Path:
@@ -101,6 +131,12 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
             writer.writeheader()
         writer.writerow(row)
     return target
+
+
+def _write(path: str | Path, content: str) -> None:
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(content + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _header(path: Path) -> list[str]:

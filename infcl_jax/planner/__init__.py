@@ -8,7 +8,7 @@ from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import MemoryPlan, Workload, compiled_bytes, plan_memory
 from infcl_jax.planner.devices import DEVICES, Device, device_memory_limit, device_named
 from infcl_jax.planner.loss import loss_workspace
-from infcl_jax.planner.report import OutOfMemory, describe_plan, explain_out_of_memory, format_plan
+from infcl_jax.planner.report import OutOfMemory, describe_plan, explain_out_of_memory, format_plan, plan_components
 from infcl_jax.planner.search import (
     SAFE_SHARE,
     largest_batch,
@@ -17,6 +17,7 @@ from infcl_jax.planner.search import (
     recommended_cache,
     store_activations,
 )
+from infcl_jax.planner.utilization import peak_flops, utilization
 
 __all__ = [
     "DEVICES",
@@ -35,8 +36,11 @@ __all__ = [
     "largest_chunk_size",
     "largest_keep",
     "loss_workspace",
+    "peak_flops",
+    "plan_components",
     "plan_memory",
     "recommended_cache",
     "store_activations",
     "tree_bytes",
+    "utilization",
 ]

@@ -59,6 +59,11 @@ def format_plan(plan: MemoryPlan) -> str:
     return "\n".join([_heading(plan), *map(str.rstrip, lines)])
 
 
+def plan_components(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of each component that takes memory, by its label in `format_plan`."""
+    return {label: size for label, name, _ in _COMPONENTS if (size := getattr(plan, name))}
+
+
 def describe_plan(plan: MemoryPlan) -> str:
     """Format a plan and the flags of the recommended gradient caching.
 

@@ -7,8 +7,10 @@ from infcl_jax.settings.config import (
     default_config,
     flattened,
     format_changes,
+    make_config,
     name_changes,
     scaled_learning_rate,
+    with_changes,
 )
 from infcl_jax.settings.length import total_steps, with_total_steps
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
@@ -32,10 +34,12 @@ __all__ = [
     "format_help",
     "format_markdown",
     "format_python",
+    "make_config",
     "name_changes",
     "parse_overrides",
     "scaled_learning_rate",
     "total_steps",
     "type_name",
+    "with_changes",
     "with_total_steps",
 ]

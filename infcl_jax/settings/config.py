@@ -1,6 +1,7 @@
 """Defaults, checks and comparison of configurations."""
 
 import contextlib
+import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,58 @@ def default_config() -> ConfigDict:
         owner = config[group] if group else config
         owner[field] = placeholder(setting.base_type) if setting.default is None else setting.default
     return config.lock()
+
+
+def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+    """Return a copy of a configuration with changed settings.
+
+    Args:
+      config: settings of a run.
+      changes: values by name. A setting of a group has a dotted name, `{"optimizer.name": "lamb"}`, or is in a nested
+        mapping, `{"optimizer": {"name": "lamb"}}`.
+
+    Raises:
+      ValueError: a name is unknown, or a value has another type or is out of range.
+    """
+    changed = config.copy_and_resolve_references()
+    for name, value in _dotted(changes).items():
+        if name not in SETTINGS:
+            close = difflib.get_close_matches(name, SETTINGS, 1)
+            advice = f"did you mean {close[0]!r}?" if close else "docs/settings.md lists them"
+            raise ValueError(f"expected names of settings, got {name!r}; {advice}")
+        SETTINGS[name].check(value)
+        changed.update_from_flattened_dict({name: value})
+    return changed
+
+
+def make_config(changes: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+    """Return the defaults with changed settings, checked alone and together.
+
+    Args:
+      changes: values by name, see `with_changes`. A `ConfigDict` has the values of its references, and the defaults of
+        settings that it lacks.
+
+    Raises:
+      ValueError: `changes` is no mapping, a name is unknown, or see `check_config`.
+
+    Example:
+      config = make_config({"dataset": "photos", "optimizer": {"learning_rate": 1e-3}})
+    """
+    if isinstance(changes, ConfigDict):
+        changes = changes.copy_and_resolve_references().to_dict()
+    elif not isinstance(changes, Mapping):
+        raise ValueError(f"expected settings as a mapping or ConfigDict, got {changes!r}; call get_config() of a file")
+    config = with_changes(default_config(), changes)
+    check_config(config)
+    return config
+
+
+def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested mappings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_size: int) -> FieldReference:
@@ -78,10 +131,7 @@ def flattened(config: ConfigDict) -> dict[str, Any]:
 
     A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
     """
-    flat: dict[str, Any] = {}
-    for name, value in json.loads(json.dumps(config.to_dict())).items():
-        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+    return _dotted(json.loads(json.dumps(config.to_dict())))
 
 
 def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

@@ -28,6 +28,7 @@ def check_consistency(config: ConfigDict) -> None:
     GlobalContrastiveConfig(**config.global_contrastive)
     _check_frozen(config)
     _check_grad_cache(config)
+    _check_outputs(config)
     optimizer = OptimizerConfig(**config.optimizer)
     if optimizer.final_learning_rate > optimizer.learning_rate:
         raise ValueError(
@@ -64,6 +65,15 @@ def _check_frozen(config: ConfigDict) -> None:
         )
     if len(set(config.frozen)) < len(config.frozen):
         raise ValueError(f"expected each tower once in frozen, got {tuple(config.frozen)}; leave one out")
+
+
+def _check_outputs(config: ConfigDict) -> None:
+    """Check the writers of metrics and the steps of the profile."""
+    writers, steps = tuple(config.writers), tuple(config.profile)
+    if len(set(writers)) < len(writers):
+        raise ValueError(f"expected each writer once in writers, got {writers}; leave one out")
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        raise ValueError(f"expected profile=(first step, last step), got {steps}; give two steps such as (100, 110)")
 
 
 def _check_grad_cache(config: ConfigDict) -> None:

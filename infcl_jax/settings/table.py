@@ -10,7 +10,7 @@ from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.settings.setting import Range, Setting
-from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE
+from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
 from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
@@ -469,7 +469,7 @@ _EVALUATION = (
 )
 
 _LOGS = (
-    Setting("log_every", int, 50, "steps between console lines", _COUNT),
+    Setting("log_every", int, 50, "steps between lines of metrics, of a plain console and of run.log", _COUNT),
     Setting("checkpoint_every", int, 500, "steps between checkpoints; 0: at the end only", _FROM_ZERO),
     Setting("keep_checkpoints", int, 2, "latest checkpoints to keep", _COUNT),
     Setting("keep_every", int, 0, "also keep checkpoints whose step is a multiple of this; 0: none", _FROM_ZERO),
@@ -496,7 +496,20 @@ _LOGS = (
         "seconds from a stop signal until a run that has not saved and left is ended, see docs/training.md",
         _COUNT,
     ),
-    Setting("tensorboard", bool, False, "also write TensorBoard files"),
+    Setting(
+        "writers",
+        tuple[str, ...],
+        (),
+        "writers of metrics beside metrics.jsonl: metrics.csv, TensorBoard, Weights & Biases; see docs/training.md",
+        tuple(WRITERS),
+    ),
+    Setting(
+        "profile",
+        tuple[int, ...],
+        (),
+        "first and last step of a trace of jax.profiler, such as (100, 110), in WORKDIR/profile; (): none",
+        Range(1, _STEPS),
+    ),
 )
 
 SECTIONS = {

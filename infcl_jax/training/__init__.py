@@ -9,28 +9,34 @@ from infcl_jax.training.garbage import rare_garbage_collection
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
 from infcl_jax.training.losses import LOSSES, loss_class, make_loss
-from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, ProgressPrinter, read_metrics
+from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, read_metrics
 from infcl_jax.training.nonfinite import ON_NONFINITE, check_finite
 from infcl_jax.training.optimizer_config import OptimizerConfig
 from infcl_jax.training.optimizers import check_optimizer, make_optimizer
 from infcl_jax.training.outputs import Outputs
 from infcl_jax.training.preemption import Preemption
+from infcl_jax.training.profile import Profile
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.restore import restore_variables
+from infcl_jax.training.run_console import LOG_FILE, RunConsole
 from infcl_jax.training.safeguards import Safeguards
 from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import make_train_step
+from infcl_jax.training.train_progress import Pauses, TrainProgress
 from infcl_jax.training.workdir import load_config, prepare_workdir, save_config
 from infcl_jax.training.workdir_lock import WorkdirLock
+from infcl_jax.training.writers import WRITERS, Writer
 
 __all__ = [
     "BATCH_RESIDENCIES",
     "CHECKPOINTS",
+    "LOG_FILE",
     "LOSSES",
     "METRICS_FILE",
     "NO_CACHE",
     "ON_NONFINITE",
+    "WRITERS",
     "Checkpointer",
     "DataWait",
     "EMAConfig",
@@ -40,12 +46,16 @@ __all__ = [
     "MetricWriter",
     "OptimizerConfig",
     "Outputs",
+    "Pauses",
     "Preemption",
-    "ProgressPrinter",
+    "Profile",
+    "RunConsole",
     "Safeguards",
+    "TrainProgress",
     "TrainState",
     "UnlockedGroups",
     "WorkdirLock",
+    "Writer",
     "check_finite",
     "check_optimizer",
     "create_state",

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from infcl_jax.training.checkpoint_folder import (
 from infcl_jax.training.finite import first_nonfinite_norm
 from infcl_jax.training.manifest import ANNOUNCEMENT, write_manifest
 from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
+from infcl_jax.training.outputs import print_line
 from infcl_jax.training.restore import array_fields, check_array_types
 
 # Seconds until processes give up waiting for the write of another one, such as one whose disk is full.
@@ -90,6 +91,7 @@ class Checkpointer:
         resume: str = LATEST,
         max_failed_saves: int = 3,
         say: Say = print_on_lead,
+        saved: Callable[[int, epath.Path], None] | None = None,
     ):
         """Open the checkpoint directory, which the first save creates.
 
@@ -102,8 +104,10 @@ class Checkpointer:
             ones aside. A path: that run or checkpoint, until this run has a checkpoint of its own.
           max_failed_saves: number of failed saves in a row that stops the run.
           say: printer of one line about a checkpoint.
+          saved: function called on every process with the step and the folder of each complete checkpoint, before the
+            next save or at the end; None: none.
         """
-        self._say = say
+        self._say, self._saved = say, saved
         self._own = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, self._say)
         self._retention = Retention(keep, keep_every, keep_best)
         self._resume, self._max_failed_saves = resume, max_failed_saves
@@ -319,7 +323,7 @@ class Checkpointer:
         """Record a failure of this process and report it at once."""
         save.error = failure_reason(error)
         process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-        print(f"{process}checkpoint of step {save.step} was NOT saved: {save.error}", flush=True)
+        print_line(f"{process}checkpoint of step {save.step} was NOT saved: {save.error}")
 
     def _settle(self) -> None:
         """Wait for the save in progress, so that all processes agree on its success.
@@ -335,6 +339,8 @@ class Checkpointer:
         if not failed:
             self._own.trust(save.step)
             self._source, self._chosen, self._failures = (self._own, save.step), True, 0
+            if self._saved is not None:
+                self._saved(save.step, self._own.path / str(save.step))
             return
         self._failures += 1
         self.failed_saves += 1

@@ -10,6 +10,7 @@ from etils import epath
 
 from infcl_jax.distributed import is_lead, union
 from infcl_jax.training.manifest import Verification, read_results, verify
+from infcl_jax.training.outputs import print_line
 
 CHECKPOINTS = "checkpoints"  # folder in the work directory
 LATEST = "latest"  # resume from the newest intact checkpoint
@@ -20,7 +21,7 @@ Say = Callable[[str], None]
 def print_on_lead(line: str) -> None:
     """Print a line, on the leading process only."""
     if is_lead():
-        print(line, flush=True)
+        print_line(line)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import errno
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Bytes of lines that wait in memory, some 50,000 lines of metrics.
@@ -25,6 +25,8 @@ _REASONS = {
     errno.ESTALE: "the folder was removed",
 }
 
+_printers: list[Callable[[str], None]] = []  # the last one prints the lines of `print_line`
+
 
 def reason(error: OSError) -> str:
     """Name the cause of a write error in a few words."""
@@ -32,17 +34,41 @@ def reason(error: OSError) -> str:
 
 
 def print_line(line: str) -> None:
-    """Print a line and flush it; an unwritable stdout is no error.
+    """Print a line on the console of the run, or else on stdout.
 
-    A job's stdout is often a file on the disk of the work directory. Python retries what it could not flush.
+    An unwritable stdout is no error. A job's stdout is often a file on the disk of the work directory. Python retries
+    what it could not flush.
     """
+    if _printers:
+        _printers[-1](line)
+    else:
+        write_stdout(f"{line}\n")
+
+
+def write_stdout(text: str) -> None:
+    """Write and flush text; an unwritable stdout is no error."""
     try:
-        print(line, flush=True)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError:
         if sys.stdout.closed:
             raise
+
+
+@contextlib.contextmanager
+def printed_by(printer: Callable[[str], None]) -> Iterator[None]:
+    """Give the lines of `print_line` to a function.
+
+    Args:
+      printer: function that prints a line, called from any thread.
+    """
+    _printers.append(printer)
+    try:
+        yield
+    finally:
+        _printers.remove(printer)
 
 
 class Outputs:

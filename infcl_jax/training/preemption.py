@@ -46,6 +46,11 @@ class Preemption:
     - A second signal: status 128 + its number.
     - SIGQUIT: status 131 at once, with the stacks in a file.
 
+    With `interactive`, SIGINT never ends a process that trains alone, because Ctrl-C and the stop button of a notebook
+    send it. The first one after `noticed` asks to stop, without a deadline. Any other raises `KeyboardInterrupt`.
+
+    Outside the main thread Python installs no handlers, so that only other processes can ask to stop.
+
     Example:
       with Preemption() as preemption:
           initialize_devices()
@@ -57,13 +62,19 @@ class Preemption:
                   raise preemption.saved(step)
     """
 
-    def __init__(self, timeout: float = 60.0, workdir: str | os.PathLike[str] = ".") -> None:
+    def __init__(
+        self, timeout: float = 60.0, workdir: str | os.PathLike[str] = ".", *, interactive: bool = False
+    ) -> None:
         """Initialize without installing signal handlers.
 
         Args:
           timeout: seconds from the signal to the end of the process.
           workdir: folder of the file with the stacks, `stacks-HOST-PID.txt`.
+          interactive: whether the process goes on after SIGINT, as notebooks do.
         """
+        self._interactive, self._again = interactive, "call" if interactive else "command"
+        self.interrupted = False  # SIGINT has asked an interactive run to stop
+        self._interrupt_time = 0.0  # monotonic time of that signal
         self._timeout = timeout
         self._stacks = Path(workdir) / f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
         self._previous: dict[signal.Signals, Any] = {}
@@ -80,18 +91,24 @@ class Preemption:
         self._step = 0
 
     def __enter__(self) -> Preemption:
-        """Install the signal handlers. Python allows this in the main thread only."""
+        """Start to handle signals."""
         # JAX's preemption service would replace the SIGTERM handler. It knows no other signal.
         jax.config.update("jax_enable_preemption_service", False)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._install()
+        self._start(self._watch_signals)
+        return self
+
+    def _install(self) -> None:
+        """Install the signal handlers."""
         # Shells start background jobs with SIGINT ignored, and nohup ignores SIGHUP. Keep them ignored.
         watched = [n for n in (*STOP_SIGNALS, signal.SIGQUIT) if signal.getsignal(n) != signal.SIG_IGN]
         # The main thread runs Python handlers only between two instructions. The descriptor gets the number at once.
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._receive) for number in watched}
-        self._start(self._watch_signals)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Restore the previous signal handlers."""
@@ -108,7 +125,8 @@ class Preemption:
             thread.join()
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._previous_wakeup)
+        if self._main:
+            signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._read)
         os.close(self._write)
 
@@ -149,14 +167,33 @@ class Preemption:
 
     def saved(self, step: int) -> Interrupted:
         """Return the exception that ends the run after a checkpoint of `step`."""
-        return Interrupted(f"asked to stop: saved step {step}; the same command continues from there ({self._reason})")
+        return Interrupted(
+            f"asked to stop: saved step {step}; the same {self._again} continues from there ({self._reason})"
+        )
 
     def _nothing_to_save(self) -> str:
-        return f"asked to stop: no new step to save; the same command continues the run ({self._reason})"
+        return f"asked to stop: no new step to save; the same {self._again} continues the run ({self._reason})"
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         """Make the next `noticed` wait until a thread has handled the signal."""
-        self._pending = self._pending or signum in STOP_SIGNALS
+        if self._goes_on(signum):
+            self._interrupt()
+        else:
+            self._pending = self._pending or signum in STOP_SIGNALS
+
+    def _goes_on(self, number: int) -> bool:
+        """Return whether the process goes on after a signal."""
+        return self._interactive and number == signal.SIGINT and self._peers is None
+
+    def _interrupt(self) -> None:
+        """Handle SIGINT of an interactive run, in the main thread."""
+        if self._closed:  # the handlers are being restored
+            return
+        if self._tick and self._reason is None:
+            self.interrupted, self._interrupt_time = True, time.monotonic()
+            self._reason, self._stop_tick = signal.SIGINT.name, self._tick + 1
+        elif time.monotonic() - self._interrupt_time > _REPEAT:
+            raise KeyboardInterrupt
 
     def _start(self, target: Callable[[], None]) -> None:
         # Daemons, because they outlive `__exit__` after a stop and must not keep the interpreter from exiting.
@@ -185,9 +222,9 @@ class Preemption:
                     stacks=True,
                 )
             for number in os.read(self._read, 64):
-                if number in self._previous:
+                if number in self._previous and not self._goes_on(number):
                     self._handle(signal.Signals(number))
-            if self._reason is not None:
+            if self._reason is not None and not self.interrupted:
                 deadline = deadline or time.monotonic() + self._timeout
                 if self._joined and self._peers is None:
                     self._decide(self._tick)
@@ -199,7 +236,8 @@ class Preemption:
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
-            if self._reason is None:
+            if self._reason is None or self.interrupted:
+                self.interrupted = False
                 self._ask(number.name)
         elif now - self._first_signal > _REPEAT:
             os.write(sys.stderr.fileno(), f"left at once: second signal ({number.name})\n".encode())

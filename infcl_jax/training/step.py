@@ -70,8 +70,9 @@ def make_train_step(
     change, and dropout is off. Frozen towers are encoded once. A batch entry `PrecomputedFeatures` is not encoded.
 
     Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`, the global norm before
-    clipping. `finite` says whether each stage of the step is finite, in order of computation. With per-sample
-    temperatures, `logit_scale` is the inverse of their mean over the batch.
+    clipping. `grad_norm/image` and `grad_norm/text` are the norms of the trained towers. `finite` says whether each
+    stage of the step is finite, in order of computation. With per-sample temperatures, `logit_scale` is the inverse of
+    their mean over the batch.
 
     With `on_nonfinite="skip"`, a step whose flags are not all true leaves the state as it is, except for `step` and the
     step count of the learning rate schedule. The devices decide, so the host never waits. The flags then also cover
@@ -305,5 +306,6 @@ def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:
         "loss": loss,
         "logit_scale": aux.logit_scale,
         "grad_norm": optax.tree.norm(norms),
+        **{f"grad_norm/{tower}": norms[module] for tower, module in TOWERS.items() if module in norms},
         "finite": finite,
     }

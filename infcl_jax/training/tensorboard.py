@@ -36,7 +36,8 @@ class EventFile:
             from tensorboardX.proto import event_pb2
         except ImportError as error:
             raise ImportError(
-                "expected tensorboardX for tensorboard=True, found none; pip install tensorboardX or turn it off"
+                "expected tensorboardX for the writer 'tensorboard', found none; pip install tensorboardX, or remove "
+                "it from writers"
             ) from error
         self._event, self._scalar, self._checksum = event_pb2.Event, summary.scalar, record_writer.masked_crc32c
         header = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
@@ -57,7 +58,7 @@ class EventFile:
         events = [self._event(wall_time=now, step=step, summary=self._scalar(name, v)) for name, v in scalars.items()]
         self._file.write(b"".join(map(self._record, events)))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 

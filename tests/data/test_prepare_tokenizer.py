@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runs
 
-from experiments import train
+from infcl_jax import train
 from infcl_jax.data import load_tokenizer, prepare_tokenizer
 
 WORDS = ("red", "blue", "cat", "lighthouse")
@@ -42,8 +42,8 @@ def test_a_run_uses_a_tokenizer_trained_on_its_captions(table, tmp_path, capsys)
     overrides = f"{runs.OVERRIDES},text.vocab_size={size},text.context_length=6"
     config = runs.config(dataset=str(table), tokenizer=spec, model_overrides=overrides, total_steps=2, **NOTHING)
     with jax.numpy_dtype_promotion("standard"):
-        train.train(config, tmp_path / "run")
-    assert re.search(r"\ntruncated \d+ captions to 6 tokens\n", capsys.readouterr().out)
+        train(config, tmp_path / "run")
+    assert re.search(r"  truncated \d+ captions to 6 tokens\n", capsys.readouterr().out)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 2 and np.isfinite(losses).all()
     with pytest.raises(ValueError, match=f"^expected a folder without a tokenizer, got {folder}; delete it or"):

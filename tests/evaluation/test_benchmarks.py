@@ -1,5 +1,7 @@
 """The suite on benchmarks: numbers, shared encoding, averages, examples and progress."""
 
+import collections
+
 import benchmark_layout as layout
 import captioned
 import jax
@@ -137,6 +139,10 @@ def test_examples_show_predictions(benchmarks, params, expected):
         assert example.expected == (layout.NAMES[LABELS[row]],)
         assert example.predicted[0] == layout.NAMES[classes[row].argmax()]
         assert example.correct == (example.predicted[0] in example.expected)
+    pairs = zip(LABELS, classes.argmax(axis=1), strict=True)
+    wrong = collections.Counter((layout.NAMES[a], layout.NAMES[b]) for a, b in pairs if a != b)
+    confusions = {(c.expected, c.predicted): c.images for c in zero_shot.confusions}
+    assert confusions == dict(wrong) and list(confusions.values()) == sorted(wrong.values(), reverse=True)
     flat = [text for texts in CAPTIONS for text in texts]
     for example in retrieval.examples:
         row = pixels.index(example.image.tobytes())

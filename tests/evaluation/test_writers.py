@@ -1,13 +1,18 @@
 """JSON and CSV files of results."""
 
+import base64
 import csv
+import dataclasses
+import io
 import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from infcl_jax.evaluation import append_csv, describe_environment, write_json
-from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.evaluation.results import Confusion, ExamplePrediction, TaskResult
+from infcl_jax.evaluation.writers import write_examples
 
 ENVIRONMENT = {"date": "2026-01-01T00:00:00+00:00", "model": "ViT-B/32, tuned", "weights": 'a "file"'}
 
@@ -45,6 +50,21 @@ def test_json_holds_results_and_environment(tmp_path):
     }
     assert content["results"][1]["metrics"] == {"top1": None}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_examples_hold_thumbnails_and_confusions(tmp_path):
+    image = np.full((500, 250, 3), 200, np.uint8)
+    example = ExamplePrediction(image, ("cat",), ("dog", "cat"), (0.5, 0.25), False)
+    shown = dataclasses.replace(result(), examples=(example,), confusions=(Confusion("cat", "dog", 3),))
+    write_examples(tmp_path / "examples.json", [shown, result("b")])
+    content = json.loads((tmp_path / "examples.json").read_text())
+    assert content.keys() == {"imagenet1k"}
+    assert content["imagenet1k"]["confusions"] == [{"expected": "cat", "predicted": "dog", "images": 3}]
+    (written,) = content["imagenet1k"]["examples"]
+    kind, picture = written.pop("image").split(",")
+    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (112, 224) and kind == "data:image/jpeg;base64"
+    expected = {"expected": ["cat"], "predicted": ["dog", "cat"], "similarity": [0.5, 0.25], "correct": False}
+    assert written == expected
 
 
 def test_csv_has_one_header_and_a_row_per_evaluation(tmp_path):

@@ -10,8 +10,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs import base, digits
-from experiments import command, console, train
-from infcl_jax import run
+from infcl_jax import console, run, train
+from infcl_jax.console import say
+from infcl_jax.run.devices import start_devices
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides, scaled_learning_rate
 from infcl_jax.settings.config import setting_values
 from infcl_jax.training import OptimizerConfig
@@ -44,13 +45,13 @@ def test_overrides_of_another_form_are_refused(text):
 @pytest.mark.parametrize("size", [0, -8, 9])
 def test_batches_must_suit_the_devices(name, size):
     with pytest.raises(ValueError, match=f"^expected {name} to be a multiple of the 8 devices, got {size}$"):
-        command.start_devices(runs.config(**{name: size}))
+        start_devices(runs.config(**{name: size}))
 
 
 def test_devices_cannot_be_simulated_once_jax_has_started():
     jax.devices()
     with pytest.raises(ValueError, match=r"cpu_devices=3 before JAX is first used; restart"):
-        command.start_devices(runs.config(cpu_devices=3))
+        start_devices(runs.config(cpu_devices=3))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_counts_out_of_range_are_named(name, value):
     with pytest.raises(
         ValueError, match=rf"^expected {name} (>= {value + 1}|in \[{value + 1}, .*\])( or None)?, got {value}$"
     ):
-        train.train(runs.config(**{name: value}), "nowhere")
+        train(runs.config(**{name: value}), "nowhere")
 
 
 def parsed(*arguments, config=None):
@@ -148,7 +149,7 @@ def test_groups_of_settings_are_not_replaced():
 @pytest.mark.parametrize("chunk_size", [33, 1000])
 def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
     config = runs.config(**{"grad_cache.chunk_size": chunk_size})
-    for check in (lambda: train.train(config, tmp_path), lambda: run.workload(config, 8)):
+    for check in (lambda: train(config, tmp_path), lambda: run.workload(config, 8)):
         with pytest.raises(ValueError, match=rf"^expected grad_cache.chunk_size <= batch_size=32, got {chunk_size};.*"):
             check()
     assert run.workload(runs.config(**{"grad_cache.chunk_size": 32}), 8).cache.chunk_size == 32
@@ -173,7 +174,7 @@ def test_model_overrides_of_their_types_are_not(override):
 @pytest.mark.parametrize("lead", [True, False])
 def test_only_the_lead_speaks(lead, monkeypatch, capsys):
     monkeypatch.setattr(console, "is_lead", lambda: lead)
-    command.say("hello")
+    say("hello")
     assert capsys.readouterr().out == ("hello\n" if lead else "")
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import runs
 
-from experiments import train
-from infcl_jax import run
+from infcl_jax import run, train
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
@@ -31,7 +30,7 @@ def workdir(tmp_path_factory):
     """A run of two steps, with nothing to evaluate on."""
     workdir = tmp_path_factory.mktemp("run")
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes dtypes
-        train.train(runs.config(**SETTINGS), workdir)
+        train(runs.config(**SETTINGS), workdir)
     return workdir
 
 

@@ -11,8 +11,8 @@ import runs
 from jax import export as jax_export
 from safetensors.flax import load_file
 
-from experiments import train
 from experiments.export import export
+from infcl_jax import train
 from infcl_jax.models import load_pretrained
 from infcl_jax.training import restore_variables
 
@@ -29,7 +29,7 @@ def promotion():
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train.train(runs.config(**NOTHING, total_steps=1, export=True), folder)
+    train(runs.config(**NOTHING, total_steps=1, export=True), folder)
     return folder
 
 

@@ -13,8 +13,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 
 import infcl_jax
-from experiments import train
-from infcl_jax import run
+from infcl_jax import run, train
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import load_pretrained
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
@@ -22,6 +21,7 @@ from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
     GradCacheConfig,
+    Preemption,
     make_train_step,
     read_metrics,
     restore_variables,
@@ -72,7 +72,7 @@ def converted(weights):
 def lit(case, weights, tmp_path_factory):
     """Work directory of an uninterrupted run with a locked image tower."""
     workdir = tmp_path_factory.mktemp("lit")
-    train.train(settings(case, weights), workdir)
+    train(settings(case, weights), workdir)
     return workdir
 
 
@@ -156,10 +156,10 @@ def test_cached_features_give_the_same_losses_also_after_a_stop(case, weights, l
     moved = shutil.copytree(weights, tmp_path / "weights")
     config, workdir = settings(case, moved, cache_frozen="workdir"), tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"saved step {STOP};"):
-        patch.setattr(train.Preemption, "noticed", lambda _, step: step == STOP)
-        train.train(config, workdir)
+        patch.setattr(Preemption, "noticed", lambda _, step: step == STOP)
+        train(config, workdir)
     (moved / "open_clip_model.safetensors").unlink()
-    train.train(config, workdir)
+    train(config, workdir)
     assert losses(workdir) == losses(lit)
 
 
@@ -174,7 +174,7 @@ def test_fine_tuning_starts_at_the_converted_tower(case, weights, converted, tmp
         "optimizer.learning_rate_rules": LOCKED_ONLY,
     }
     config = settings(case, weights, **changes)
-    train.train(config, tmp_path)
+    train(config, tmp_path)
     with Checkpointer(tmp_path) as checkpoints:
         state = checkpoints.restore_latest(run.initial_state(config, data_mesh()))
     trained, averages = flat(state.variables), flat(state.ema)

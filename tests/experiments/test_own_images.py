@@ -88,7 +88,7 @@ def test_two_processes_count_bad_records_together(tmp_path):
     warnings = [process.stderr.count("replaced by the next record") for process in finished]
     assert [process.returncode for process in finished] == [0, 0], finished
     assert sum(warnings) == 3 and min(warnings) > 0
-    assert finished[0].stdout.splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
+    assert finished[0].stdout.splitlines()[-1].endswith(f"  replaced bad records: 3 of {dataset}")
     assert read_metrics(f"{tmp_path}/run/{METRICS_FILE}")[-1][f"data/bad_records/{dataset}"] == 3
 
 

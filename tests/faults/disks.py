@@ -84,12 +84,13 @@ def train_through(name, workdir, until=4, **changes):
     """
     import runs
 
-    from experiments import train
+    from infcl_jax import train
+    from infcl_jax.run.loop import TrainLoop
     from infcl_jax.training import Checkpointer, read_metrics
 
     config = runs.config(**changes)
     config.evaluation.update(retrieval_dataset=None, zero_shot_dataset=None)
-    report, stack = train.TrainLoop.report, contextlib.ExitStack()
+    report, stack = TrainLoop.report, contextlib.ExitStack()
 
     def damaged(self, step, *arguments):
         if step == 2:
@@ -99,16 +100,17 @@ def train_through(name, workdir, until=4, **changes):
         return report(self, step, *arguments)
 
     output = io.StringIO()
-    train.TrainLoop.report = damaged
+    TrainLoop.report = damaged
     try:
         with stack, contextlib.redirect_stdout(output):
-            train.train(config, workdir)
+            train(config, workdir)
     finally:
-        train.TrainLoop.report = report
+        TrainLoop.report = report
     with Checkpointer(workdir) as checkpoints:
         assert checkpoints.latest_step() == config.total_steps
     steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl")]
-    return steps, [line for line in output.getvalue().splitlines() if line.startswith("warning")]
+    lines = [line.split("  ", 1)[1] for line in output.getvalue().splitlines()]  # without the time of day
+    return steps, [line for line in lines if line.startswith("warning")]
 
 
 def main():
@@ -116,7 +118,7 @@ def main():
     for name in FAULTS:
         for until in (4, None):
             with tempfile.TemporaryDirectory() as folder:
-                steps, lines = train_through(name, Path(folder).resolve(), until, tensorboard=True)
+                steps, lines = train_through(name, Path(folder).resolve(), until, writers=("tensorboard",))
                 lasts = "2 steps" if until else "to end"
                 print(f"{name:11} {lasts:7} returns, saved step 6  {steps!s:20} {len(lines)}")
                 print("".join(f"    {line}\n" for line in lines), end="")

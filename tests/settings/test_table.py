@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -32,7 +32,8 @@ def outside(setting):
         return ["nonsense"]
     low = allowed.low if allowed.above else allowed.low - 1
     high = [] if allowed.high == float("inf") else [allowed.high if allowed.below else allowed.high + 1]
-    return [int(value) if setting.base_type is int else float(value) for value in (low, *high)]
+    whole = int in (setting.base_type, *get_args(setting.base_type))
+    return [int(value) if whole else float(value) for value in (low, *high)]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -121,6 +122,9 @@ def test_every_group_has_a_dataclass():
         ({"grad_cache.chunk_size": 512}, "expected grad_cache.chunk_size <= batch_size=256"),
         ({"grad_cache.chunk_size": 64, "grad_cache.keep": 5}, "expected grad_cache.keep <= 4, the chunks of a batch"),
         ({"samples_seen": 10**15}, "expected at most 2147483647 steps, got samples_seen=10{15} with"),
+        ({"writers": ("csv", "csv")}, "expected each writer once in writers"),
+        ({"profile": (100,)}, r"expected profile=.first step, last step., got .100,"),
+        ({"profile": (110, 100)}, r"expected profile=.first step, last step., got .110, 100"),
         ({"total_steps": 10, "epochs": 1}, "expected one of total_steps, samples_seen, epochs"),
     ],
 )

@@ -81,6 +81,9 @@ def test_what_is_frozen_stays_and_all_else_moves(run, frozen):
     moved = {path for path, value in bits(after.params).items() if value != before[path]}
     assert moved == {path for path in before if not path.startswith(f"['{TOWERS[frozen]}']")}
     assert [name for name in metrics["finite"] if name.endswith(f"gradient of {TOWERS[frozen]}")] == []
+    assert [name for name in metrics if name.startswith("grad_norm/")] == [
+        f"grad_norm/{t}" for t in TOWERS if t != frozen
+    ]
 
 
 @pytest.mark.parametrize("cache", [CHUNKS, HOST], ids=str)

@@ -52,8 +52,8 @@ def test_implementations_are_those_of_the_function():
 
 @pytest.mark.parametrize("loss", ["clip", "isogclr"])
 def test_a_run_loads_its_data_once(loss, monkeypatch):
-    loaded, load = [], run.load_source
-    monkeypatch.setattr(run, "load_source", lambda *args: loaded.append(args) or load(*args))
+    loaded, load = [], run.data.load_source
+    monkeypatch.setattr(run.data, "load_source", lambda *args: loaded.append(args) or load(*args))
     config, mesh = runs.config(loss=loss), oracle.mesh_of(1)
     source = run.training_source(config)
     run.loss(config, mesh, source)

@@ -1,14 +1,13 @@
-"""The metrics file after crashes, its JSON, TensorBoard, and the rates on the console."""
+"""The metrics file after crashes, and its JSON."""
 
 import json
 import math
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.training.metrics import MetricWriter, ProgressPrinter, read_metrics
+from infcl_jax.training.metrics import MetricWriter, read_metrics
 
 
 def refuse_constant(name):
@@ -119,7 +118,7 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
 
 
 def test_only_the_lead_touches_the_folder(tmp_path):
-    write_steps(tmp_path / "run", [1, 2], lead=False, tensorboard=True)
+    write_steps(tmp_path / "run", [1, 2], lead=False, writers=("csv", "tensorboard"))
     assert list(tmp_path.iterdir()) == []
     write_steps(tmp_path, [1, 2, 3])
     write_steps(tmp_path, [4], lead=False, resume_step=1)
@@ -132,113 +131,3 @@ def test_writing_after_close_is_refused(tmp_path):
     writer.close()
     with pytest.raises(ValueError, match="after close"):
         writer.write(1, {"loss": 1.0})
-
-
-def test_tensorboard_gets_the_same_scalars(tmp_path):
-    write_steps(tmp_path, [1, 2, 3], tensorboard=True)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert tensorboard_scalars(events) == [("loss", 1, 1.0), ("loss", 2, 2.0), ("loss", 3, 3.0)]
-
-
-def tensorboard_scalars(path):
-    """Read an event file: records of length (8 bytes), checksum (4), Event, checksum (4)."""
-    from tensorboardX.proto import event_pb2
-
-    data, scalars = path.read_bytes(), []
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        event = event_pb2.Event.FromString(data[12 : 12 + size])
-        scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-        data = data[16 + size :]
-    return scalars
-
-
-def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match="pip install tensorboardX"):
-        MetricWriter(tmp_path, tensorboard=True)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-def make_progress(total=100, **options):
-    clock = Clock()
-    lines: list[str] = []
-    return ProgressPrinter(total, batch_size=64, print_line=lines.append, clock=clock, **options), clock, lines
-
-
-def test_rates_leave_out_the_compile_step_and_pauses():
-    progress, clock, lines = make_progress()
-    clock.now += 500  # compilation
-    progress.update(1, {"loss": 4.0, "logit_scale": 14.285})
-    assert lines == ["step   1/100  loss 4.0000  scale 14.29"]
-    assert progress.examples_per_second is None
-    clock.now += 5
-    progress.update(11, {"loss": jnp.asarray(3.5)})
-    assert progress.examples_per_second == pytest.approx(128)
-    with progress.paused():
-        clock.now += 100
-        with progress.paused():
-            clock.now += 100
-        clock.now += 100
-    clock.now += 5
-    progress.update(21, {"loss": 3.0})
-    assert progress.examples_per_second == pytest.approx(128)
-    assert lines[-1] == "step  21/100  loss 3.0000  128 examples/s  left 0:00:40"
-
-
-def test_a_pause_ends_when_its_body_raises():
-    progress, clock, _ = make_progress()
-    progress.update(1, {})
-    with pytest.raises(KeyError), progress.paused():
-        clock.now += 50
-        raise KeyError
-    clock.now += 1
-    progress.update(2, {})
-    assert progress.examples_per_second == pytest.approx(64)
-
-
-def test_a_resumed_run_rates_only_its_own_steps():
-    progress, clock, lines = make_progress(total=20000)
-    progress.update(10001, {})
-    clock.now += 2
-    progress.update(10002, {})
-    assert lines[-1] == "step 10002/20000  32 examples/s  left 5:33:16"
-
-
-def test_only_due_steps_print_and_rates_span_the_interval():
-    progress, clock, lines = make_progress(total=25, every=10)
-    for step in range(3, 26):
-        progress.update(step, {"loss": float(step)})
-        clock.now += 1
-    assert [line.split("/")[0] for line in lines] == ["step  3", "step 10", "step 20", "step 25"]
-    assert all("64 examples/s" in line for line in lines[1:])
-    assert lines[-1].endswith("left 0:00:00")
-
-
-@pytest.mark.parametrize(("fraction", "shown"), [(None, False), (0.049, False), (0.051, True), (1.0, True)])
-def test_waiting_for_data_is_shown_from_five_percent_on(fraction, shown):
-    progress, _, lines = make_progress()
-    progress.update(1, {} if fraction is None else {"data/wait_fraction": fraction})
-    assert ["waiting for data" in line for line in lines] == [shown]
-
-
-def test_other_processes_measure_but_stay_silent():
-    progress, clock, lines = make_progress(lead=False)
-    progress.update(1, {})
-    clock.now += 1
-    progress.update(2, {})
-    assert lines == []
-    assert progress.examples_per_second == pytest.approx(64)
-
-
-@pytest.mark.parametrize("options", [{"total_steps": 0}, {"batch_size": 0}, {"every": 0}])
-def test_bad_intervals_are_named(options):
-    with pytest.raises(ValueError, match=f"expected {next(iter(options))} >= 1"):
-        ProgressPrinter(**({"total_steps": 1, "batch_size": 1} | options))

@@ -24,7 +24,7 @@ def said():
 
 @pytest.mark.parametrize("name", disks.FAULTS)
 def test_metrics_survive_a_fault_of_the_disk(tmp_path, said, name):
-    with MetricWriter(tmp_path, tensorboard=True, outputs=Outputs(said.append)) as writer:
+    with MetricWriter(tmp_path, writers=("tensorboard",), outputs=Outputs(said.append)) as writer:
         writer.write(1, {"loss": 1.0})
         with disks.fault(name, tmp_path):
             writer.write(2, {"loss": 2.0})
@@ -38,9 +38,11 @@ def test_metrics_survive_a_fault_of_the_disk(tmp_path, said, name):
 
 
 def test_a_run_trains_through_a_read_only_disk(tmp_path):
-    steps, warnings = disks.train_through("read_only", tmp_path, tensorboard=True, **{"optimizer.name": "lion"})
+    steps, warnings = disks.train_through("read_only", tmp_path, writers=("tensorboard",), **{"optimizer.name": "lion"})
     assert steps == [1, 2, 3, 4, 5, 6]
-    assert len(warnings) == 2 and all("read-only" in line for line in warnings)  # metrics.jsonl and TensorBoard
+    assert len(warnings) == 3 and all("read-only" in line for line in warnings)  # metrics.jsonl, TensorBoard, run.log
+    log = (tmp_path / "run.log").read_text()
+    assert all(f"step {step}/6" in log for step in steps)
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 

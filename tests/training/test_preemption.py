@@ -179,3 +179,44 @@ def test_the_deadline_holds_for_a_stop_that_another_process_requested(other, exi
         stop.noticed(1)
         assert exits.get(timeout=SECONDS) == RESUME
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_ctrl_c_stops_an_interactive_run_but_not_its_process(exits, monkeypatch):
+    with pytest.raises(KeyboardInterrupt), Preemption(interactive=True):
+        kill(signal.SIGINT)  # before the first step
+    with Preemption(0.0, interactive=True) as stop:
+        stop.noticed(1)
+        kill(signal.SIGINT)
+        assert stop.noticed(2) and stop.interrupted
+        kill(signal.SIGINT)  # within a second, as a wrapper script may send it again
+        monkeypatch.setattr(preemption, "_REPEAT", 0)
+        with pytest.raises(KeyboardInterrupt):
+            kill(signal.SIGINT)
+    assert not any(thread.is_alive() for thread in stop._threads) and exits.empty()
+
+
+def test_a_scheduler_ends_an_interactive_run_as_well(exits, tmp_path):
+    with Preemption(0.01, tmp_path, interactive=True) as stop:
+        stop.noticed(1)
+        kill(signal.SIGINT)
+        kill(signal.SIGTERM)
+        assert exits.get(timeout=SECONDS) == RESUME
+        assert not stop.interrupted
+
+
+def test_outside_the_main_thread_only_other_processes_stop_a_run(received, other):
+    def run():
+        with Preemption() as stop:
+            noticed.append(stop.noticed(1))
+            kill(signal.SIGTERM)
+            other.request("SIGHUP")
+            other.announce(1)
+            while other.last_tick() is None:
+                pass
+            noticed.append(stop.noticed(2))
+
+    noticed = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert noticed == [False, True] and received == [signal.SIGTERM]

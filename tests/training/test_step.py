@@ -16,6 +16,7 @@ from infcl_jax.data import Augmentation
 from infcl_jax.distributed import shard_batch
 from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput
+from infcl_jax.models import TOWERS
 from infcl_jax.ops.color import ColorBatch, adjust_colors
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
 from infcl_jax.training import LOSSES, GradCacheConfig, check_finite, create_state, make_loss, make_train_step
@@ -93,6 +94,9 @@ def test_the_metrics_are_those_of_the_batch_in_fp64(linear, linear_steps, loss):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     np.testing.assert_allclose(metrics["logit_scale"], scale, rtol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(update(after, linear)), RATE * metrics["grad_norm"], rtol=1e-4)
+    for tower, module in TOWERS.items():
+        moved = jax.tree.map(lambda a, b: a - b, after.params[module], linear.params[module])
+        np.testing.assert_allclose(optax.tree.norm(moved), RATE * metrics[f"grad_norm/{tower}"], rtol=1e-4)
     assert int(after.step) == 1
 
 

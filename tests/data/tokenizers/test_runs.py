@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import runs
 
-from experiments import evaluate, train
-from infcl_jax import run
+from experiments import evaluate
+from infcl_jax import run, train
 from infcl_jax.data import ByteTokenizer, eval_batches, load_tokenizer
 from infcl_jax.data.pipeline import TRUNCATED
 
@@ -78,7 +78,7 @@ def test_a_tokenizer_of_another_model_stops_before_compilation(kind, specs, tmp_
     monkeypatch.setattr(run, "initial_state", lambda *_: pytest.fail("compiled"))
     message = r"^expected text\.vocab_size >= \d+ and text\.end_token=\d+ with the tokenizer .*, got 259 and None; set"
     with pytest.raises(ValueError, match=message):
-        train.train(runs.config(tokenizer=specs[kind]), tmp_path)
+        train(runs.config(tokenizer=specs[kind]), tmp_path)
 
 
 def test_a_run_keeps_its_vocabulary(specs, tmp_path):
@@ -86,13 +86,13 @@ def test_a_run_keeps_its_vocabulary(specs, tmp_path):
     shutil.copytree(specs["hf"].removeprefix("hf:"), vocabulary)
     config = settings(f"hf:{vocabulary}", total_steps=1, **{"evaluation.retrieval_dataset": None})
     with jax.numpy_dtype_promotion("standard"):
-        results = train.train(config, workdir)
+        results = train(config, workdir)
         shutil.rmtree(vocabulary)
-        assert evaluate.evaluate(workdir) == train.train(config, workdir) == results
+        assert evaluate.evaluate(workdir) == train(config, workdir) == results
     config.tokenizer = specs["sentencepiece"]
     message = f"^expected tokenizer='hf:{vocabulary}', with which .*, got 'sentencepiece:.*'; keep it, or choose"
     with pytest.raises(ValueError, match=message):
-        train.train(config, workdir)
+        train(config, workdir)
     shutil.rmtree(workdir / "tokenizer")
     with pytest.raises(ValueError, match=f"^expected a tokenizer of Hugging Face at {vocabulary}, got no file "):
         evaluate.evaluate(workdir)

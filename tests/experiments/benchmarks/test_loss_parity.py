@@ -22,7 +22,7 @@ def test_all_strategies_give_the_same_losses(monkeypatch, tmp_path):
 
 def test_a_strategy_changes_its_own_configuration_alone():
     config = runs.config()
-    found = loss_parity.variants(config, loss_parity.command.start_devices(config))
+    found = loss_parity.variants(config, loss_parity.start_devices(config))
     assert config.implementation is None
     assert [found[name].implementation for name in ("dense", "ring")] == ["dense", "ring"]
     assert [v.grad_cache.residency for v in found.values() if v.grad_cache.chunk_size] == ["device", "host", "replay"]

@@ -19,13 +19,13 @@ from absl.testing import flagsaver
 
 from experiments.benchmarks import photographs, step_case, timing
 from experiments.benchmarks import step as benchmark_step
-from experiments.benchmarks.flops import forward_flops, step_flops
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
 from experiments.benchmarks.step_case import RandomReader, Settings
 from infcl_jax import siglip_loss
 from infcl_jax.data.stages import STAGES
-from infcl_jax.models import build_model, model_config
+from infcl_jax.models import model_config
+from infcl_jax.models.flops import forward_flops
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import NO_CACHE
 
@@ -254,41 +254,6 @@ def test_where_memory_runs_out_the_rest_goes_on(program, tmp_path, monkeypatch):
     known = program == "data"  # a comparison that does not fit says nothing about the step
     assert (second["status"] == "ok") == known and (second["encode_ms"] is not None) == known
     assert_picture(tmp_path)
-
-
-SHORT = {"vision.layers": 2, "text.layers": 2}
-SHAPES = {
-    "the smallest": ("tiny", {}),
-    "two layers of ViT-B/32": ("ViT-B/32", SHORT),
-    "another of everything": (
-        "tiny",
-        {"embed_dim": 80, "vision.patch_size": 4, "vision.patch_dropout": 0.5, "vision.pool": "avg"}
-        | {"vision.mlp_ratio": 2.0, "text.context_length": 40, "text.width": 128, "text.heads": 4},
-    ),
-    "a tower of SigLIP": (
-        "tiny",
-        {"vision.pool": "map", "vision.class_token": False, "vision.projection": "none"}
-        | {"text.causal": False, "text.pool": "last"},
-    ),
-}
-
-
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_operations_are_those_that_xla_counts(shape):
-    """XLA also counts LayerNorm, softmax and activations: 1.7 to 5 % here."""
-    name, changes = SHAPES[shape]
-    config, rows = model_config(name, **changes), 4
-    size, context = config.vision.image_size, config.text.context_length
-    pair = jax.ShapeDtypeStruct((rows, size, size, 3), jnp.uint8), jax.ShapeDtypeStruct((rows, context), jnp.int32)
-    model = build_model(config)
-    variables = jax.eval_shape(model.init, jax.random.key(0), *pair)
-
-    def forward(variables, image, text, key):
-        return model.apply(variables, image, text, train=True, rngs={"dropout": key})
-
-    counted = jax.jit(forward).lower(variables, *pair, jax.random.key(0)).compile().cost_analysis()["flops"]
-    assert 1 <= counted / (rows * forward_flops(config)) < 1.06
-    assert step_flops(config) == 3 * forward_flops(config)
 
 
 def test_the_peak_is_that_of_the_fullest_device():

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from experiments import command
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.models import save_pretrained
 
 FOLDER = "exported"  # in the work directory
@@ -25,9 +25,9 @@ def export_weights(workdir: Path, variables: Any) -> None:
         save_pretrained(output, config, variables, compare_features=False)
         copy_tokenizer(workdir, output)
     except (OSError, ValueError) as error:
-        command.say(f"warning: the weights were not exported: {error}")
+        say(f"warning: the weights were not exported: {error}")
     else:
-        command.say(f"exported the weights to {output}")
+        say(f"exported the weights to {output}")
 
 
 def copy_tokenizer(workdir: Path, output: Path) -> None:

@@ -51,7 +51,7 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
 def _install_atomic_writes() -> str | None:
     """Make JAX's cache write atomically; return the reason if it cannot."""
     try:
-        from experiments.atomic_cache import install
+        from infcl_jax.atomic_cache import install
     except (ImportError, AttributeError) as error:  # names that a JAX version lacks
         return f"its writes would not be atomic with JAX {jax.__version__} ({error}); set JAX_COMPILATION_CACHE_DIR"
     install()

@@ -37,9 +37,9 @@ def gpu(monkeypatch):
         opened.append((rows, size))
         return {device: StandIn(device) for device in devices}
 
-    monkeypatch.setattr(run, "open_decoders", open_decoders)
+    monkeypatch.setattr(run.data, "open_decoders", open_decoders)
     monkeypatch.setattr(
-        run, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
+        run.data, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
     )
     return opened
 
@@ -132,7 +132,7 @@ def test_without_memory_for_the_decoder_the_host_decodes(photographs, gpu, monke
     def refuse(*args):
         raise ValueError("expected 9 GiB")
 
-    monkeypatch.setattr(run, "open_decoders", refuse)
+    monkeypatch.setattr(run.data, "open_decoders", refuse)
     with caplog.at_level(logging.WARNING):
         (batch,) = first_batches(photographs(), oracle.mesh_of(1), 1)
     assert "the host decodes images: expected 9 GiB" in caplog.text and isinstance(batch["image"], jax.Array)

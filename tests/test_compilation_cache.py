@@ -8,8 +8,9 @@ import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from experiments import command, compilation_cache
-from experiments.atomic_cache import AtomicCache
+from infcl_jax import compilation_cache
+from infcl_jax.atomic_cache import AtomicCache
+from infcl_jax.run.devices import start_devices
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
 
@@ -57,7 +58,7 @@ def test_compiled_programs_are_kept_for_the_next_start(given, user, cache_hits):
     setting = str(user / "new" / "folder") if given else None
     for expected in (0, 1):
         jax.config.update("jax_compilation_cache_dir", None)
-        command.start_devices(runs.config(compilation_cache=setting))
+        start_devices(runs.config(compilation_cache=setting))
         compile_one()
         assert len(cache_hits) == expected
     folder = user / ("new/folder" if given else "infcl_jax/compiled") / compilation_cache.host_key()
@@ -68,21 +69,21 @@ def test_compiled_programs_are_kept_for_the_next_start(given, user, cache_hits):
 @pytest.mark.parametrize("setting", ["off", ""])
 def test_off_is_no_cache_whatever_jax_was_told(setting, settings, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    command.start_devices(runs.config(compilation_cache=setting))
+    start_devices(runs.config(compilation_cache=setting))
     compile_one()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folder_of_the_environment_comes_before_the_user_s(user):
     jax.config.update("jax_compilation_cache_dir", str(user / "environment"))
-    command.start_devices(runs.config())
+    start_devices(runs.config())
     compile_one()
     assert [path.name for path in user.iterdir()] == ["environment"]
 
 
 def test_a_disabled_cache_stays_so(user):
     jax.config.update("jax_enable_compilation_cache", False)
-    command.start_devices(runs.config())
+    start_devices(runs.config())
     assert list(user.iterdir()) == []
 
 
@@ -97,7 +98,7 @@ def test_several_processes_have_a_cache_only_where_told(user, monkeypatch):
 def test_a_user_s_folder_that_cannot_be_used_is_said_and_no_more(user, monkeypatch, capsys):
     (user / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(user / "file"))
-    command.start_devices(runs.config())
+    start_devices(runs.config())
     (line,) = capsys.readouterr().out.splitlines()
     assert str(user / "file") in line and "compilation_cache" in line and "Errno" not in line
     assert jax.config.jax_compilation_cache_dir is None
@@ -148,7 +149,7 @@ def test_a_reader_never_sees_a_part_of_an_entry(former, monkeypatch, tmp_path):
 
 def test_an_entry_that_cannot_be_read_is_replaced(user, cache_hits, recwarn):
     for broken in (True, False):
-        command.start_devices(runs.config(compilation_cache=str(user)))
+        start_devices(runs.config(compilation_cache=str(user)))
         if broken:
             compile_one()
             (entry,) = user.glob("*/*-cache")
@@ -162,7 +163,7 @@ def test_an_entry_that_cannot_be_read_is_replaced(user, cache_hits, recwarn):
 @pytest.mark.parametrize("setting", [None, "folder"])
 def test_without_atomic_writes_there_is_no_cache(setting, user, monkeypatch):
     """As with a version of JAX that lacks the private name."""
-    monkeypatch.setitem(sys.modules, "experiments.atomic_cache", None)
+    monkeypatch.setitem(sys.modules, "infcl_jax.atomic_cache", None)
     lines = []
     compilation_cache.enable(setting and str(user / setting), lines.append)
     (line,) = lines

@@ -1,0 +1,307 @@
+"""Contents of work directories, also of unfinished or damaged ones."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+from PIL import Image
+
+from infcl_jax.environment import ENVIRONMENT_FILE
+from infcl_jax.evaluation.writers import EXAMPLES_FILE
+from infcl_jax.settings import flattened
+from infcl_jax.training.metrics import METRICS_FILE
+from infcl_jax.training.run_console import LOG_FILE
+from infcl_jax.training.workdir import CONFIG_FILE
+from infcl_jax.training.workdir_lock import LOCK_FILE, STALE
+
+EVALUATION_FILE = "evaluation.json"
+GRID_FILE = "retrieval.png"
+
+_MESSAGES = 12  # latest messages of the log that a report shows
+# Warnings, errors and advice of the log, after the date.
+_MESSAGE = re.compile(
+    rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S*  ("
+    rb"(warning|error|\w+Error|\w*Interrupt\w*|OutOfMemory): "
+    rb"|(process \d+: )?waiting for data: "
+    rb"|.*(NOT saved|is damaged)).*$",
+    re.MULTILINE,
+)
+
+
+class Point(NamedTuple):
+    """Value of a metric at a step.
+
+    Attributes:
+      step: training step.
+      time: seconds since the Unix epoch.
+      value: value, which may be infinite or NaN.
+    """
+
+    step: int
+    time: float
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunRecord:
+    """Files of a run, without those that are missing or damaged.
+
+    Attributes:
+      name: name of the run in a report.
+      config: settings by dotted name; empty without a readable `config.json`.
+      series: points of each metric by name, by increasing step.
+      evaluated: names of the metrics of evaluations, the others are of training steps.
+      results: metrics of the latest evaluation.
+      results_step: step of the latest evaluation; None without one.
+      starts: environment of each start of the run, see `infcl_jax.environment`.
+      examples: mistakes by task, see `infcl_jax.evaluation.writers.write_examples`.
+      grid: PNG file of retrieved images; None without one.
+      messages: latest warnings, errors and advice of the log file, with their dates.
+      warnings: damaged files and values that are not finite, one sentence each.
+      running: whether a process holds the lock of the work directory.
+    """
+
+    name: str
+    config: dict[str, Any]
+    series: dict[str, list[Point]]
+    evaluated: frozenset[str]
+    results: dict[str, float]
+    results_step: int | None
+    starts: list[dict[str, Any]]
+    examples: dict[str, Any]
+    grid: bytes | None
+    messages: tuple[str, ...]
+    warnings: tuple[str, ...]
+    running: bool
+
+    @property
+    def last(self) -> Point | None:
+        """Latest point of any metric; None without metrics."""
+        return max((points[-1] for points in self.series.values()), key=lambda point: point[:2], default=None)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Last step of the run; None without the configuration."""
+        return _integer(self.config.get("total_steps"))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples of a step; None without the configuration."""
+        return _integer(self.config.get("batch_size"))
+
+    @property
+    def finished(self) -> bool:
+        """True if the run has ended after its last step."""
+        return not self.running and None not in (self.last, self.total_steps) and self.last.step >= self.total_steps
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """First and last time of the metrics in seconds since the Unix epoch, or NaN."""
+        times = [point.time for points in self.series.values() for point in points if math.isfinite(point.time)]
+        return min(times, default=math.nan), max(times, default=math.nan)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Memory plan of the latest start, see `infcl_jax.environment`; empty without one."""
+        plan = self.starts[-1].get("memory_plan") if self.starts else None
+        return plan if isinstance(plan, dict) and {"components", "peak", "limit"} <= plan.keys() else {}
+
+    def values(self, name: str) -> list[float]:
+        """Return the finite values of a metric, by increasing step."""
+        return [point.value for point in self.series.get(name, ()) if math.isfinite(point.value)]
+
+    def state(self, now: float | None = None) -> str:
+        """Describe how far the run is.
+
+        Args:
+          now: seconds since the Unix epoch; None: the current time.
+        """
+        if self.running:
+            return "running"
+        if self.last is None:
+            return "no metrics"
+        if self.finished:
+            return "finished"
+        idle = (time.time() if now is None else now) - self.last.time
+        return "stopped" + (f" {format_seconds(idle)} ago" if math.isfinite(idle) else "")
+
+
+def read_run(workdir: str | Path, name: str) -> RunRecord:
+    """Read the files of a run.
+
+    Args:
+      workdir: directory of the run.
+      name: name of the run in the report.
+
+    Raises:
+      FileNotFoundError: `workdir` is not a directory.
+    """
+    folder = Path(workdir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"expected the work directory of a run, got {folder}, which is no folder")
+    warnings: list[str] = []
+    lines = _read_lines(folder / METRICS_FILE, warnings)
+    series, evaluated = _series(lines)
+    warnings += _nonfinite(series)
+    results, step = _latest_results(lines)
+    evaluation = _read_json(folder / EVALUATION_FILE, dict, warnings)
+    if (_integer(evaluation.get("step")) or -1) >= (step or 0):
+        step = evaluation.pop("step")
+        results |= evaluation
+    settings = _read_json(folder / CONFIG_FILE, dict, warnings)
+    if not settings:
+        warnings.append(f"no {CONFIG_FILE}: a run writes it after its first step")
+    return RunRecord(
+        name=name,
+        config=flattened(ConfigDict(settings)) if settings else {},
+        series=series,
+        evaluated=evaluated,
+        results={name: value for name, value in results.items() if isinstance(value, int | float)},
+        results_step=step,
+        starts=[start for start in _read_json(folder / ENVIRONMENT_FILE, list, warnings) if isinstance(start, dict)],
+        examples=_read_json(folder / EXAMPLES_FILE, dict, warnings),
+        grid=_read_picture(folder / GRID_FILE, warnings),
+        messages=_read_messages(folder / LOG_FILE),
+        warnings=tuple(warnings),
+        running=_is_locked(folder / LOCK_FILE),
+    )
+
+
+def read_runs(workdirs: Sequence[str | Path]) -> list[RunRecord]:
+    """Read the files of several runs.
+
+    Runs are named by their folders. If two folders have the same name, all are named by their paths.
+
+    Args:
+      workdirs: directories of the runs.
+
+    Raises:
+      FileNotFoundError: one is not a directory.
+      ValueError: none is given.
+    """
+    if not workdirs:
+        raise ValueError("expected work directories, got none; name those of one or several runs")
+    names = [Path(workdir).resolve().name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        names = [str(workdir) for workdir in workdirs]
+    return [read_run(workdir, name) for workdir, name in zip(workdirs, names, strict=True)]
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration as "3 h 25 min"."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def _read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """Read the lines of metrics, without damaged ones."""
+    if not path.is_file():
+        warnings.append(f"no {METRICS_FILE}: the run has not logged a step")
+        return []
+    lines, damaged = [], []
+    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            line = json.loads(raw)
+            values = {key: float(value) if isinstance(value, str) else value for key, value in line.items()}
+            lines.append(values | {"step": int(line["step"])})
+        except (ValueError, AttributeError, KeyError, TypeError):
+            damaged.append(number)
+    if damaged:
+        plural = f"lines {', '.join(map(str, damaged[:5]))}{' ...' if len(damaged) > 5 else ''} are"
+        which = plural if len(damaged) > 1 else f"line {damaged[0]} is"
+        last = " (a run that is killed while it writes leaves its last line so)" if damaged == [number] else ""
+        warnings.append(f"{METRICS_FILE}: {which} damaged and left out{last}")
+    return lines
+
+
+def _series(lines: list[dict[str, Any]]) -> tuple[dict[str, list[Point]], frozenset[str]]:
+    """Collect the points of each metric, and the names of those of evaluations.
+
+    A step that was logged twice has the later value.
+    """
+    points: dict[str, dict[int, Point]] = collections.defaultdict(dict)
+    evaluated = set()
+    for line in lines:
+        for name in line.keys() - {"step", "time"}:
+            if isinstance(line[name], int | float):
+                points[name][line["step"]] = Point(line["step"], line.get("time", math.nan), float(line[name]))
+                if "loss" not in line:  # a line of training has it
+                    evaluated.add(name)
+    return {name: [at[step] for step in sorted(at)] for name, at in sorted(points.items())}, frozenset(evaluated)
+
+
+def _nonfinite(series: dict[str, list[Point]]) -> list[str]:
+    """Name the metrics with values that are not finite."""
+    bad = {name: [p.step for p in points if not math.isfinite(p.value)] for name, points in series.items()}
+    more = {name: f" and {len(steps) - 1} later ones" if len(steps) > 1 else "" for name, steps in bad.items()}
+    return [f"{name} is not finite at step {steps[0]}{more[name]}" for name, steps in bad.items() if steps]
+
+
+def _latest_results(lines: list[dict[str, Any]]) -> tuple[dict[str, float], int | None]:
+    """Return the metrics and the step of the latest evaluation."""
+    evaluations = [line for line in lines if "loss" not in line]
+    if not evaluations:
+        return {}, None
+    latest = max(evaluations, key=lambda line: line["step"])
+    return {name: value for name, value in latest.items() if name not in ("step", "time")}, latest["step"]
+
+
+def _read_json(path: Path, kind: type, warnings: list[str]) -> Any:
+    """Read a JSON file; an empty container if it is missing or damaged."""
+    if not path.is_file():
+        return kind()
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, kind):
+        warnings.append(f"{path.name} is damaged and left out")
+        return kind()
+    return content
+
+
+def _read_picture(path: Path, warnings: list[str]) -> bytes | None:
+    """Read a picture; None if it is missing or damaged."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            picture.verify()
+    except (OSError, SyntaxError):  # Pillow's PNG reader raises a SyntaxError for a wrong checksum
+        warnings.append(f"{path.name} is damaged and left out")
+        return None
+    return content
+
+
+def _read_messages(path: Path) -> tuple[str, ...]:
+    """Read the latest warnings, errors and advice of a log file."""
+    if not path.is_file():
+        return ()
+    lines = [match[0].decode(errors="replace") for match in _MESSAGE.finditer(path.read_bytes())]
+    return tuple(lines[-_MESSAGES:])
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a lock names a holder that has touched it recently."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_size > 0 and time.time() - status.st_mtime < STALE
+    return False
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None

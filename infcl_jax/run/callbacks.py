@@ -1,0 +1,120 @@
+"""Hooks of a training run for code of the user."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from etils import epath
+from ml_collections import ConfigDict
+
+
+class Callback:
+    """Base class of callbacks, whose hooks do nothing.
+
+    `infcl_jax.train` calls the hooks of each callback in the order of the list, on every process with the same steps.
+    A hook that prints or writes files should do so where `infcl_jax.distributed.is_lead()` is true. An exception of a
+    hook ends the run like any other error; the run continues from its last checkpoint.
+
+    The devices compute the next step while `on_step` runs, so a fast hook costs no time. `on_evaluation` and
+    `on_checkpoint` run between two steps.
+
+    Example:
+      class Losses(infcl_jax.Callback):
+          def __init__(self):
+              self.values = {}
+
+          def on_step(self, step, metrics):
+              self.values[step] = metrics["loss"]
+
+      infcl_jax.train(config, "runs/photos", callbacks=[losses := Losses()])
+    """
+
+    def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
+        """Handle the start, before the first step of this process.
+
+        Args:
+          config: all settings of the run, with its length in `total_steps`.
+          workdir: directory of the run.
+          step: number of completed steps; 0 unless the run is resumed.
+        """
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Handle a finished step, while the devices compute the next one.
+
+        Args:
+          step: finished step, from 1 on.
+          metrics: `loss`, `logit_scale`, `grad_norm`, `grad_norm/image` and `grad_norm/text`; every `log_every` steps
+            all of its line in `metrics.jsonl`.
+        """
+
+    def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Handle the results of an evaluation.
+
+        Args:
+          step: step of the evaluated state.
+          results: results by name, see `infcl_jax.evaluation.Suite`.
+        """
+
+    def on_checkpoint(self, step: int, path: epath.Path) -> None:
+        """Handle a complete checkpoint.
+
+        Checkpoints are written in the background. This hook is called before the next one is saved, or at the end.
+
+        Args:
+          step: step of the checkpoint.
+          path: its folder.
+        """
+
+    def on_end(self, step: int, results: Mapping[str, float]) -> None:
+        """Handle the end of the run, after its last checkpoint and evaluation.
+
+        Not called after an error or a stop.
+
+        Args:
+          step: last step of the run.
+          results: results of the final evaluation.
+        """
+
+
+class Callbacks(Callback):
+    """Callbacks called one after the other."""
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        """Check the callbacks.
+
+        Args:
+          callbacks: objects of subclasses of `Callback`.
+
+        Raises:
+          ValueError: `callbacks` is no list or tuple of such objects.
+        """
+        if not isinstance(callbacks, list | tuple):
+            raise ValueError(f"expected a list of callbacks, got {callbacks!r}; write callbacks=[...]")
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ValueError(f"expected callbacks that are objects of infcl_jax.Callback, got {callback!r}")
+        self._callbacks = tuple(callbacks)
+
+    def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
+        """Call `on_start` of each callback."""
+        for callback in self._callbacks:
+            callback.on_start(config, workdir, step)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call `on_step` of each callback."""
+        for callback in self._callbacks:
+            callback.on_step(step, metrics)
+
+    def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Call `on_evaluation` of each callback."""
+        for callback in self._callbacks:
+            callback.on_evaluation(step, results)
+
+    def on_checkpoint(self, step: int, path: epath.Path) -> None:
+        """Call `on_checkpoint` of each callback."""
+        for callback in self._callbacks:
+            callback.on_checkpoint(step, path)
+
+    def on_end(self, step: int, results: Mapping[str, float]) -> None:
+        """Call `on_end` of each callback."""
+        for callback in self._callbacks:
+            callback.on_end(step, results)

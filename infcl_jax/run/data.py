@@ -1,0 +1,168 @@
+"""Training data of a run and the batches of its steps."""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from infcl_jax.data import (
+    Augmentation,
+    BadRecordError,
+    FeatureStore,
+    Source,
+    Tokenizer,
+    TrainIterator,
+    check_deterministic,
+    load_source,
+    train_iterator,
+)
+from infcl_jax.data.decode import choose_decoder
+from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.distributed import data_mesh, local_processes, shard_batch
+from infcl_jax.ops.color import with_colors
+from infcl_jax.run.model import read_model_config, text_tokenizer
+from infcl_jax.training import loss_class, replayed
+from infcl_jax.training.frozen import PrecomputedFeatures
+
+_logger = logging.getLogger(__name__)
+
+_PREFETCHED = 1  # decoded batches that wait in the memory of the devices
+
+
+def training_source(config: ConfigDict) -> Source:
+    """Load the training data of a run, for `loss`, `training_data`, `initial_state` and `workload`.
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
+    """
+    return load_source(config.dataset, config.split, config.data_dir)
+
+
+def sample_source(config: ConfigDict) -> Source | None:
+    """Load the training data if the state or the length of the run depends on its size.
+
+    Raises:
+      ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
+    """
+    return training_source(config) if loss_takes(config, "samples") or config.epochs is not None else None
+
+
+def loss_takes(config: ConfigDict, name: str) -> bool:
+    """Return whether the loss takes an input, such as "samples" or "index"."""
+    return name in loss_class(config.loss).inputs
+
+
+def num_samples(config: ConfigDict, source: Source | None) -> int:
+    """Count the samples in the sample state; 0 for losses without it."""
+    if not loss_takes(config, "samples"):
+        return 0
+    if source is None:
+        raise ValueError(f"expected a source with loss {config.loss!r}, got None; pass training_source(config)")
+    return len(source)
+
+
+def training_data(
+    config: ConfigDict,
+    source: Source,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
+    features: Mapping[str, FeatureStore] | None = None,
+) -> TrainIterator:
+    """Create the endless iterator over this process's rows of training batches.
+
+    Args:
+      config: settings of the run.
+      source: training data.
+      tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
+      mesh: devices over which the batch is sharded; None: all.
+      features: features of frozen towers, from `infcl_jax.frozen_features.cached_features`.
+
+    Raises:
+      ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
+    """
+    mesh = data_mesh() if mesh is None else mesh
+    decoders = None if features and "image" in features else _device_decoders(config, source, mesh)
+    local = local_processes()
+    return train_iterator(
+        source,
+        tokenizer=tokenizer or text_tokenizer(config),
+        image_size=read_model_config(config).vision.image_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        num_workers=config.num_workers,
+        max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
+        num_threads=config.num_threads,
+        prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
+        cores=max(1, usable_cores() // local.cores),
+        processes_per_host=local.host,
+        augmentation=Augmentation(**config.augmentation),
+        decoders=decoders,
+        sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        features=features,
+    )
+
+
+def precomputed_towers(config: ConfigDict) -> tuple[str, ...]:
+    """List the frozen towers whose features are cached.
+
+    Raises:
+      ValueError: `cache_frozen` is set without a frozen tower, or the images are augmented at random.
+    """
+    if config.cache_frozen is None:
+        return ()
+    towers = tuple(name for name in config.frozen if not config.unlocked_groups[name])
+    if not towers:
+        raise ValueError(
+            f"expected a frozen tower without unlocked groups with cache_frozen={config.cache_frozen!r}, got "
+            f"frozen={config.frozen}; freeze one, or set cache_frozen to None"
+        )
+    if "image" in towers:
+        check_deterministic(Augmentation(**config.augmentation))
+    return towers
+
+
+def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+    """Create the decoder of each device of this process; None if the host decodes."""
+    if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
+        return None
+    with contextlib.suppress(BadRecordError):
+        if not isinstance(source[0]["image"], bytes):
+            return None
+    size = read_model_config(config).vision.image_size
+    try:
+        return open_decoders(mesh.local_devices, config.batch_size // mesh.size, size)
+    except ValueError as error:
+        if config.decode == "nvimgcodec":
+            raise
+        _logger.warning("the host decodes images: %s", error)
+        return None
+
+
+def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+    """Return the batch of the next step in the memory that `grad_cache.residency` names.
+
+    Returns:
+      "image" (`ColorBatch` if colors are augmented), "text" and, for losses with sample state, "index" (int32 sample
+      indices). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the devices,
+      this process's NumPy arrays, or `Replay`.
+    """
+    cache, precomputed = config.grad_cache, precomputed_towers(config)
+    if cache.residency == "replay":
+        return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)
+    batch = next(data)
+    pairs = {"image": with_colors(batch), "text": batch["text"]}
+    pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
+    if loss_takes(config, "index"):
+        pairs["index"] = batch["index"].astype(np.int32)
+    if cache.residency == "host":
+        return pairs
+    return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)

@@ -1,0 +1,269 @@
+"""Training and evaluation loop of a run."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax import run
+from infcl_jax.data import TrainIterator
+from infcl_jax.data.stages import limiting_stage
+from infcl_jax.distributed import is_lead, to_host, union
+from infcl_jax.evaluation import Suite
+from infcl_jax.exit_codes import Interrupted
+from infcl_jax.run.callbacks import Callback
+from infcl_jax.run.export import export_weights
+from infcl_jax.run.results import say_results
+from infcl_jax.training import (
+    METRICS_FILE,
+    Checkpointer,
+    DataWait,
+    MetricWriter,
+    OptimizerConfig,
+    Pauses,
+    Preemption,
+    Profile,
+    RunConsole,
+    Safeguards,
+    TrainProgress,
+    TrainState,
+    learning_rate_schedule,
+    read_metrics,
+    save_config,
+)
+from infcl_jax.training.metrics import DATA_WAIT_SHOWN
+from infcl_jax.training.outputs import print_line
+from infcl_jax.training.step import Metrics, TrainStep
+from infcl_jax.training.workdir import CONFIG_FILE
+
+# Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
+_ADVICE_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainLoop:
+    """Training and evaluation loop of a run.
+
+    Attributes:
+      config: settings of the run, see `docs/settings.md`.
+      workdir: folder of checkpoints, metrics and plots.
+      mesh: devices.
+      data: training batches.
+      data_wait: time that the devices wait for data.
+      suite: evaluations.
+      step_fn: train step.
+      checkpoints: reader and writer of checkpoints.
+      writer: writer of metrics.
+      preemption: stop requests.
+      safeguards: reactions to non-finite steps, stalls and unwritable files.
+      callbacks: hooks of the user.
+      stages_printed: stages of the data pipeline whose advice is printed.
+      console: console of the run.
+      utilization: function from examples per second to the model FLOPs utilization; None if unknown.
+      profile: trace of some steps.
+    """
+
+    config: ConfigDict
+    workdir: Path
+    mesh: Mesh
+    data: TrainIterator
+    data_wait: DataWait
+    suite: Suite
+    step_fn: TrainStep
+    checkpoints: Checkpointer
+    writer: MetricWriter
+    preemption: Preemption
+    safeguards: Safeguards = dataclasses.field(default_factory=Safeguards)
+    callbacks: Callback = dataclasses.field(default_factory=Callback)
+    stages_printed: set[str] = dataclasses.field(default_factory=set)
+    console: RunConsole = dataclasses.field(default_factory=RunConsole)
+    utilization: Callable[[float], float | None] = lambda rate: None
+    profile: Profile = dataclasses.field(default_factory=Profile)
+
+    def fit(self, state: TrainState, start: int) -> dict[str, float]:
+        """Run all steps after `start`, with checkpoints and evaluations.
+
+        Args:
+          state: train state at `start`.
+          start: number of completed steps, below `total_steps`.
+
+        Returns:
+          Results of the last evaluation.
+
+        Raises:
+          FloatingPointError: the loss, a gradient or the state is not finite.
+          OSError: `max_failed_saves` checkpoints in a row could not be saved.
+          Interrupted: a stop was requested; the state is saved.
+        """
+        config, first = self.config, start + 1
+        progress = self.progress()
+        if start and _due(start, config.eval_every) and not self.evaluated(start):
+            with progress.pause("evaluation"):
+                self.evaluate(start, state)
+        pending: tuple[int, Metrics] | None = None
+        for step in range(first, config.total_steps + 1):
+            batch = self.data_wait.batch(lambda: self.safeguards.next_batch(self.next_batch))
+            self.profile.start(step)
+            with progress.compiling():
+                state, metrics = self.step_fn(state, batch)
+            self.profile.stop(step, metrics)
+            self.data_wait.step(metrics)
+            del batch  # its memory, which a worker may share, is free before the next batch
+            if pending:  # read one step late, so that the device never waits for the host
+                self.report(*pending, progress, first)
+            pending = (step, metrics)
+            last, stop = step == config.total_steps, self.preemption.noticed(step)
+            save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
+            if not (save or evaluate_now or stop):
+                continue
+            self.data.bad_records.add(union(self.data.bad_records.indices()))
+            self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
+            pending = None
+            self.checkpoints.check_finite(step, state)
+            results: dict[str, float] = {}
+            if evaluate_now and not stop:  # before the checkpoint, so that a resumed run has these metrics
+                try:
+                    with progress.pause("evaluation"):
+                        results = self.evaluate(step, state)
+                except Interrupted:  # the resumed run repeats it
+                    stop = True
+            if save or stop or (results and config.keep_best):
+                with progress.pause("checkpoint"):
+                    self.checkpoints.save(step, state, self.data, results)
+            self.data_wait.resume()
+            if stop:
+                self.checkpoints.wait()
+                raise self.preemption.saved(step)
+            if last:
+                self.export(state)
+        return results
+
+    def progress(self) -> TrainProgress:
+        """Return the measurement of the run's progress."""
+        config, evaluation = self.config, self.config.evaluation
+        pauses = Pauses(
+            total_steps=config.total_steps,
+            eval_every=config.eval_every,
+            checkpoint_every=config.checkpoint_every,
+            saves_evaluated=config.keep_best is not None,
+            evaluates=any((*config.evaluations, evaluation.retrieval_dataset, evaluation.zero_shot_dataset)),
+        )
+        return TrainProgress(
+            self.console,
+            pauses,
+            batch_size=config.batch_size,
+            devices=self.mesh.size,
+            every=config.log_every,
+            utilization=self.utilization,
+        )
+
+    def next_batch(self) -> dict[str, Any]:
+        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
+        return run.next_batch(self.config, self.data, self.mesh)
+
+    def finish(self, state: TrainState) -> dict[str, float]:
+        """Evaluate a finished run and save its settings."""
+        step = int(state.step)
+        results = self.evaluate(step, state, record=not self.evaluated(step))
+        self.save_config()
+        self.export(state)
+        return results
+
+    def export(self, state: TrainState) -> None:
+        """Write the weights of a finished run, if `config.export` is set."""
+        if self.config.export:
+            variables = to_host(state.evaluated_variables)  # a collective
+            if is_lead():
+                export_weights(self.workdir, variables)
+
+    def report(self, step: int, metrics: Metrics, progress: TrainProgress, first: int) -> None:
+        """Check, print and record the metrics of one step.
+
+        The first finite step of the process saves the settings.
+
+        Args:
+          step: step number.
+          metrics: metrics on the devices.
+          progress: measurement of the run's progress.
+          first: first step of the process.
+
+        Raises:
+          FloatingPointError: a metric is not finite.
+        """
+        metrics = jax.device_get(metrics)
+        self.safeguards.check(step, metrics)
+        if step == first:  # settings that fail at once must not replace those of a good run
+            self.save_config()
+            self.data_wait.take(1)  # its time includes compilation
+        logged = _due(step, self.config.log_every) or step == self.config.total_steps
+        waits = self.take_data_wait(step - first + 1) if logged else {}
+        measured = progress.update(step, metrics | waits)
+        scalars = {name: float(value) for name, value in metrics.items() if name != "finite"}
+        if logged:
+            schedule = learning_rate_schedule(OptimizerConfig(**self.config.optimizer), self.config.total_steps)
+            scalars["learning_rate"] = float(schedule(step - 1))
+            if self.checkpoints.failed_saves:
+                scalars["checkpoint/failed_saves"] = self.checkpoints.failed_saves
+            # Of the lead process; of all processes up to the last checkpoint or evaluation.
+            scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
+            scalars |= measured | waits | self.safeguards.metrics()
+            self.safeguards.outputs.retry()
+            self.writer.write(step, scalars)
+        self.callbacks.on_step(step, scalars)
+
+    def take_data_wait(self, steps: int) -> dict[str, float]:
+        """Return the fraction of time since the last call spent waiting.
+
+        Prints advice if it is large, once for each limiting stage of the data pipeline.
+
+        Args:
+          steps: number of finished steps of this process.
+
+        Returns:
+          {"data/wait_fraction": fraction}; empty without a measurement: in the first step, and with residency "replay",
+          where the step itself reads its batch.
+        """
+        waited, total = self.data_wait.take(steps)
+        if total == 0.0 or self.config.grad_cache.residency == "replay":
+            return {}
+        stage = limiting_stage(self.data.stats(), self.data.parallelism.readers)
+        if waited >= DATA_WAIT_SHOWN * total and total >= _ADVICE_SECONDS and stage not in self.stages_printed:
+            self.stages_printed.add(stage)
+            process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+            advice = self.data.parallelism.advice(stage)
+            # Every process prints: others only see that the slowest one's steps take longer.
+            percent = f"{100 * waited / total:.0f} %"
+            print_line(f"{process}waiting for data: {percent} of the time, {stage}-bound; {advice}")
+        return {"data/wait_fraction": waited / total}
+
+    def save_config(self) -> None:
+        """Write `config.json`, on the leading process only."""
+        if is_lead():
+            settings = self.config.to_dict()
+            self.safeguards.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether the metrics have an evaluation of the step; a stop may have ended it.
+
+        All processes must call it.
+        """
+        lines = read_metrics(self.workdir / METRICS_FILE) if is_lead() else []
+        return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
+
+    def evaluate(self, step: int, state: TrainState, record: bool = True) -> dict[str, float]:
+        """Evaluate, print the results and record them, unless the metrics have them."""
+        results = self.suite(state.evaluated_variables)
+        if results:
+            if record:
+                self.writer.write(step, results)
+            say_results(step, results)
+            self.callbacks.on_evaluation(step, results)
+        return results
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

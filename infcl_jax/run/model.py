@@ -1,0 +1,90 @@
+"""Settings of an existing run, and the model, image resize and tokenizer of a configuration."""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from infcl_jax.checks import check_choice
+from infcl_jax.data import check_vocabulary, load_tokenizer
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.byte import ByteTokenizer
+from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.transforms import RESIZE_MODES, Resize
+from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, model_config
+from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
+from infcl_jax.training import load_config
+
+TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
+
+
+def saved_config(workdir: str | Path) -> ConfigDict:
+    """Return the settings of an existing run: the defaults, updated with `config.json`.
+
+    Args:
+      workdir: directory of the run.
+
+    Raises:
+      FileNotFoundError: no run in `workdir`.
+      ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
+    """
+    config, values = default_config(), flattened(ConfigDict(load_config(workdir)))
+    for name in values:
+        if name not in SETTINGS:
+            raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
+    try:
+        config.update_from_flattened_dict(values)
+    except TypeError as error:
+        raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
+    return config
+
+
+def read_model_config(config: ConfigDict) -> CLIPConfig:
+    """Return the model configuration of a run, with its overrides.
+
+    Raises:
+      ValueError: the model or an override is unknown, or an override has the wrong type.
+    """
+    overrides = parse_overrides(config.model_overrides)
+    check_model_overrides(model_config(config.model), overrides)
+    return model_config(config.model, **overrides)
+
+
+def image_resize(model: CLIPConfig) -> Resize:
+    """Return the resize of a model's images in evaluations.
+
+    Raises:
+      ValueError: the resize is not supported.
+    """
+    check_choice("resize_mode", model.resize_mode, RESIZE_MODES)
+    return Resize(model.resize_mode, model.interpolation)
+
+
+def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> BaseTokenizer:
+    """Load the tokenizer of a run and check that it fits the model.
+
+    Args:
+      config: settings of the run.
+      workdir: directory of an existing run, whose copy of the vocabulary is read if it has one.
+
+    Raises:
+      ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
+      ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
+    """
+    text, default = read_model_config(config).text, model_config(config.model).text
+    spec = config.tokenizer or {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(default.vocab_size)
+    if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
+        spec = str(copy)
+    if spec is None:
+        raise ValueError(
+            f"expected a tokenizer for the {default.vocab_size} token ids of the model {config.model!r}, got None; "
+            "set tokenizer"
+        )
+    tokenizer = load_tokenizer(spec, text.context_length, clean=config.text_cleaning)
+    end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
+    check_vocabulary(tokenizer, text.vocab_size, end_token)
+    if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
+        raise ValueError(
+            f"expected text.pad_id={tokenizer.pad_id}, as in the tokenizer {tokenizer.kind!r}, got {text.pad_id}; "
+            "set it in model_overrides, or choose another tokenizer"
+        )
+    return tokenizer

@@ -1,0 +1,182 @@
+"""Loss, optimizer, initial state, evaluations and workload of a run."""
+
+from collections.abc import Callable
+
+import jax
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax.data import Source, Tokenizer
+from infcl_jax.distributed import flat_mesh
+from infcl_jax.evaluation import EvaluationConfig, Suite
+from infcl_jax.losses import Loss
+from infcl_jax.models import build_model
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation
+from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
+from infcl_jax.planner.activations import parameter_shapes
+from infcl_jax.run.data import num_samples, precomputed_towers
+from infcl_jax.run.model import image_resize, read_model_config, text_tokenizer
+from infcl_jax.settings import total_steps
+from infcl_jax.settings.consistency import ema_config
+from infcl_jax.training import (
+    GlobalContrastiveConfig,
+    GradCacheConfig,
+    OptimizerConfig,
+    TrainState,
+    UnlockedGroups,
+    check_optimizer,
+    create_state,
+    make_loss,
+    make_optimizer,
+)
+
+_STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
+
+
+def evaluation_suite(
+    config: ConfigDict,
+    mesh: Mesh,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> Suite:
+    """Create the evaluation suite of a run.
+
+    Args:
+      config: settings of the run.
+      mesh: devices.
+      tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
+      say: function that prints a line of progress; None: no progress.
+      check: function called before each batch and task, which may raise to end an evaluation; None: none.
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
+    """
+    model = read_model_config(config)
+    return Suite(
+        EvaluationConfig(**config.evaluation),
+        build_model(model),
+        tokenizer or text_tokenizer(config),
+        image_size=model.vision.image_size,
+        data_dir=config.data_dir,
+        mesh=flat_mesh(mesh),
+        implementation=config.implementation,
+        train_batch_size=config.batch_size if config.loss == "clip" else None,
+        evaluations=config.evaluations,
+        resize=image_resize(model),
+        say=say,
+        check=check,
+        max_bad_records=config.max_bad_records,
+        max_image_pixels=config.max_image_pixels,
+    )
+
+
+def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
+    """Create the loss of a run.
+
+    Args:
+      config: settings of the run.
+      mesh: devices over which the batch is sharded; None: one device.
+      source: training data; None is enough for losses without sample state.
+
+    Raises:
+      ValueError: the loss or the implementation is unknown, or a setting is wrong.
+    """
+    return make_loss(
+        config.loss,
+        mesh,
+        config.implementation,
+        config=GlobalContrastiveConfig(**config.global_contrastive),
+        # A batch larger than the dataset is an error of `training_data`, which names both sizes.
+        steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
+        optimizer=OptimizerConfig(**config.optimizer),
+    )
+
+
+def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
+    """Create the optimizer of a run, and check that its rules fit the model."""
+    settings = OptimizerConfig(**config.optimizer)
+    check_optimizer(settings, parameter_shapes(build_model(read_model_config(config))))
+    return make_optimizer(settings, total_steps(config, source))
+
+
+def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
+    """Initialize parameters, moving averages, optimizer state and sample state on the devices.
+
+    The sample state is sharded over the devices.
+
+    Args:
+      config: settings of the run.
+      mesh: devices that hold the state.
+      source: training data; None is enough for losses without sample state and runs without `epochs`.
+
+    Raises:
+      ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
+    """
+    model = read_model_config(config)
+    sizes = model.vision.image_size, model.text.context_length
+    state = create_state(
+        build_model(model),
+        _optimizer(config, source),
+        *sizes,
+        config.seed,
+        mesh,
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
+        ema=ema_config(config),
+    )
+    samples = loss(config, mesh, source).init_samples(num_samples(config, source), model.init_logit_scale)
+    return state.replace(samples=samples)
+
+
+def workload(
+    config: ConfigDict,
+    devices: int,
+    memory_limit: int | None = None,
+    implementation: str | None = None,
+    source: Source | None = None,
+) -> Workload:
+    """Return the settings of a run that determine its memory, for `infcl_jax.planner`.
+
+    `grad_cache.keep = -1` becomes the number of stored chunks that fits, see `store_activations`.
+
+    Args:
+      config: settings of the run.
+      devices: number of devices over which the batch is sharded.
+      memory_limit: bytes that JAX may use on a device; None if unknown.
+      implementation: implementation of the loss if the configuration names none; None: the best on this device.
+      source: training data; None is enough for losses without sample state and runs without `epochs`.
+
+    Raises:
+      ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
+    """
+    model, loss_fn = read_model_config(config), loss(config, None, source)
+    sizes = num_samples(config, source), model.init_logit_scale
+    samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
+    best = implementation or best_implementation()
+    chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
+    cache = dict(config.grad_cache)
+    if stores_most := cache["keep"] == _STORE_MOST:
+        cache["keep"] = 0
+    unresolved = Workload(
+        model=model,
+        optimizer=_optimizer(config, source),
+        batch_size=config.batch_size,
+        devices=devices,
+        cache=GradCacheConfig(**cache),
+        implementation=chosen,
+        loss=config.loss,
+        ema=ema_config(config) is not None,
+        sample_bytes=tree_bytes(samples) // devices,
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
+        precomputed=precomputed_towers(config),
+    )
+    if not stores_most:
+        return unresolved
+    if memory_limit is None:
+        raise ValueError("expected grad_cache.keep >= 0 on devices that do not report their memory, got -1")
+    return store_activations(unresolved, int(SAFE_SHARE * memory_limit))

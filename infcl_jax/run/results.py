@@ -1,0 +1,22 @@
+"""Curves and the table of results of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from infcl_jax.console import say
+from infcl_jax.distributed import is_lead
+from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.training import METRICS_FILE
+
+CURVES_FILE = "curves.png"
+
+
+def save_curves(workdir: Path, suite: Suite) -> None:
+    """Plot loss and accuracy over the steps, from the run's metrics."""
+    if is_lead():
+        plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)
+
+
+def say_results(step: int, results: Mapping[str, float]) -> None:
+    """Print the table of results, on the leading process only."""
+    say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")

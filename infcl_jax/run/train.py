@@ -1,0 +1,247 @@
+"""Training of a run: what `infcl_jax.train` and `experiments.train` call."""
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax import run
+from infcl_jax.console import say
+from infcl_jax.data import TrainIterator
+from infcl_jax.data.pipeline import TRUNCATED
+from infcl_jax.distributed import is_lead
+from infcl_jax.environment import ENVIRONMENT_FILE, record_start
+from infcl_jax.exit_codes import Interrupted
+from infcl_jax.frozen_features import cached_features
+from infcl_jax.initialization import InitConfig, initialize
+from infcl_jax.planner import (
+    MemoryPlan,
+    describe_plan,
+    device_memory_limit,
+    explain_out_of_memory,
+    plan_memory,
+    utilization,
+)
+from infcl_jax.process_watch import failures
+from infcl_jax.run.callbacks import Callback, Callbacks
+from infcl_jax.run.devices import start_devices
+from infcl_jax.run.loop import TrainLoop
+from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.settings import (
+    SETTINGS,
+    changed_settings,
+    check_config,
+    check_fixed,
+    format_changes,
+    make_config,
+    name_changes,
+    with_total_steps,
+)
+from infcl_jax.training import (
+    Checkpointer,
+    DataWait,
+    MetricWriter,
+    Outputs,
+    Preemption,
+    Profile,
+    RunConsole,
+    Safeguards,
+    TrainState,
+    WorkdirLock,
+    make_train_step,
+    parameter_count,
+    prepare_workdir,
+    rare_garbage_collection,
+)
+from infcl_jax.training.workdir import CONFIG_FILE
+
+
+def train(
+    config: ConfigDict | Mapping[str, Any], workdir: str | Path, callbacks: Sequence[Callback] = ()
+) -> dict[str, float]:
+    """Train all steps of a run, from its latest checkpoint if there is one.
+
+    The same as the command `experiments.train`, for notebooks and scripts. Ctrl-C, or the stop button of a notebook,
+    saves a checkpoint after the step and raises `KeyboardInterrupt`; before the first step, or pressed again, it raises
+    at once. The same call continues the run. Signals of schedulers save a checkpoint and raise `Interrupted`, which
+    ends a script with status 75. Outside the main thread, Python delivers no signals, so only other processes of the
+    run can stop it.
+
+    Args:
+      config: changed settings by name, such as `{"dataset": "photos", "optimizer": {"learning_rate": 1e-3}}`, or a
+        `ConfigDict` such as those in `configs`. `docs/settings.md` lists the settings with their defaults.
+      workdir: folder of checkpoints, `metrics.jsonl`, `run.log`, `config.json`, the tokenizer and plots.
+      callbacks: hooks for steps, evaluations and checkpoints.
+
+    Returns:
+      Results of the final evaluation, see `infcl_jax.evaluation.Suite`.
+
+    Raises:
+      ValueError: a setting is wrong, a resumed run changes a fixed setting or a shape of its state, or `workdir` is not
+        writable.
+      FileNotFoundError: a dataset is not prepared.
+      ImportError: a package of the tokenizer or of a writer is not installed.
+      FloatingPointError: the loss, a gradient or the state is not finite.
+      OSError: the last checkpoint, or `max_failed_saves` in a row, could not be saved.
+      OutOfMemory: a device ran out of memory; the message says which settings to change.
+      KeyboardInterrupt: the user stopped the run.
+      Interrupted: another signal stopped the run, or another run uses `workdir`.
+
+    Example:
+      results = infcl_jax.train({"dataset": "digits", "model": "tiny", "total_steps": 100}, "runs/digits")
+    """
+    config = make_config(config)
+    hooks = Callbacks(callbacks)
+    preemption = Preemption(config.stop_timeout, workdir, interactive=True)
+    try:
+        with preemption:
+            return _train(config, workdir, preemption, hooks)
+    except Interrupted as interrupted:
+        if preemption.interrupted:
+            raise KeyboardInterrupt(interrupted.message) from None
+        print(interrupted, file=sys.stderr)  # Python prints no message of a SystemExit with a status
+        raise
+
+
+def train_process(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+    """Train a run as the only task of this process, for the command.
+
+    Stop signals end the process, see `infcl_jax.training.Preemption`. For the rest see `train`.
+    """
+    check_config(config)
+    with Preemption(config.stop_timeout, workdir) as preemption:
+        return _train(config, workdir, preemption, Callbacks())
+
+
+def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption, callbacks: Callback) -> dict[str, float]:
+    """Train all steps of the run while stop signals are handled; see `train`."""
+    mesh = start_devices(config, workdir)
+    preemption.joined()
+    with RunConsole(lead=is_lead()) as console:
+        return _train_on(mesh, config, workdir, preemption, callbacks, console)
+
+
+def _train_on(
+    mesh: Mesh,
+    config: ConfigDict,
+    workdir: str | Path,
+    preemption: Preemption,
+    callbacks: Callback,
+    console: RunConsole,
+) -> dict[str, float]:
+    """Train all steps of the run on a mesh; see `train`."""
+    workdir = prepare_workdir(workdir)
+    memory_limit = device_memory_limit()
+    outputs = Outputs()
+    checkpointer = Checkpointer(
+        workdir,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        resume=config.resume,
+        max_failed_saves=config.max_failed_saves,
+        saved=callbacks.on_checkpoint,
+    )
+    with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
+        console.open_log(workdir, outputs)
+        origin = checkpoints.origin()
+        resumed = origin is not None
+        source = run.training_source(config)
+        config = with_total_steps(config, source)
+        changed = changes_since(origin, config) if resumed else {}
+        fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
+        check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
+        tokenizer = run.text_tokenizer(config, origin)
+        loss_fn = run.loss(config, mesh, source)
+        workload = run.workload(config, mesh.size, memory_limit, source=source)
+        step_fn = make_train_step(
+            loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
+        )
+        suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
+        state = run.initial_state(config, mesh, source)
+        if not resumed:
+            state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
+        with name_changes(changed):  # adds the changed settings to an error of shapes
+            state = checkpoints.restore_latest(state)
+        start = int(state.step)
+        if start > config.total_steps:
+            raise ValueError(
+                f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
+                "train longer, or choose another --workdir"
+            )
+        features = cached_features(config, workdir, mesh, state, source, tokenizer, say)
+        data = run.training_data(config, source, tokenizer, mesh, features)
+        with name_changes(changed):
+            checkpoints.restore_position(data)
+        if str(origin) != str(workdir.absolute()) and is_lead():
+            # A copy, because the files that `config.tokenizer` names may move or change.
+            folder = workdir / run.TOKENIZER_FOLDER
+            outputs.attempt(folder, lambda: tokenizer.save(folder))
+        plan = plan_memory(workload, memory_limit)
+        outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, plan))
+        announce(config, mesh, state, workdir, plan, data)
+        for line in format_changes(changed):
+            say(line)
+        writer = MetricWriter(
+            workdir,
+            writers=config.writers,
+            lead=is_lead(),
+            resume_step=start,
+            outputs=outputs,
+            settings=config.to_dict(),
+        )
+        profile = Profile(config.profile, workdir, lead=is_lead())
+        safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
+        data_wait = DataWait(observe=safeguards.slow_steps.update)
+        with writer, contextlib.closing(data), safeguards, data_wait, profile, rare_garbage_collection():
+            parts = mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption, safeguards
+            mfu = utilization(workload, mesh.devices.flat[0].device_kind)
+            loop = TrainLoop(config, workdir, *parts, callbacks, console=console, utilization=mfu, profile=profile)
+            callbacks.on_start(config, workdir, start)
+            try:
+                results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
+            except jax.errors.JaxRuntimeError as error:
+                if (explained := explain_out_of_memory(error, plan)) is error:
+                    raise
+                raise explained from error
+    if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
+        say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
+    curves = workdir / CURVES_FILE
+    outputs.attempt(curves, lambda: save_curves(workdir, suite))
+    if not results:
+        say_results(config.total_steps, results)
+    if bad_records := data.bad_records.summary():
+        say(bad_records)
+    outputs.retry()
+    if unwritten := outputs.summary():
+        say(f"warning: {unwritten}")
+    callbacks.on_end(config.total_steps, results)
+    return results
+
+
+def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """Return the changed settings of a resumed run; none without a `config.json`."""
+    return changed_settings(run.saved_config(workdir), config) if (workdir / CONFIG_FILE).is_file() else {}
+
+
+def announce(
+    config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan, data: TrainIterator
+) -> None:
+    """Print a summary of the run, its memory plan and how it reads data."""
+    platform = mesh.devices.flat[0].platform
+    parameters = f"{parameter_count(state.params) / 1e6:.1f} M parameters"
+    if state.frozen:
+        parameters += f" ({parameter_count(state.trained) / 1e6:.1f} M trained)"
+    say(
+        f"{config.model}, {parameters}, on {mesh.size} {platform} device(s), "
+        f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
+    )
+    say(describe_plan(plan))
+    say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
+    if int(state.step):
+        say(f"resumed from step {int(state.step)} in {workdir}")

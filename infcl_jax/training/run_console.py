@@ -1,0 +1,237 @@
+"""Console of a run: timestamped lines, a live line, and the log file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from infcl_jax.training.live_line import LiveLine, live_line
+from infcl_jax.training.outputs import AppendFile, Outputs, printed_by, write_stdout
+
+LOG_FILE = "run.log"
+
+_LIVE_SECONDS = 0.2  # least time between two updates of the live line, which a terminal over SSH can follow
+_TICK_SECONDS = 1.0  # of the seconds on the live line
+
+
+class RunConsole:
+    """Timestamped lines on stdout and in `workdir/run.log`.
+
+    Inside the context, it prints the lines of `infcl_jax.training.outputs.print_line`. In a terminal and in a notebook
+    the last line is live: `progress` replaces it. Elsewhere `progress` prints a line only if it is due. The log file
+    has the due lines in every case, and the warnings of the package's loggers, which go to stderr.
+
+    Example:
+      with RunConsole(lead=is_lead()) as console:
+          console.open_log(workdir, outputs)
+          with console.busy("compiling the training step"):
+              compile()
+          console.progress(["step 1/100", "loss 4.1"], due=True)
+
+    Attributes:
+      start: Unix time at which the console was created, in seconds.
+    """
+
+    def __init__(
+        self, *, lead: bool = True, live: LiveLine | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Choose between a live line and a plain log.
+
+        Args:
+          lead: whether this process shows its progress and has a log file; all processes print lines.
+          live: live line; None: that of the terminal or notebook, if there is one.
+          clock: monotonic clock, in seconds.
+        """
+        self.start = time.time()
+        self._lead, self._clock = lead, clock
+        self._live = (live or live_line()) if lead else None
+        self._lock = threading.RLock()  # watchdogs print from their threads
+        self._log: AppendFile | None = None
+        self._early: list[bytes] = []  # lines before the log file is open
+        self._text = ""  # of the live line
+        self._updated = -float("inf")
+        self._contexts = contextlib.ExitStack()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the console was created."""
+        return time.time() - self.start
+
+    def open_log(self, workdir: str | os.PathLike[str], outputs: Outputs) -> None:
+        """Append all lines to `workdir/run.log`, with those printed so far.
+
+        Args:
+          workdir: directory of the run, whose lock this process holds.
+          outputs: handling of write errors.
+        """
+        if not self._lead:
+            return
+        with self._lock:
+            early = [_log_line(f"started on {socket.gethostname()}, process {os.getpid()}", self.start), *self._early]
+            self._log = AppendFile(Path(workdir, LOG_FILE), outputs)
+            self._log.write(b"".join(early))
+            self._early = []
+
+    def print(self, line: str) -> None:
+        """Print a line, or lines such as those of a table."""
+        with self._lock:
+            self._show(line)
+            self._write(line)
+
+    def progress(self, fields: Sequence[str], *, due: bool) -> None:
+        """Show the progress.
+
+        Args:
+          fields: parts of the line, the most important first; the live line leaves out those that do not fit.
+          due: whether a plain log gets the line.
+        """
+        if not self._lead:
+            return
+        line = "  ".join(fields)
+        with self._lock:
+            if due:
+                self._write(line)
+            if self._live is None:
+                if due:
+                    self._show(line)
+            elif due or self._clock() - self._updated >= _LIVE_SECONDS:
+                self._replace(self._live.fit([f"{_time_of_day()}  {fields[0]}", *fields[1:]]))
+
+    def keep(self) -> None:
+        """Keep the live line as it is; the next one starts below."""
+        with self._lock:
+            if self._live is not None and self._text:
+                self._live.end()
+                self._text = ""
+
+    @contextlib.contextmanager
+    def busy(self, what: str, *, announced: bool = False) -> Iterator[None]:
+        """Show what the run does, with its seconds on the live line.
+
+        Args:
+          what: phrase such as "compiling the training step".
+          announced: whether a plain log gets a line at the start and one at the end.
+        """
+        start = self._clock()
+
+        def text() -> str:
+            return f"{what} ... {self._clock() - start:.0f} s"
+
+        if announced:
+            self.progress([f"{what} ..."], due=True)
+        else:
+            self.keep()
+        with self._ticking(text):
+            yield
+        if announced:
+            self.progress([text()], due=True)
+            self.keep()
+
+    @contextlib.contextmanager
+    def _ticking(self, text: Callable[[], str]) -> Iterator[None]:
+        """Show a text on the live line, updated every second by a thread."""
+        if self._live is None:
+            yield
+            return
+        stopped = threading.Event()
+
+        def show() -> None:
+            with self._lock:
+                if not stopped.is_set():
+                    self._replace(self._live.fit([f"{_time_of_day()}  {text()}"]))
+
+        def tick() -> None:
+            while not stopped.wait(_TICK_SECONDS):
+                show()
+
+        show()  # in this thread, to which a notebook assigns the output
+        threading.Thread(target=tick, name="console", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                stopped.set()
+                self._replace("")
+
+    def __enter__(self) -> Self:
+        """Print the lines of `print_line`, and log the warnings of the package's loggers."""
+        self._contexts.enter_context(printed_by(self.print))
+        handler = _Warnings(self._log_warning)
+        logger = logging.getLogger("infcl_jax")
+        logger.addHandler(handler)
+        self._contexts.callback(logger.removeHandler, handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Log the error, which the caller prints, and close the log file."""
+        self._contexts.close()
+        self.keep()
+        with self._lock:
+            if error is not None:
+                self._write(" ".join(f"{type(error).__name__}: {error}".split()))
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _log_warning(self, line: str) -> None:
+        """Log a line that is about to be printed on stderr."""
+        with self._lock:
+            self.keep()
+            self._write(line)
+
+    def _show(self, line: str) -> None:
+        """Print a line above the live line."""
+        stamp, *rest = line.split("\n")
+        text = "\n".join([f"{_time_of_day()}  {stamp}", *(f"{'':10}{row}" for row in rest)])
+        if self._live is None:
+            write_stdout(f"{text}\n")
+        else:
+            self._live.above(text, self._text)
+
+    def _replace(self, text: str) -> None:
+        """Replace the live line."""
+        self._text, self._updated = text, self._clock()
+        self._live.replace(text)
+
+    def _write(self, line: str) -> None:
+        """Append a line to the log file."""
+        if self._log is not None:
+            self._log.write(_log_line(line))
+        elif self._lead:
+            self._early.append(_log_line(line))
+
+
+class _Warnings(logging.Handler):
+    """Log the warnings of the package's loggers, which other handlers print on stderr."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a warning."""
+        try:
+            self._write(f"{record.levelname.lower()}: {record.getMessage()}")
+        except Exception:
+            self.handleError(record)
+        if not logging.root.handlers and logging.lastResort is not None:  # which a logger with a handler never reaches
+            logging.lastResort.handle(record)
+
+
+def _time_of_day() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _log_line(line: str, when: float | None = None) -> bytes:
+    """Format a line of the log file, with date and offset from UTC."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(when))
+    first, *rest = line.split("\n")
+    return "\n".join([f"{stamp}  {first}", *(f"{'':26}{row}" for row in rest), ""]).encode()

@@ -1,0 +1,112 @@
+"""Training from Python: callbacks, the stop button, and the thread that trains."""
+
+import json
+import os
+import signal
+import threading
+
+import jax
+import pytest
+import runs
+
+import infcl_jax
+from infcl_jax.environment import ENVIRONMENT_FILE
+from infcl_jax.exit_codes import RESUME, Interrupted
+from infcl_jax.training import WorkdirLock
+
+SETTINGS = {
+    "dataset": "digits",
+    "model": "tiny",
+    "model_overrides": runs.OVERRIDES,
+    "batch_size": 32,
+    "total_steps": 6,
+    "log_every": 2,
+    "eval_every": 0,
+    "checkpoint_every": 2,
+    "optimizer": {"warmup_steps": 0},
+    "evaluation.batch_size": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """The promotion of JAX's defaults, in all threads: optax raises a float to an integer power."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+class Recorder(infcl_jax.Callback):
+    """Events of a run. Presses Ctrl-C while the step after `stop` computes."""
+
+    def __init__(self, stop=None):
+        self.events, self.metrics, self.stop, self.complete = [], {}, stop, []
+
+    def on_start(self, config, workdir, step):
+        self.events.append(f"start {step}")
+        assert (config.total_steps, config.optimizer.name) == (6, "adamw") and workdir.is_dir()
+
+    def on_step(self, step, metrics):
+        self.metrics[step] = metrics
+        if step == self.stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_evaluation(self, step, results):
+        self.events.append(f"evaluation {step}")
+        self.results = results
+
+    def on_checkpoint(self, step, path):
+        self.events.append(f"checkpoint {step}")
+        self.complete.append((path / "manifest.json").exists())
+
+    def on_end(self, step, results):
+        self.events.append(f"end {step}")
+        assert results == self.results
+
+
+@pytest.fixture
+def handler():
+    """Handler of SIGINT that a notebook has, which the run leaves as it was."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_a_stopped_run_goes_on_with_the_same_call_in_any_thread(tmp_path, handler, capsys):
+    settings = SETTINGS | {"evaluation": {"zero_shot_dataset": "digits", "zero_shot_split": "zero_shot"}}
+    first, second, results = Recorder(stop=2), Recorder(), []
+    with pytest.raises(KeyboardInterrupt, match="saved step 3; the same call continues from there"):
+        infcl_jax.train(settings, tmp_path, [first])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert first.events == ["start 0", "checkpoint 2", "checkpoint 3"]
+    thread = threading.Thread(target=lambda: results.append(infcl_jax.train(settings, tmp_path, (second,))))
+    thread.start()
+    thread.join()
+    steps = ["start 3", "evaluation 6", "checkpoint 4", "checkpoint 6", "end 6"]
+    assert second.events == steps and results == [second.results]
+    assert all(first.complete + second.complete)
+    metrics = first.metrics | second.metrics
+    assert list(metrics) == [1, 2, 3, 4, 5, 6]
+    assert all(type(value) in (int, float) for line in metrics.values() for value in line.values())
+    norms = {"grad_norm", "grad_norm/image", "grad_norm/text"}
+    assert metrics[5].keys() == {"loss", "logit_scale", *norms} and "learning_rate" in metrics[6]
+    assert [start["step"] for start in json.loads((tmp_path / ENVIRONMENT_FILE).read_text())] == [0, 3]
+
+
+def test_another_run_in_the_workdir_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(WorkdirLock.__init__, "__kwdefaults__", {"wait": 0})
+    with WorkdirLock(tmp_path), pytest.raises(Interrupted) as caught:
+        infcl_jax.train(SETTINGS, tmp_path)
+    assert caught.value.code == RESUME and "is in use by process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (Recorder(), r"a list of callbacks, got <.*; write callbacks=\[\.\.\.\]"),
+        ([Recorder], "callbacks that are objects of infcl_jax.Callback, got <class"),
+    ],
+)
+def test_callbacks_are_checked_first(callbacks, message):
+    with pytest.raises(ValueError, match=f"^expected {message}"):
+        infcl_jax.train(SETTINGS, "nowhere", callbacks)

@@ -23,13 +23,14 @@ from infcl_jax.data.decode.api import pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS, load_upright
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.base import SETTINGS_FILE
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
-from infcl_jax.models import CLIP, build_model, variable_shapes
-from infcl_jax.models.convert import convert, hugging_face, open_source
+from infcl_jax.models import CLIP, Certificate, build_model, config_of, save_pretrained, variable_shapes
+from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
@@ -55,8 +56,8 @@ def load(
     """Load a model to encode and classify images and texts.
 
     Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
-    own image size, normalization and resize. Its tokenizer is that of the files in its folder, or CLIP's for a
-    vocabulary of 49,408 ids.
+    own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
+    `tokenizer`, or CLIP's for a vocabulary of 49,408 ids.
 
     Args:
       path: work directory of a run, or a folder, file or Hub name of `infcl_jax.models.load_pretrained`.
@@ -156,6 +157,8 @@ def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenize
 
 def _tokenizer_spec(folder: Path, model: CLIP) -> str:
     """Return the spec of the tokenizer of a pretrained model."""
+    if (folder / run.TOKENIZER_FOLDER / SETTINGS_FILE).is_file():  # written by `Encoder.save` or an export
+        return str(folder / run.TOKENIZER_FOLDER)
     clip = model.text.vocab_size == CLIP_VOCAB_SIZE
     kinds = (("clip", "merges.txt"), ("hf", "tokenizer.json"), ("sentencepiece", "spiece.model"))
     for kind, name in kinds:
@@ -171,7 +174,7 @@ def _tokenizer_spec(folder: Path, model: CLIP) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoder:
     """Dual encoder with its parameters, tokenizer and image transform.
 
@@ -195,6 +198,15 @@ class Encoder:
     batch_size: int = 256
     resize: Resize = SHORTEST_BICUBIC
     max_image_pixels: int = MAX_PIXELS
+
+    def __repr__(self) -> str:
+        """Describe the model in a line, without its arrays."""
+        millions = sum(leaf.size for leaf in jax.tree.leaves(self.variables["params"])) / 1e6
+        return (
+            f"Encoder({millions:.1f} M parameters, images of {self.image_size} pixels, texts of at most "
+            f"{self.tokenizer.context_length} tokens ({self.tokenizer.kind}), features of {self.embed_dim} dimensions, "
+            f"{self.mesh.size} device(s))"
+        )
 
     @property
     def image_size(self) -> int:
@@ -285,6 +297,31 @@ class Encoder:
         vectors = self.classifier(classes, templates)
         logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
         return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
+
+    def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> Certificate:
+        """Write the model and its tokenizer, for `load` and for other libraries.
+
+        Args:
+          path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`.
+          format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
+
+        Returns:
+          The certificate of the files, converted back.
+
+        Raises:
+          ValueError: the format has no such model.
+
+        Example:
+          encoder = infcl_jax.load("runs/photos")
+          print(encoder.save("exported").summary())
+        """
+        config = dataclasses.replace(
+            config_of(self.model), resize_mode=self.resize.mode, interpolation=self.resize.interpolation
+        )
+        variables = jax.tree.map(to_host, self.variables)
+        certificate = save_pretrained(Path(path), config, variables, format)
+        self.tokenizer.save(Path(path, run.TOKENIZER_FOLDER))
+        return certificate
 
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""

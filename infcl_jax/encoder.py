@@ -19,8 +19,8 @@ from PIL import Image
 
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer, load_tokenizer
-from infcl_jax.data.decode.api import pixels
-from infcl_jax.data.decode.pillow import MAX_PIXELS, load_upright
+from infcl_jax.data.decode.image_like import ImageLike, decode_image
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
@@ -37,8 +37,6 @@ from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
 _logger = logging.getLogger(__name__)
-
-ImageLike = Image.Image | str | os.PathLike | bytes | np.ndarray | jax.Array
 
 DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
 
@@ -201,11 +199,10 @@ class Encoder:
 
     def __repr__(self) -> str:
         """Describe the model in a line, without its arrays."""
-        millions = sum(leaf.size for leaf in jax.tree.leaves(self.variables["params"])) / 1e6
+        count, text = sum(leaf.size for leaf in jax.tree.leaves(self.variables["params"])), self.tokenizer
         return (
-            f"Encoder({millions:.1f} M parameters, images of {self.image_size} pixels, texts of at most "
-            f"{self.tokenizer.context_length} tokens ({self.tokenizer.kind}), features of {self.embed_dim} dimensions, "
-            f"{self.mesh.size} device(s))"
+            f"Encoder({count:,} parameters, images of {self.image_size} pixels, texts of at most {text.context_length} "
+            f"tokens of {text.vocab_size:,} ids, features of {self.embed_dim} dimensions, {self.mesh.size} device(s))"
         )
 
     @property
@@ -315,9 +312,8 @@ class Encoder:
           encoder = infcl_jax.load("runs/photos")
           print(encoder.save("exported").summary())
         """
-        config = dataclasses.replace(
-            config_of(self.model), resize_mode=self.resize.mode, interpolation=self.resize.interpolation
-        )
+        resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
+        config = dataclasses.replace(config_of(self.model), **resize)
         variables = jax.tree.map(to_host, self.variables)
         certificate = save_pretrained(Path(path), config, variables, format)
         self.tokenizer.save(Path(path, run.TOKENIZER_FOLDER))
@@ -366,22 +362,10 @@ class Encoder:
     def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
         """Decode an image, resize it and crop its center."""
         try:
-            return resize_center_crop(_decoded(image, self.max_image_pixels), self.image_size, self.resize)
+            return resize_center_crop(decode_image(image, self.max_image_pixels), self.image_size, self.resize)
         except Exception as error:  # image decoders raise any exception
             name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
             raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def _decoded(image: ImageLike, max_pixels: int) -> np.ndarray:
-    """Decode an image to uint8 [H, W, 3]."""
-    if isinstance(image, Image.Image):
-        return np.asarray(load_upright(image))
-    if isinstance(image, str | os.PathLike):
-        image = Path(image).read_bytes()
-    if not isinstance(image, bytes):
-        image = np.asarray(image)
-        image = image[:, :, None] if image.ndim == 2 else image
-    return pixels({"image": image, "caption": "", "captions": (), "label": -1}, max_pixels)
 
 
 def _check_sequence(name: str, values: Any) -> None:

@@ -14,9 +14,10 @@ BYTES_VOCABULARY = ByteTokenizer.vocab_size
 
 
 def open_clip_folder(case: str, folder: Path) -> Path:
-    """Write a golden model as a folder of OpenCLIP, with a vocabulary extended to that of bytes.
+    """Write a golden model as a folder of OpenCLIP with a byte vocabulary.
 
-    `reference.safetensors` has the inputs and the features of OpenCLIP.
+    Token embeddings are repeated up to the number of byte ids. `reference.safetensors` has the inputs and the features
+    of OpenCLIP.
 
     Args:
       case: name in `tests/golden/make_open_clip_models.py`, such as "vit".

@@ -260,17 +260,14 @@ class Encoder:
           float32 [C, D], unit vectors; see `infcl_jax.evaluation.class_embeddings`.
 
         Raises:
-          ValueError: there is no class or no template, a template lacks "{}", or one of them is not a sequence.
+          ValueError: there is no class or no template, or a template lacks "{}".
         """
-        templates = DEFAULT_TEMPLATES if templates is None else templates
-        _check_sequence("classes", classes)
-        _check_sequence("templates", templates)
         return class_embeddings(
             TowerEncoder(self.model, "encode_text"),
             self.variables,
             self.tokenizer,
             classes,
-            templates,
+            DEFAULT_TEMPLATES if templates is None else templates,
             self.mesh,
             batch_size=self.batch_size,
         )

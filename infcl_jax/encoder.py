@@ -75,7 +75,7 @@ def load(
       ValueError: the path holds no model, or an argument does not fit it.
       ImportError: a package of the tokenizer or of the Hub is missing.
 
-    Example:
+    Examples:
       encoder = infcl_jax.load("runs/quickstart")
       image = encoder.encode_images(["cat.jpg", "dog.jpg"])  # [2, D]
       probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]

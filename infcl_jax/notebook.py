@@ -22,7 +22,7 @@ class LiveCurves(Callback):
 
     The panels are those of `curves.png`. A resumed run starts with the curves of its earlier steps.
 
-    Example:
+    Examples:
       infcl_jax.train(config, "runs/photos", callbacks=[infcl_jax.notebook.LiveCurves()])
     """
 

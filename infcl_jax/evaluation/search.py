@@ -44,7 +44,7 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
     Raises:
         ValueError: the shapes do not match, or k is out of range.
 
-    Example:
+    Examples:
         similarity, index = top_k(captions, images, 10, data_mesh())
     """
     if query.ndim != 2 or gallery.ndim != 2 or query.shape[1] != gallery.shape[1] or 0 in gallery.shape:

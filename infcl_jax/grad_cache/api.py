@@ -50,7 +50,7 @@ def cached_value_and_grad(
     With residency "device", values derived from the parameters alone, such as casts, are computed once for all chunks
     if the encoder names them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
 
-    Example:
+    Examples:
       >>> encoders = {
       ...     "image": lambda params, chunk, rng: model.apply(params, chunk, method="encode_image"),
       ...     "text": lambda params, chunk, rng: model.apply(params, chunk, method="encode_text"),

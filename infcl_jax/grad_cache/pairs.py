@@ -51,7 +51,7 @@ def pairwise_scores_lse(
 
     Source: GradCache, section 5.
 
-    Example:
+    Examples:
       >>> def score(params, x, y):  # a small network over all pairs of a tile
       ...     hidden = jnp.tanh((x @ params["x"])[:, None] + (y @ params["y"])[None])
       ...     return hidden @ params["out"]

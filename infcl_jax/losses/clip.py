@@ -39,7 +39,7 @@ def clip_loss(
     sum over devices into another sum. Gradients taken inside `shard_map` are then too large by the device count; take
     them outside.
 
-    Example:
+    Examples:
       >>> loss, gradient = jax.value_and_grad(clip_loss)(image, text, 14.3)          # one device
       >>> loss = jax.jit(lambda i, t, s: clip_loss(i, t, s, mesh=mesh))(image, text, scale)  # sharded over a mesh
 

@@ -74,7 +74,7 @@ def global_contrastive_loss(
     Yuan et al., "Provable Stochastic Optimization for Global Contrastive Learning" (SogCLR); Qiu et al., "Not All
     Semantics are Created Equal" (iSogCLR); Wei et al., "FastCLIP", section 4 and Algorithm 1.
 
-    Example:
+    Examples:
       >>> state = create_samples(len(dataset), mesh=mesh)
       >>> def loss_fn(image, text, scale, state):
       ...     return global_contrastive_loss(image, text, index, state, variant="fastclip_v3", gamma=0.8, rho=6.5,

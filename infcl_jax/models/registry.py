@@ -164,7 +164,7 @@ def create_model(name: str, **overrides: Any) -> CLIP:
     Raises:
       ValueError: see `model_config`.
 
-    Example:
+    Examples:
       model = create_model("tiny", **{"vision.layers": 4, "init_logit_bias": -10.0})
       image, text = jnp.zeros((1, 32, 32, 3), jnp.uint8), jnp.zeros((1, 77), jnp.int32)
       variables = model.init(jax.random.key(0), image, text)

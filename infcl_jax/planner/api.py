@@ -183,7 +183,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     Ops are planned with the kernels that they choose on the current device. To plan for a Hopper GPU on another host,
     call this function under `use_abstract_mesh(device_named("H100").mesh)`.
 
-    Example:
+    Examples:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
       ...                cache=GradCacheConfig(chunk_size=2048), implementation="mosaic_gpu")
       >>> print(format_plan(plan_memory(run, device_named("H100").memory_limit)))

@@ -84,7 +84,7 @@ def describe_plan(plan: MemoryPlan) -> str:
 def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
     """Convert an out-of-memory error of the training step to `OutOfMemory`.
 
-    Example:
+    Examples:
       >>> try:
       ...     state, metrics = step(state, batch)
       ... except jax.errors.JaxRuntimeError as error:

@@ -43,7 +43,7 @@ def write_report(path: str | Path, runs: Sequence[RunRecord], *, reload_seconds:
       runs: runs of `read_runs`.
       reload_seconds: time after which the browser loads the page again; None: never.
 
-    Example:
+    Examples:
       write_report("report.html", read_runs(["runs/a", "runs/b"]))
     """
     title = f"Report of {', '.join(run.name for run in runs)}" if len(runs) < 4 else f"Report of {len(runs)} runs"

@@ -17,7 +17,7 @@ class Callback:
     The devices compute the next step while `on_step` runs, so a fast hook costs no time. `on_evaluation` and
     `on_checkpoint` run between two steps.
 
-    Example:
+    Examples:
       class Losses(infcl_jax.Callback):
           def __init__(self):
               self.values = {}

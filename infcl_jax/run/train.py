@@ -92,7 +92,7 @@ def train(
       KeyboardInterrupt: the user stopped the run.
       Interrupted: another signal stopped the run, or another run uses `workdir`.
 
-    Example:
+    Examples:
       results = infcl_jax.train({"dataset": "digits", "model": "tiny", "total_steps": 100}, "runs/digits")
     """
     config = make_config(config)

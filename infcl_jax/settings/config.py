@@ -63,7 +63,7 @@ def make_config(changes: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     Raises:
       ValueError: `changes` is no mapping, a name is unknown, or see `check_config`.
 
-    Example:
+    Examples:
       config = make_config({"dataset": "photos", "optimizer": {"learning_rate": 1e-3}})
     """
     if isinstance(changes, ConfigDict):
@@ -99,7 +99,7 @@ def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_si
     Raises:
       ValueError: `base_batch_size` is not positive.
 
-    Example:
+    Examples:
       config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 32_768)
 
     Source: Goyal et al. 2017; the example has the values of DisCo-CLIP (Chen et al. 2023, section 5.1).

@@ -37,7 +37,7 @@ class DataWait:
 
     A thread waits for the arrays, so the training loop does not.
 
-    Example:
+    Examples:
         with DataWait() as wait:
             for step in range(steps):
                 batch = wait.batch(lambda: shard_batch(mesh, next(data)))

@@ -35,7 +35,7 @@ class MetricWriter:
 
     A line that cannot be written is no error: see `infcl_jax.training.outputs.AppendFile`.
 
-    Example:
+    Examples:
         with MetricWriter(workdir, resume_step=restored_step, lead=is_lead()) as writer:
             writer.write(step, {"loss": loss, "logit_scale": scale})
     """

@@ -77,7 +77,7 @@ class Outputs:
     A failed write prints one line for each file and reason. It is repeated by `retry`, and replaced by the next write
     of the same file.
 
-    Example:
+    Examples:
       outputs = Outputs()
       outputs.attempt(path, lambda: path.write_text(text))
       ...

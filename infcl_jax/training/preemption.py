@@ -51,7 +51,7 @@ class Preemption:
 
     Outside the main thread Python installs no handlers, so that only other processes can ask to stop.
 
-    Example:
+    Examples:
       with Preemption() as preemption:
           initialize_devices()
           preemption.joined()

@@ -20,7 +20,7 @@ class Profile:
 
     The trace has the local devices and the host threads. Tracing slows these steps down.
 
-    Example:
+    Examples:
       with Profile((100, 110), workdir) as profile:
           for step in range(first, total_steps + 1):
               profile.start(step)

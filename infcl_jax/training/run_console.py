@@ -29,7 +29,7 @@ class RunConsole:
     the last line is live: `progress` replaces it. Elsewhere `progress` prints a line only if it is due. The log file
     has the due lines in every case, and the warnings of the package's loggers, which go to stderr.
 
-    Example:
+    Examples:
       with RunConsole(lead=is_lead()) as console:
           console.open_log(workdir, outputs)
           with console.busy("compiling the training step"):

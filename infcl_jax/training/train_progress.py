@@ -54,7 +54,7 @@ class TrainProgress:
     inside `pause`. The time left assumes the mean rate so far, and for evaluations and checkpoints the duration of the
     last one. Evaluations are named until one is measured.
 
-    Example:
+    Examples:
       progress = TrainProgress(console, Pauses(total_steps=1000, eval_every=500), batch_size=256, every=50)
       for step in range(start + 1, total_steps + 1):
           ...

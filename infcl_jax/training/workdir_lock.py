@@ -68,7 +68,7 @@ class WorkdirLock:
     host, `flock` decides, or the process ID on file systems without `flock`. For other hosts, whose `flock` may not
     reach this one, the heartbeat decides. A lock of a dead process is taken over.
 
-    Example:
+    Examples:
       with WorkdirLock(workdir):
           train()
     """

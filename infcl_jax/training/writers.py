@@ -66,7 +66,7 @@ class CsvFile:
     The columns are step, time (Unix time in seconds), name and value. Rows of one value need no columns known in
     advance, so the file is only appended to.
 
-    Example:
+    Examples:
       pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")
     """
 

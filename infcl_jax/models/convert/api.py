@@ -65,7 +65,7 @@ def load_pretrained(
       ValueError: the configuration is not supported, or a tensor is missing, unknown or of another shape.
       ImportError: `huggingface_hub` is not installed (extra "hub").
 
-    Example:
+    Examples:
       model, variables = load_pretrained("hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K", image_size=256)
       features = model.apply(variables, images, method="encode_image")
     """

@@ -89,6 +89,12 @@ class TrainIterator(grain.DatasetIterator):
     number of processes or workers, so a run can resume on another machine. It is JSON-serializable, as grain's
     checkpoint handler for orbax expects.
 
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> batches = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=4, seed=0, num_workers=0)
+      >>> first, state = next(batches), batches.get_state()  # `set_state(state)` continues there
+      >>> batches.close()
+
     Args:
       chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows. A chunk may have the key `STATS`.
       chunks_per_batch: chunks of one batch of this process.

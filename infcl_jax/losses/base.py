@@ -25,6 +25,10 @@ SAMPLE_INPUTS = ("index", "samples", "step")
 class LossOutput(NamedTuple):
     """Loss of one batch.
 
+    Examples:
+      >>> LossOutput(jnp.float32(2.0)).rows is None  # no sample state
+      True
+
     Attributes:
       value: scalar loss.
       rows: the batch's new rows of the sample state; None for losses without sample state.
@@ -39,6 +43,15 @@ class LossOutput(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(abc.ABC):
     """Training loss of a global batch.
+
+    Examples:
+      >>> class HalfLoss(Loss):
+      ...     def __call__(self, output, **inputs):
+      ...         return LossOutput(clip_loss(output.image, output.text, output.logit_scale / 2, mesh=self.mesh))
+      >>> loss = HalfLoss.create("half", mesh=None, implementation=None)
+      >>> output = CLIPOutput(image, text, jnp.float32(14.3), logit_bias=None)
+      >>> print(f"{loss(output).value:.2f}")
+      0.37
 
     Attributes:
       name: key of the loss in `infcl_jax.training.LOSSES`.

@@ -24,7 +24,6 @@ def step_flops(config: CLIPConfig, unlocked: Mapping[str, int] | None = None, pr
       precomputed: frozen towers whose features are read instead of computed.
 
     Examples:
-      >>> from infcl_jax.models import model_config
       >>> from infcl_jax.models.flops import step_flops
       >>> step_flops(model_config("ViT-B-16")) / 1e9
       113.1327744

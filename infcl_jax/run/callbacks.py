@@ -18,14 +18,14 @@ class Callback:
     `on_checkpoint` run between two steps.
 
     Examples:
-      class Losses(infcl_jax.Callback):
-          def __init__(self):
-              self.values = {}
-
-          def on_step(self, step, metrics):
-              self.values[step] = metrics["loss"]
-
-      infcl_jax.train(config, "runs/photos", callbacks=[losses := Losses()])
+      >>> class Losses(infcl_jax.Callback):
+      ...     def __init__(self):
+      ...         self.values = {}
+      ...
+      ...     def on_step(self, step, metrics):
+      ...         self.values[step] = metrics["loss"]
+      >>> losses = Losses()
+      >>> results = infcl_jax.train({"dataset": "digits", "model": "tiny"}, "runs/losses", callbacks=[losses])
     """
 
     def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:

@@ -76,9 +76,9 @@ class Checkpointer:
     failed save is reported, and the next one tries again. All processes must call every method together.
 
     Examples:
-      with Checkpointer(workdir, keep=3) as checkpoints:
-          state = checkpoints.restore_latest(state, data)
-          checkpoints.save(step, state, data)
+      >>> with Checkpointer("runs/digits") as checkpoints:
+      ...     print(checkpoints.latest_step())
+      1
     """
 
     def __init__(

@@ -25,6 +25,17 @@ class Writer(Protocol):
     """Writer of the metrics of one run, on its leading process.
 
     A write that fails is no error of the run: it prints a warning, and the values wait or are lost.
+
+    Examples:
+      >>> class Printer:
+      ...     def write(self, step, scalars):
+      ...         print(step, scalars)
+      ...
+      ...     def close(self, failed=False):
+      ...         pass
+      >>> writer: Writer = Printer()
+      >>> writer.write(1, {"loss": 4.1})
+      1 {'loss': 4.1}
     """
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

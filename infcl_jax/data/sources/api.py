@@ -36,6 +36,11 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
     "labels.csv?label=kind". With "?caption=none", the images of a path need no captions or labels, for features alone.
 
+    Examples:
+      >>> source = load_source("photos", "train")
+      >>> len(source), source[0]["caption"]
+      (8, 'caption 0')
+
     Args:
       dataset: name or path of the dataset.
       split: name of the split, "train" for a path without splits. The split of a folder is its subfolder or its files

@@ -158,7 +158,12 @@ IMPLEMENTATIONS = tuple(TABLE)
 
 
 def available_implementations() -> tuple[str, ...]:
-    """Names of the implementations that run on the default device."""
+    """Names of the implementations that run on the default device.
+
+    Examples:
+      >>> available_implementations()
+      ('dense', 'local', 'disco', 'ring', 'xla')
+    """
     capability = compute_capability()
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: links to files outside of docs, and the pages of the repository's root."""
+"""Hooks of mkdocs for links to the repository and for its root's pages."""
 
 import posixpath
 import re

@@ -3,7 +3,7 @@
 import doctest
 import importlib
 import inspect
-from pathlib import Path
+import shutil
 
 import captioned
 import jax
@@ -77,7 +77,7 @@ def names():
 def quick_train(settings, workdir, callbacks=()):
     """Check settings and callbacks of a training that `tests/run/test_train.py` does, and save a run."""
     assert make_config(settings) and Callbacks(callbacks)
-    runs.save(Path(workdir), {1: 1.0})
+    shutil.copytree("runs/digits", workdir, dirs_exist_ok=True)
     for callback in callbacks:
         callback.on_step(1, {"loss": 4.1})
 

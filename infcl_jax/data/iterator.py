@@ -54,6 +54,14 @@ class BatchReader:
 
     Chunks can be read repeatedly.
 
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> data = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=8, seed=0, num_workers=0)
+      >>> reader = data.next_reader()
+      >>> reader.rows, sorted(reader.read_chunk(0))
+      (8, ['image', 'index', 'text'])
+      >>> data.close()
+
     Attributes:
       rows: rows of this process in the batch.
       chunk_rows: rows per chunk.

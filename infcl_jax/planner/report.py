@@ -74,7 +74,13 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def plan_components(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of each component that takes memory, by its label in `format_plan`."""
+    """Return the bytes of each component that takes memory, by its label in `format_plan`.
+
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> list(plan_components(plan))[:3]
+      ['parameters', 'optimizer state', 'gradients']
+    """
     return {label: size for label, name, _ in _COMPONENTS if (size := getattr(plan, name))}
 
 

@@ -38,6 +38,11 @@ def default_config() -> ConfigDict:
 def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """Return a copy of a configuration with changed settings.
 
+    Examples:
+      >>> config = with_changes(default_config(), {"optimizer.name": "lamb"})
+      >>> config.optimizer.name
+      'lamb'
+
     Args:
       config: settings of a run.
       changes: values by name. A setting of a group has a dotted name, `{"optimizer.name": "lamb"}`, or is in a nested
@@ -144,6 +149,10 @@ def flattened(config: ConfigDict) -> dict[str, Any]:
     """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
 
     A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
+
+    Examples:
+      >>> flattened(default_config())["optimizer.name"]
+      'adamw'
     """
     return _dotted(json.loads(json.dumps(config.to_dict())))
 
@@ -203,5 +212,10 @@ def name_changes(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
 
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Format each change as a line such as "batch_size: 256 -> 512"."""
+    """Format each change as a line such as "batch_size: 256 -> 512".
+
+    Examples:
+      >>> format_changes({"batch_size": (256, 512)})
+      ['batch_size: 256 -> 512']
+    """
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]

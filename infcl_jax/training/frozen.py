@@ -53,6 +53,12 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
 class UnlockedGroups:
     """Number of trained groups at the end of each frozen tower, see `parameter_groups`.
 
+    Examples:
+      >>> unlocked = UnlockedGroups(image=1)  # the projection
+      >>> names = frozen_parameters(variables["params"], ["image"], unlocked)
+      >>> "visual/proj/kernel" in names, "visual/conv1/kernel" in names
+      (False, True)
+
     Attributes:
       image: groups of the image tower, as `--lock-image-unlocked-groups` of OpenCLIP; all if it has fewer.
       text: groups of the text tower, as `--lock-text-unlocked-layers` of OpenCLIP; all if it has fewer.

@@ -78,11 +78,12 @@ class Outputs:
     of the same file.
 
     Examples:
-      outputs = Outputs()
-      outputs.attempt(path, lambda: path.write_text(text))
-      ...
-      outputs.retry()
-      print(outputs.summary())
+      >>> outputs = Outputs(say=lambda line: None)
+      >>> outputs.attempt("missing/notes.txt", lambda: open("missing/notes.txt", "w"))  # whether it succeeded
+      False
+      >>> outputs.retry()
+      >>> sum(outputs.failures.values())
+      2
 
     Attributes:
       failures: number of failed attempts by file.

@@ -52,14 +52,11 @@ class Preemption:
     Outside the main thread Python installs no handlers, so that only other processes can ask to stop.
 
     Examples:
-      with Preemption() as preemption:
-          initialize_devices()
-          preemption.joined()
-          for step in range(1, total_steps + 1):
-              ...
-              if preemption.noticed(step):
-                  save()
-                  raise preemption.saved(step)
+      >>> with Preemption() as preemption:
+      ...     preemption.joined()
+      ...     for step in range(1, 4):
+      ...         if preemption.noticed(step):  # after SIGTERM: save a checkpoint of this step
+      ...             raise preemption.saved(step)
     """
 
     def __init__(

@@ -30,11 +30,9 @@ class RunConsole:
     has the due lines in every case, and the warnings of the package's loggers, which go to stderr.
 
     Examples:
-      with RunConsole(lead=is_lead()) as console:
-          console.open_log(workdir, outputs)
-          with console.busy("compiling the training step"):
-              compile()
-          console.progress(["step 1/100", "loss 4.1"], due=True)
+      >>> with RunConsole() as console:
+      ...     with console.busy("compiling the training step"):
+      ...         compiled = jax.jit(clip_loss).lower(image, text, 14.3).compile()
 
     Attributes:
       start: Unix time at which the console was created, in seconds.

@@ -33,7 +33,7 @@ class TrainState(train_state.TrainState):
 
     Examples:
       >>> optimizer = make_optimizer(OptimizerConfig(), total_steps=10)
-      >>> state = create_state(model, optimizer, image_size=16, context_length=36, seed=0, mesh=mesh)
+      >>> state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optimizer)
       >>> int(state.step), sorted(state.params)
       (0, ['logit_scale', 'text', 'visual'])
 

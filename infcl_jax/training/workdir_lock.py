@@ -69,8 +69,8 @@ class WorkdirLock:
     reach this one, the heartbeat decides. A lock of a dead process is taken over.
 
     Examples:
-      with WorkdirLock(workdir):
-          train()
+      >>> with WorkdirLock(prepare_workdir("runs/locked")):
+      ...     pass  # train
     """
 
     def __init__(

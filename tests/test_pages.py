@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import jax
 import numpy as np
 import pytest
 import runs
@@ -46,8 +47,9 @@ def test_examples_run(page, tmp_path, monkeypatch):
             del table[name]
     names = {"__name__": page}
     examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
-    for example in examples:
-        exec(example, names)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        for example in examples:
+            exec(example, names)
     assert examples
     if page == "extending":
         assert trained == ["runs/margin", "runs/stripes", "runs/apart"]

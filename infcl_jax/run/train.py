@@ -93,7 +93,7 @@ def train(
       Interrupted: another signal stopped the run, or another run uses `workdir`.
 
     Example:
-      results = infcl_jax.train({"dataset": "digits", "model": "tiny", "total_steps": 100}, "runs/digits")
+      results = infcl_jax.train({"dataset": "digits", "model": "tiny", "total_steps": 200}, "runs/digits")
     """
     config = make_config(config)
     hooks = Callbacks(callbacks)

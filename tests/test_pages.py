@@ -21,7 +21,8 @@ DOCS = runs.ROOT / "docs"
 def commands(pattern):
     """Flags of the indented commands of all guides, without line continuations."""
     text = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md"))).replace("\\\n", "")
-    return [shlex.split(line) for line in re.findall(rf"^    python -m {pattern} (.*)$", text, re.MULTILINE)]
+    found = re.findall(rf"^ {{4,}}(?:\w+=\S+ +)*python -m {pattern} (.*?)(?: &)?$", text, re.MULTILINE)
+    return [shlex.split(line) for line in dict.fromkeys(found)]
 
 
 @pytest.mark.parametrize("page", ["dense_retrieval", "extending", "fastclip", "numerics"])

@@ -5,6 +5,7 @@ A training loss is a subclass of `Loss` and a row of `infcl_jax.training.LOSSES`
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jax.sharding import Mesh
@@ -69,7 +70,7 @@ class Loss(abc.ABC):
     implementation: str | None = None
 
     inputs: ClassVar[tuple[str, ...]] = ()
-    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+    implementations: ClassVar[Collection[str]] = IMPLEMENTATIONS
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation, IMPLEMENTATIONS)

@@ -59,6 +59,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags", commands(r"experiments\.train"), ids=" ".join)
 def test_training_commands_have_right_settings(flags):
-    present = ("--config.dataset=digits", "--config.split=train")  # the commands' data is not here
+    # The data of the commands is not here; a batch of this one is small.
+    present = ("--config.dataset=digits", "--config.split=train", "--config.batch_size=64")
     status, output, errors = runs.command("experiments.train", *flags, *present, "--print_config")
     assert status == 0 and "get_config" in output, errors

@@ -74,10 +74,10 @@ def load(
       ValueError: the path holds no model, or an argument does not fit it.
       ImportError: a package of the tokenizer or of the Hub is missing.
 
-    Example:
-      encoder = infcl_jax.load("runs/quickstart")
-      image = encoder.encode_images(["cat.jpg", "dog.jpg"])  # [2, D]
-      probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")  # or a model of OpenCLIP or Hugging Face, such as hf-hub:OWNER/NAME
+      >>> encoder.embed_dim
+      16
     """
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
@@ -178,6 +178,14 @@ class Encoder:
 
     Inputs are encoded in batches on all devices of the mesh. With several processes, each must call the same methods
     with the same arguments, and each gets the results.
+
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")
+      >>> encoder.encode_images(["cat.jpg", "dog.jpg"]).shape
+      (2, 16)
+      >>> encoder.encode_texts(["a cat", "a dog"]).shape
+      (2, 16)
+      >>> probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
 
     Attributes:
       model: the `CLIP` module.

@@ -23,8 +23,10 @@ class LiveCurves(Callback):
 
     The panels are those of `curves.png`. A resumed run starts with the curves of its earlier steps.
 
-    Example:
-      infcl_jax.train(config, "runs/photos", callbacks=[infcl_jax.notebook.LiveCurves()])
+    Examples:
+      >>> curves = infcl_jax.notebook.LiveCurves(seconds=5)  # draws at most every five seconds
+      >>> results = infcl_jax.train({"dataset": "digits", "model": "tiny"}, "runs/curves", callbacks=[curves])
+      <IPython.core.display.Image object>
     """
 
     def __init__(self, seconds: float = 2.0) -> None:

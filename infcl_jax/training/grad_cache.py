@@ -14,6 +14,9 @@ BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
 class GradCacheConfig:
     """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
+    Examples:
+      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
+
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
       keep: number of chunks whose activations are stored in the first pass instead of recomputed in the second.

@@ -83,6 +83,43 @@ def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) ->
         )
 
 
+def checked_ids(name: str, ids: Array, rows: int) -> Array:
+    """Return ids as an array.
+
+    Raises:
+      ValueError: the ids are not int32 of shape `[rows]` or `[rows, 2]`. JAX would cut int64 to 32 bits silently.
+    """
+    if ids.shape not in ((rows,), (rows, 2)) or ids.dtype != jnp.int32:
+        hint = (
+            "; split 64-bit ids into two columns, ids.view(np.int32).reshape(-1, 2)" if ids.dtype.itemsize > 4 else ""
+        )
+        raise ValueError(
+            f"expected {name} to be int32 of shape ({rows},) or ({rows}, 2), got {ids.dtype}{list(ids.shape)}{hint}"
+        )
+    return jnp.asarray(ids)
+
+
+def check_both_ids(x: tuple[str, Array | None], y: tuple[str, Array | None], labels: Array | None = None) -> bool:
+    """Return whether ids are given, as pairs of a name and the ids of one side.
+
+    Raises:
+      ValueError: only one side has ids, both have different widths, or labels are given too.
+    """
+    (x_name, x_ids), (y_name, y_ids) = x, y
+    if x_ids is None and y_ids is None:
+        return False
+    if x_ids is None or y_ids is None:
+        given, missing = (y_name, x_name) if x_ids is None else (x_name, y_name)
+        raise ValueError(f"expected both {x_name} and {y_name}, got only {given}; pass {missing} too")
+    if x_ids.ndim != y_ids.ndim:
+        raise ValueError(
+            f"expected {x_name} and {y_name} with the same number of columns, got {x_ids.shape} and {y_ids.shape}"
+        )
+    if labels is not None:
+        raise ValueError(f"expected labels or {x_name} and {y_name}, got both; leave one of them out")
+    return True
+
+
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
     """Return the mask as an array.
 

@@ -69,6 +69,9 @@ def all_within_range(block: Block, sums: Sums, devices: int) -> Bool[Array, ""]:
     exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
         exact &= within_range(sums.column.sumexp, block.y_mask, block.x.shape[0] * devices)
+    for positives, count in ((sums.row_positives, block.x_count), (sums.column_positives, block.y_count)):
+        if positives is not None:  # a single positive does not use its exponential
+            exact &= within_range(positives.lse.sumexp, count > 1, max(block.x.shape[0], block.y.shape[0]) * devices)
     return exact & (block.x_scale > MIN_SCALE)
 
 

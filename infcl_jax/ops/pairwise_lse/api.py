@@ -91,8 +91,8 @@ def pairwise_lse(
         on any device. int64 is refused, because JAX would cut it to 32 bits.
       y_ids: int32 `[by]` or `[by, 2]`, ids of the columns.
       multi_positive: "mean" or "any": whether `positive.row.gap` and `positive.col.gap` are computed or 0.
-      x_mask: bool `[bx]`, False for masked rows (padding). They are in no sum and match no id. Their results and gradients
-        are 0. Their features, labels and scales may have any value, including NaN.
+      x_mask: bool `[bx]`, False for masked rows (padding). They are in no sum and match no id. Their results and
+        gradients are 0. Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
       columns: False to compute rows only (one-directional retrieval); `col` is then None.
       implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.

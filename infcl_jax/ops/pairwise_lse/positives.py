@@ -75,11 +75,6 @@ class Groups(NamedTuple):
     x_count: Array | None = None
     y_count: Array | None = None
 
-    x: Array | None = None
-    y: Array | None = None
-    x_count: Array | None = None
-    y_count: Array | None = None
-
 
 def match_ids(
     x_ids: Int32[Array, "bx *k"],
@@ -100,21 +95,24 @@ def match_ids(
       axis_name: mesh axes of the batch; None for one device.
     """
     x_ids, y_ids, x_mask, y_mask = varying_over((x_ids, y_ids, x_mask, y_mask), axis_name)
-    sides = [(x_ids, x_mask, UNMATCHED_ROW), (y_ids, y_mask, UNMATCHED_COLUMN)]
-    gathered = [(_gather(ids, axis_name), _gather(mask, axis_name)) for ids, mask, _ in sides]
-    numbers = _numbers(jnp.concatenate([ids.reshape(len(ids), -1) for ids, _ in gathered]))
-    x, y = jnp.split(numbers, [len(gathered[0][0])])
-    size = len(numbers) + 1
+    all_ids = [_gather(ids.reshape(len(ids), -1), axis_name) for ids in (x_ids, y_ids)]
+    numbers = _numbers(jnp.concatenate(all_ids))
+    x, y = jnp.split(numbers, [len(all_ids[0])])
     x_in_group, y_in_group = (
-        jnp.zeros(size, jnp.int32).at[group].add(zero_masked(jnp.ones_like(group), mask))
-        for group, (_, mask) in zip((x, y), gathered, strict=True)
+        jnp.zeros(len(numbers) + 1, jnp.int32)
+        .at[group]
+        .add(zero_masked(jnp.ones_like(group), _gather(mask, axis_name)))
+        for group, mask in ((x, x_mask), (y, y_mask))
     )
-    own = []
-    for group, (ids, mask, unmatched) in zip((x, y), sides, strict=True):
+
+    def own(group: Array, ids: Array, mask: Array | None, unmatched: int) -> Array:
+        """Return this device's group numbers."""
         if axis_name is not None:
             group = lax.dynamic_slice_in_dim(group, lax.axis_index(axis_name) * len(ids), len(ids))
-        own.append(group if mask is None else jnp.where(mask, group, jnp.full_like(group, unmatched)))
-    return Groups(*own, zero_masked(y_in_group[own[0]], x_mask), zero_masked(x_in_group[own[1]], y_mask))
+        return group if mask is None else jnp.where(mask, group, jnp.full_like(group, unmatched))
+
+    x, y = own(x, x_ids, x_mask, UNMATCHED_ROW), own(y, y_ids, y_mask, UNMATCHED_COLUMN)
+    return Groups(x, y, zero_masked(y_in_group[x], x_mask), zero_masked(x_in_group[y], y_mask))
 
 
 def _numbers(ids: Int32[Array, "n k"]) -> Int32[Array, "n"]:

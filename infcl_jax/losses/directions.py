@@ -1,0 +1,106 @@
+"""Cross entropy of both directions of a pair matrix, with positives by label or by id.
+
+A direction is the rows or the columns. Its targets are one positive, the mean of several or any of them, and a share of
+all pairs with label smoothing.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from infcl_jax.losses.batch import Array, AxisName, cross_entropy, global_mean, global_sum
+from infcl_jax.ops.pairwise_lse import Positives
+from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, zero_masked
+
+
+class Direction(NamedTuple):
+    """Loss of each row or column.
+
+    Attributes:
+      loss: `[b/n]`, in nats.
+      mask: bool `[b/n]`, False for rows outside the mean; None: all rows are in the mean.
+    """
+
+    loss: Float[Array, "b"]
+    mask: Bool[Array, "b"] | None
+
+
+def with_positive(
+    negative_lse: Float[Array, "b"],
+    positive: Float[Array, "b"],
+    mask: Bool[Array, "b"] | None,
+    label_smoothing: float = 0.0,
+) -> Direction:
+    """Return the loss of rows with one positive each.
+
+    Args:
+      negative_lse: log-sum-exp over the negatives.
+      positive: logit of the positive.
+      mask: False for masked rows.
+      label_smoothing: share of the targets that all columns have in common. The share's own logits are missing, see
+        `uniform_logit`.
+    """
+    loss = cross_entropy(negative_lse, positive)
+    return Direction(loss + label_smoothing * positive if label_smoothing else loss, mask)
+
+
+def with_positives(negative_lse: Float[Array, "b"], positives: Positives, label_smoothing: float = 0.0) -> Direction:
+    """Return the loss of rows with positives by id.
+
+    A row without a positive is outside the mean. Arguments and results are those of `with_positive`.
+    """
+    mask = positives.number > 0
+    lse = zero_masked(positives.lse, mask)
+    loss = cross_entropy(negative_lse, lse) + positives.gap
+    return Direction(loss + label_smoothing * (lse - positives.gap) if label_smoothing else loss, mask)
+
+
+def mean_of_both(
+    rows: Direction, columns: Direction, weights: Float[Array, "b"] | None, axis_name: AxisName | None
+) -> Float[Array, ""]:
+    """Average the means over rows and over columns.
+
+    If both have the same count, the result and its gradients are those of one mean over pairs, bit for bit.
+
+    Args:
+      rows: losses of this device's rows.
+      columns: losses of this device's columns.
+      weights: weights of the pairs in both means; None for equal weights.
+      axis_name: mesh axes of the batch.
+    """
+    if rows.mask is columns.mask:
+        return global_mean((rows.loss + columns.loss) / 2, rows.mask, axis_name, weights)
+    given = jnp.ones_like(rows.loss) if weights is None else weights
+    row_weight, column_weight = (global_sum(zero_masked(given, d.mask).sum(), axis_name) for d in (rows, columns))
+    ratio = row_weight / jnp.where(column_weight == 0, jnp.ones_like(column_weight), column_weight)
+    loss = zero_masked(rows.loss, rows.mask) + ratio * zero_masked(columns.loss, columns.mask)
+    total = global_sum((given * (loss / 2)).sum(), axis_name)
+    return total / jnp.where(row_weight == 0, jnp.ones_like(row_weight), row_weight)
+
+
+def uniform_logit(
+    image: Float[Array, "b d"],
+    text: Float[Array, "b d"],
+    scale: Float[Array, ""],
+    mask: Bool[Array, "b"] | None,
+    weights: Float[Array, "b"] | None,
+    rows: Direction,
+    columns: Direction,
+    axis_name: AxisName | None,
+) -> Float[Array, ""]:
+    """Return the mean logit of the rows and columns in the mean with all unmasked pairs.
+
+    The mean over pairs is the product of the mean features, so it needs no pair matrix.
+    """
+
+    def mean(features: Array, mask: Array | None, weights: Array | None = None) -> Array:
+        features = zero_masked(features, mask).astype(accumulation_dtype(features.dtype))
+        weights = zero_masked(jnp.ones_like(features[:, 0]) if weights is None else weights, mask)
+        total = global_sum(weights.sum(), axis_name)
+        features = global_sum((weights[:, None] * features).sum(0), axis_name)
+        return features / jnp.where(total == 0, jnp.ones_like(total), total)
+
+    of_rows = (mean(image, rows.mask, weights) * mean(text, mask)).sum()
+    of_columns = (mean(image, mask) * mean(text, columns.mask, weights)).sum()
+    return scale * (of_rows + of_columns) / 2

@@ -11,7 +11,7 @@ from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, checked_weights, over_mesh
 from infcl_jax.losses.directions import mean_of_both, uniform_logit, with_positive, with_positives
 from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
-from infcl_jax.ops.pairwise_lse.checks import check_both_ids, checked_ids
+from infcl_jax.ops.pairwise_lse.checks import checked_ids
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput
@@ -44,8 +44,8 @@ def clip_loss(
     For fp32 features, loss and gradients have a relative error of about 6e-8 times the largest absolute logit. This
     also holds for a loss close to zero, because it is computed from the log-sum-exp over the negatives.
 
-    With ids, all images and texts of equal ids are positives of each other, so a repeated caption is not a negative. With
-    `p` over the texts with the id of image i, the loss of the image is
+    With ids, all images and texts of equal ids are positives of each other, so that a repeated caption is no negative.
+    With `p` over the texts with the id of image i, the loss of the image is
 
         row_i - mean_p(scale * s_ip)                 multi_positive="mean"
         row_i - log sum_p exp(scale * s_ip)          multi_positive="any"
@@ -85,21 +85,17 @@ def clip_loss(
       Scalar in fp32 (fp64 for fp64 features); 0 if all pairs are masked or no id matches.
 
     Raises:
-      ValueError: shapes or dtypes do not match, ids are not int32, an option is out of range, the batch size is not divisible by the device count, or `axis_name` is
-        missing inside `shard_map`.
+      ValueError: shapes or dtypes do not match, ids are not int32, an option is out of range, the batch size is not
+        divisible by the device count, or `axis_name` is missing inside `shard_map`.
     """
     check_pairs(image, text)
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
-    if check_both_ids(("image_ids", image_ids), ("text_ids", text_ids)):
-        # Before `over_mesh`, whose jit would cut int64 to 32 bits.
-        image_ids, text_ids = (
-            checked_ids(name, ids, image.shape[0]) for name, ids in (("image_ids", image_ids), ("text_ids", text_ids))
-        )
+    ids = checked_ids({"image_ids": image_ids, "text_ids": text_ids}, (len(image), len(text)))
     scale = checked_scalar("logit_scale", logit_scale, image)
     settings = _Settings(implementation, multi_positive, label_smoothing)
-    sharded = (image, text, mask, checked_weights(weights, image), image_ids, text_ids)
+    sharded = (image, text, mask, checked_weights(weights, image), *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 

@@ -25,7 +25,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     varying_over,
     zero_masked,
 )
-from infcl_jax.ops.pairwise_lse.checks import check_axis, check_both_ids, check_features, checked_ids, checked_mask
+from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_ids, checked_mask
 from infcl_jax.ops.pairwise_lse.chunking import is_positive, padding_mask, scan_strips, valid_pairs
 from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
 from infcl_jax.ops.pairwise_lse.positives import Groups, is_match, match_ids
@@ -50,8 +50,8 @@ def siglip_loss(
     """Pairwise sigmoid loss over all pairs of the global batch.
 
     The loss is `1/b sum_ij softplus(-z_ij (scale * s_ij + bias))` with `s_ij = <image_i, text_j>`, and z = 1 on the
-    diagonal, else -1. With ids, z = 1 wherever an image and a text have equal ids. Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1 and section 3.3 (text features
-    rotate around the devices).
+    diagonal, else -1. With ids, z = 1 wherever an image and a text have equal ids. Zhai et al., "Sigmoid Loss for
+    Language Image Pre-Training", eq. 1 and section 3.3 (text features rotate around the devices).
 
     Args:
       image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.
@@ -77,24 +77,18 @@ def siglip_loss(
     implementation = implementation or "xla"
     check_features(image, text)
     mask = checked_mask("mask", mask, image.shape[0])
-    if check_both_ids(("image_ids", image_ids), ("text_ids", text_ids)):
-        # Before `over_mesh`, whose jit would cut int64 to 32 bits.
-        image_ids, text_ids = (
-            checked_ids(name, ids, image.shape[0]) for name, ids in (("image_ids", image_ids), ("text_ids", text_ids))
-        )
+    ids = checked_ids({"image_ids": image_ids, "text_ids": text_ids}, (len(image), len(text)))
     if image.dtype == jnp.float16:
         image, text = image.astype(jnp.float32), text.astype(jnp.float32)
     shared = (checked_scalar("logit_scale", logit_scale, image), checked_scalar("logit_bias", logit_bias, image))
-    return over_mesh(
-        _loss, implementation, (image, text, mask, image_ids, text_ids), shared, axis_name=axis_name, mesh=mesh
-    )
+    return over_mesh(_loss, implementation, (image, text, mask, *ids), shared, axis_name=axis_name, mesh=mesh)
 
 
 def _loss(implementation: str, axis_name: AxisName | None, sharded: Any, shared: Any) -> Float[Array, ""]:
-    image, text, mask, *ids = sharded
+    image, text, mask, image_ids, text_ids = sharded
     check_axis(axis_name, image, text)
     plan = _Plan(axis_name, XLA_RINGS[implementation].rows)
-    groups = Groups() if ids[0] is None else match_ids(*ids, mask, mask, axis_name)
+    groups = Groups() if image_ids is None else match_ids(image_ids, text_ids, mask, mask, axis_name)
     image, text = zero_masked(image, mask), zero_masked(text, mask)
     operands = varying_over((image, text, *shared, mask, groups.x, groups.y), axis_name)
     return global_mean(_row_sums(plan, *operands), mask, axis_name)
@@ -144,7 +138,7 @@ def _row_sums(
 
         def strip(carry: None, rows: _Rows) -> tuple[None, Array]:
             logits = scale * similarities(rows.x, y) + bias
-            positive = _positive(rows, y, y_ids, 0 if own else None)
+            positive = _positive(rows.labels if own else None, y, rows.ids, y_ids)
             signed = logits if positive is None else jnp.where(positive, -logits, logits)
             return carry, _where_valid(rows, y_mask, jax.nn.softplus(signed)).sum(1)
 
@@ -170,7 +164,7 @@ def _backward(plan: _Plan, operands: tuple, d_loss: Array) -> tuple:
             s = similarities(rows.x, y)
             logits = scale * s + bias
             d_logits = jax.nn.sigmoid(logits)
-            positive = _positive(rows, y, y_ids, first if own else None)
+            positive = _positive(rows.labels - first if own else None, y, rows.ids, y_ids)
             if positive is not None:  # sigmoid(z) - 1 = -sigmoid(-z), without cancellation
                 d_logits = jnp.where(positive, -jax.nn.sigmoid(-logits), d_logits)
             d_logits = _where_valid(rows, y_mask, rows.d_loss[:, None] * d_logits)
@@ -199,16 +193,11 @@ def _rows(plan: _Plan, x: Array, mask: Array | None, ids: Array | None = None, d
     return _Rows(x, labels, padding_mask(mask, x.shape[0], plan.strip_rows), ids, d_loss)
 
 
-def _positive(rows: _Rows, y: Array, y_ids: Array | None, first: int | None) -> Array | None:
-    """Return bool `[rows, columns]`, True at the positives; None if there are none.
-
-    `first` is the first of these columns in the own block; None in the block of another device.
-    """
-    if y_ids is not None:
-        return is_match(rows.ids, y_ids)
-    if first is None:
-        return None
-    return is_positive(rows.labels - first if first else rows.labels, y)
+def _positive(labels: Array | None, y: Array, x_ids: Array | None, y_ids: Array | None) -> Array | None:
+    """Return bool `[rows, columns]`, True at the positives; None if there are none."""
+    if x_ids is not None:
+        return is_match(x_ids, y_ids)
+    return None if labels is None else is_positive(labels, y)
 
 
 def _where_valid(rows: _Rows, y_mask: Array | None, values: Array) -> Array:

@@ -9,7 +9,6 @@ from infcl_jax.checks import check_choice, check_implementation, is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import (
     check_axis,
-    check_both_ids,
     check_features,
     checked_ids,
     checked_labels,
@@ -108,7 +107,8 @@ def pairwise_lse(
     check_choice("positives", positives, ("include", "exclude"))
     check_implementation(implementation, IMPLEMENTATIONS)
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
-    by_id = check_both_ids(("x_ids", x_ids), ("y_ids", y_ids), labels)
+    x_ids, y_ids = checked_ids({"x_ids": x_ids, "y_ids": y_ids}, (x.shape[0], y.shape[0]), labels)
+    by_id = x_ids is not None
     implementation = implementation or best_implementation(x.dtype, by_id=by_id)
     check_device(implementation, x.dtype, by_id=by_id)
     check_axis(axis_name, x, y)
@@ -119,8 +119,7 @@ def pairwise_lse(
     x_mask, y_mask = checked_mask("x_mask", x_mask, x.shape[0]), checked_mask("y_mask", y_mask, y.shape[0])
     groups = Groups()
     if by_id:
-        ids = checked_ids("x_ids", x_ids, x.shape[0]), checked_ids("y_ids", y_ids, y.shape[0])
-        groups = match_ids(*ids, x_mask, y_mask, axis_name)
+        groups = match_ids(x_ids, y_ids, x_mask, y_mask, axis_name)
     else:
         # With the caller's mask: under jit, a checked one is a tracer, with which the range of labels is not checked.
         labels = checked_labels(labels, x.shape[0], y.shape[0], given_mask)

@@ -74,7 +74,7 @@ def clip_loss(
         any values, including NaN.
       weights: `[b]` weights of the pairs in the means; None for equal weights. A pair of weight 0 remains a negative.
       image_ids: int32 `[b]`, or `[b, 2]` for 64-bit ids. None: the positive of image i is text i. With all ids
-        different and `text_ids` equal to `image_ids`, loss and feature gradients are bitwise those without ids.
+        different and `text_ids` equal to `image_ids`, the loss is that without ids, from the same arithmetic.
       text_ids: int32 `[b]` or `[b, 2]`. Masked pairs match no id.
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
       label_smoothing: share of each target that is spread evenly over all unmasked pairs of a row or column, in

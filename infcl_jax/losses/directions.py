@@ -71,12 +71,16 @@ def mean_of_both(
     """
     if rows.mask is columns.mask:
         return global_mean((rows.loss + columns.loss) / 2, rows.mask, axis_name, weights)
-    given = jnp.ones_like(rows.loss) if weights is None else weights
-    row_weight, column_weight = (global_sum(zero_masked(given, d.mask).sum(), axis_name) for d in (rows, columns))
-    ratio = row_weight / jnp.where(column_weight == 0, jnp.ones_like(column_weight), column_weight)
-    loss = zero_masked(rows.loss, rows.mask) + ratio * zero_masked(columns.loss, columns.mask)
-    total = global_sum((given * (loss / 2)).sum(), axis_name)
-    return total / jnp.where(row_weight == 0, jnp.ones_like(row_weight), row_weight)
+
+    def weighted(direction: Direction) -> tuple[Array, Array]:
+        """Return the weighted losses, and the sum of the weights over all devices."""
+        loss = zero_masked(direction.loss, direction.mask)
+        weight = zero_masked(jnp.ones_like(loss) if weights is None else weights, direction.mask)
+        return weight * loss, global_sum(weight.sum(), axis_name)
+
+    (row_loss, row_weight), (column_loss, column_weight) = weighted(rows), weighted(columns)
+    loss = row_loss + row_weight / _nonzero(column_weight) * column_loss
+    return global_sum((loss / 2).sum(), axis_name) / _nonzero(row_weight)
 
 
 def uniform_logit(
@@ -99,8 +103,13 @@ def uniform_logit(
         weights = zero_masked(jnp.ones_like(features[:, 0]) if weights is None else weights, mask)
         total = global_sum(weights.sum(), axis_name)
         features = global_sum((weights[:, None] * features).sum(0), axis_name)
-        return features / jnp.where(total == 0, jnp.ones_like(total), total)
+        return features / _nonzero(total)
 
     of_rows = (mean(image, rows.mask, weights) * mean(text, mask)).sum()
     of_columns = (mean(image, mask) * mean(text, columns.mask, weights)).sum()
     return scale * (of_rows + of_columns) / 2
+
+
+def _nonzero(value: Float[Array, ""]) -> Float[Array, ""]:
+    """Replace 0 by 1, as a divisor of an empty sum."""
+    return jnp.where(value == 0, jnp.ones_like(value), value)

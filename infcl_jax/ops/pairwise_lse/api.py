@@ -126,10 +126,10 @@ def pairwise_lse(
     if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
-    inputs = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, *groups), axis_name)
+    inputs = varying_over(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, groups.x, groups.y), axis_name)
     block = _zero_masked_rows(inputs)
     row, column, positive = TABLE[implementation].compute(
-        block, axis_name=axis_name, exclude=positives == "exclude", columns=columns
+        block, (groups.x_count, groups.y_count), axis_name=axis_name, exclude=positives == "exclude", columns=columns
     )
     if by_id:
         column = zero_masked(column, y_mask) if columns else None

@@ -34,8 +34,6 @@ class Block(NamedTuple):
       x_ids: int32 `[bx]`, group numbers of the rows, see `positives.Groups`. A pair with equal numbers is a positive.
         None: positives are given by labels.
       y_ids: int32 `[by]`, group numbers of the columns.
-      x_count: int32 `[bx]`, number of positives of each row over all blocks; None without ids.
-      y_count: int32 `[by]`, number of positives of each column over all blocks; None without ids.
     """
 
     x: Float[Array, "bx d"]
@@ -47,8 +45,6 @@ class Block(NamedTuple):
     labels: Int32[Array, "bx"] | None = None
     x_ids: Int32[Array, "bx"] | None = None
     y_ids: Int32[Array, "by"] | None = None
-    x_count: Int32[Array, "bx"] | None = None
-    y_count: Int32[Array, "by"] | None = None
 
 
 class LogSum(NamedTuple):

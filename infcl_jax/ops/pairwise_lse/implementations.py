@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_lse import all_gather, ring
-from infcl_jax.ops.pairwise_lse.base import AxisName, Backend, Block, Results, Strategy
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Results, Strategy
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
@@ -65,12 +65,24 @@ class Implementation:
         """True if the workspace is quadratic in the batch size."""
         return self.rank == 0
 
-    def compute(self, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Results:
-        """Compute log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
+    def compute(
+        self,
+        block: Block,
+        counts: tuple[Array | None, Array | None],
+        *,
+        axis_name: AxisName | None,
+        exclude: bool,
+        columns: bool,
+    ) -> Results:
+        """Compute log-sum-exps and positives.
+
+        `counts` are the numbers of positives by id of rows and columns. Other arguments and results are those of
+        `all_gather.dense`.
+        """
         if not isinstance(self.strategy, Strategy):
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
-        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block)
+        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block, *counts)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
         """Estimate the workspace on each device.

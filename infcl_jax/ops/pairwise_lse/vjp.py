@@ -66,10 +66,11 @@ def blockwise(
 ) -> Results:
     """Compute row and column log-sum-exps and positives, with a custom VJP.
 
-    The arrays are the fields of this device's `base.Block`. The results are over all devices.
+    The arrays are the fields of this device's `base.Block`, and the counts of `positives.Groups`. The results are over
+    all devices.
     """
-    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, x_ids, y_ids, x_count, y_count)
-    return _logarithms(block, _sums(plan, block).final)
+    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, x_ids, y_ids)
+    return _logarithms(block, _sums(plan, block, (x_count, y_count)).final)
 
 
 class _ForwardSums(NamedTuple):
@@ -86,7 +87,7 @@ class _ForwardSums(NamedTuple):
     final: Sums
 
 
-def _sums(plan: Plan, block: Block) -> _ForwardSums:
+def _sums(plan: Plan, block: Block, counts: tuple[Array | None, Array | None]) -> _ForwardSums:
     """Compute the sums of this device's rows and columns over all devices."""
     axis_name = plan.axis_name
 
@@ -99,7 +100,7 @@ def _sums(plan: Plan, block: Block) -> _ForwardSums:
     if not is_shared(block):
         return _ForwardSums(first, None, first)
     # One decision for all blocks and devices: it costs one collective and, on GPUs, one host synchronization.
-    exact = all_within_range(block, first, 1 if axis_name is None else lax.axis_size(axis_name))
+    exact = all_within_range(block, first, counts, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
     return _ForwardSums(first, exact, _unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
@@ -133,9 +134,10 @@ class _StaticNeedsGrad:
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
-    block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
+    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+    block = Block(*fields)
     needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
-    sums = _sums(plan, block)
+    sums = _sums(plan, block, (x_count, y_count))
     return _logarithms(block, sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
 
 
@@ -174,7 +176,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
         grads = _unless_exact(sums.exact, grads, recompute)
-    return *grads, *(None for _ in Block._fields[len(grads) :])
+    return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
 
 
 def _with_sums(cotangents: Results, sums: Sums) -> Cotangents:

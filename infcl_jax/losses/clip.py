@@ -9,7 +9,13 @@ from jaxtyping import Bool, Float, Int32
 from infcl_jax.checks import check_choice
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, checked_weights, over_mesh
-from infcl_jax.losses.directions import mean_of_both, uniform_logit, with_positive, with_positives
+from infcl_jax.losses.directions import (
+    count_extra_positives,
+    mean_of_both,
+    uniform_logit,
+    with_positive,
+    with_positives,
+)
 from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
 from infcl_jax.ops.pairwise_lse.checks import checked_ids
 
@@ -142,7 +148,17 @@ class ClipLoss(Loss):
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""
         image, text, scale, _ = output
+        ids = inputs.get("ids")
         value = clip_loss(
-            image, text, scale, axis_name=self.axis_name, mesh=self.mesh, implementation=self.implementation
+            image,
+            text,
+            scale,
+            axis_name=self.axis_name,
+            mesh=self.mesh,
+            image_ids=ids,
+            text_ids=ids,
+            multi_positive=self.targets.multi_positive,
+            label_smoothing=self.targets.label_smoothing,
+            implementation=self.implementation,
         )
-        return LossOutput(value)
+        return LossOutput(value, extra_positives=count_extra_positives(ids))

@@ -7,11 +7,12 @@ all pairs with label smoothing.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.losses.batch import Array, AxisName, cross_entropy, global_mean, global_sum
 from infcl_jax.ops.pairwise_lse import Positives
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, zero_masked
+from infcl_jax.ops.pairwise_lse.positives import match_ids
 
 
 class Direction(NamedTuple):
@@ -108,6 +109,14 @@ def uniform_logit(
     of_rows = (mean(image, rows.mask, weights) * mean(text, mask)).sum()
     of_columns = (mean(image, mask) * mean(text, columns.mask, weights)).sum()
     return scale * (of_rows + of_columns) / 2
+
+
+def count_extra_positives(ids: Int32[Array, "b 2"] | None) -> Float[Array, ""] | None:
+    """Count the positives of a global batch in addition to its own pairs; None without ids."""
+    if ids is None:
+        return None
+    counts = match_ids(ids, ids, None, None, None).x_count
+    return (counts - 1).astype(jnp.float32).sum()
 
 
 def _nonzero(value: Float[Array, ""]) -> Float[Array, ""]:

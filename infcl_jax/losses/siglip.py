@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int32
 from infcl_jax.checks import check_implementation
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
+from infcl_jax.losses.directions import count_extra_positives
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import (
     accumulation_dtype,
@@ -221,5 +222,13 @@ class SiglipLoss(Loss):
                 "expected a model with a logit bias for the siglip loss, got none; set model_overrides "
                 "init_logit_bias=-10"
             )
-        value = siglip_loss(*output, axis_name=self.axis_name, mesh=self.mesh, implementation=self.implementation)
-        return LossOutput(value)
+        ids = inputs.get("ids")
+        value = siglip_loss(
+            *output,
+            axis_name=self.axis_name,
+            mesh=self.mesh,
+            image_ids=ids,
+            text_ids=ids,
+            implementation=self.implementation,
+        )
+        return LossOutput(value, extra_positives=count_extra_positives(ids))

@@ -33,7 +33,7 @@ def weighted_sum(result, axis_name):
         finite = jnp.where(jnp.isfinite(output), output, jnp.zeros_like(output))
         first = jax.lax.axis_index(axis_name) * len(output) if axis_name else 0
         total += (
-            finite * jnp.cos(first + (i + 1) * jnp.arange(len(output), dtype=jnp.int32)).astype(output.dtype)
+            finite * jnp.cos((i + 1) * (first + jnp.arange(len(output), dtype=jnp.int32))).astype(output.dtype)
         ).sum()
     return jax.lax.psum(total, axis_name) if axis_name else total
 

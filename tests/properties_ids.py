@@ -1,4 +1,4 @@
-"""Checks of the losses with positives by id on random inputs, against NumPy in float64."""
+"""Checks of the losses with positives by id, against NumPy in float64."""
 
 import functools
 
@@ -26,7 +26,7 @@ IDS = ("unique", "equal", "none", "some", "mixed")
 
 
 def draw_ids(data, bx, by, wide):
-    """Int32 ids `[bx]` and `[by]`; if `wide`, `[bx, 2]` and `[by, 2]` with one column that tells few ids apart."""
+    """Int32 ids `[bx]` and `[by]`, or `[bx, 2]` and `[by, 2]` if `wide`."""
     kind, rng = data.draw(st.sampled_from(IDS)), np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     pool = rng.choice(2**31, max(bx, by), replace=False).astype(np.int32)
     if kind == "unique":
@@ -49,7 +49,7 @@ def matches(x_ids, y_ids, kept):
 
 
 def direction(z, kept, match, axis, multi_positive):
-    """Loss along `axis`, its gradient over `z` and the sum of the gradient's absolute terms."""
+    """Loss along `axis`, its gradient over `z` and the gradient's absolute terms."""
     negatives, p_negative = softmax_terms(z, kept & ~match, axis)
     positives, p = softmax_terms(z, match, axis)
     number = match.sum(axis)
@@ -65,7 +65,7 @@ def direction(z, kept, match, axis, multi_positive):
 
 
 def smoothed(z, kept, match, axis, multi_positive):
-    """Cross entropy with an even distribution over the kept pairs, its gradient and the absolute terms."""
+    """Like `direction`, with an even distribution over the kept pairs as the target."""
     lse, p = softmax_terms(z, kept, axis)
     even = kept / np.maximum(kept.sum(axis, keepdims=True), 1)
     return np.where(match.any(axis), lse, 0) - (even * z).sum(axis), p - even, p + even

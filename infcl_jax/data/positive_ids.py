@@ -1,4 +1,7 @@
-"""Ids of training samples: pairs with equal ids are positives of each other, see `infcl_jax.clip_loss`."""
+"""Ids of training samples for positives by id.
+
+Pairs with equal ids are positives of each other, see `infcl_jax.clip_loss`.
+"""
 
 import hashlib
 import unicodedata
@@ -13,7 +16,9 @@ POSITIVES = ("pair", "caption", "image", "label")
 
 
 def positive_id(positives: str, example: Mapping[str, Any], caption: Any) -> Int32[np.ndarray, "2"]:
-    """Return the id of a training sample by its caption or class, a 64-bit number as two int32.
+    """Return the id of a training sample by its caption or class.
+
+    An id is a 64-bit number as two int32.
 
     Args:
       positives: "caption": hash of the caption in normal form, see `normalized`; "label": class index.
@@ -31,15 +36,15 @@ def positive_id(positives: str, example: Mapping[str, Any], caption: Any) -> Int
 
 
 def image_id(image: bytes | np.ndarray) -> Int32[np.ndarray, "2"]:
-    """Return the id of an image: hash of its file, of its pixels or of its cached features."""
+    """Return the hash of an image's file, pixels or cached features."""
     return _hash(image if isinstance(image, bytes) else np.asarray(image).tobytes())
 
 
 def _hash(data: bytes) -> Int32[np.ndarray, "2"]:
-    """Hash bytes to 64 bits. The result does not depend on the process or the platform."""
+    """Hash bytes to 64 bits, equally on every platform."""
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), "<i4").astype(np.int32)
 
 
 def normalized(caption: str) -> str:
-    """Return a caption in Unicode normal form NFKC, without case, with single spaces and no space at either end."""
+    """Normalize Unicode (NFKC), case and white space of a caption."""
     return " ".join(unicodedata.normalize("NFKC", caption).casefold().split())

@@ -1,4 +1,4 @@
-"""Cross entropy of both directions of a pair matrix, with positives by label or by id.
+"""Cross entropies of rows and columns, with positives by label or id.
 
 A direction is the rows or the columns. Its targets are one positive, the mean of several or any of them, and a share of
 all pairs with label smoothing.
@@ -94,17 +94,17 @@ def uniform_logit(
     columns: Direction,
     axis_name: AxisName | None,
 ) -> Float[Array, ""]:
-    """Return the mean logit of the rows and columns in the mean with all unmasked pairs.
+    """Return the mean logit of all pairs.
 
-    The mean over pairs is the product of the mean features, so it needs no pair matrix.
+    A pair has a row in the mean over rows and an unmasked column, or a column in the mean over columns and an unmasked
+    row. The mean over pairs is the product of the mean features, so it needs no pair matrix.
     """
 
     def mean(features: Array, mask: Array | None, weights: Array | None = None) -> Array:
         features = zero_masked(features, mask).astype(accumulation_dtype(features.dtype))
         weights = zero_masked(jnp.ones_like(features[:, 0]) if weights is None else weights, mask)
-        total = global_sum(weights.sum(), axis_name)
-        features = global_sum((weights[:, None] * features).sum(0), axis_name)
-        return features / _nonzero(total)
+        feature_sum = global_sum((weights[:, None] * features).sum(0), axis_name)
+        return feature_sum / _nonzero(global_sum(weights.sum(), axis_name))
 
     of_rows = (mean(image, rows.mask, weights) * mean(text, mask)).sum()
     of_columns = (mean(image, mask) * mean(text, columns.mask, weights)).sum()
@@ -112,7 +112,10 @@ def uniform_logit(
 
 
 def count_extra_positives(ids: Int32[Array, "b 2"] | None) -> Float[Array, ""] | None:
-    """Count the positives of a global batch in addition to its own pairs; None without ids."""
+    """Count the positives of a global batch in addition to its pairs.
+
+    Returns None without ids.
+    """
     if ids is None:
         return None
     counts = match_ids(ids, ids, None, None, None).x_count

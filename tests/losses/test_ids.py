@@ -41,7 +41,7 @@ def test_unique_ids_change_no_bit(multi_positive, dtype):
 
 
 def test_duplicates_in_bf16_are_as_exact_as_their_features():
-    """Near copies at scale 100, whose gradient is noise if dS is rounded before the positives are subtracted."""
+    """At scale 100, with dS rounded before the positives are subtracted, the gradient would be noise."""
     rng = np.random.default_rng(0)
     x = oracle.unit(np.repeat(oracle.unit(rng.normal(size=(48, 24))), 2, 0) + 0.02 * rng.normal(size=(96, 24)) / 5)
     y = oracle.unit(x + 0.05 * rng.normal(size=(96, 24)) / 5)

@@ -30,7 +30,7 @@ _HOST_THREADS = 4  # decode refused images
 _ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
 
 # Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
-_ROWS = ("image", "text", "index", "color")
+_ROWS = ("image", "text", "index", "color", "ids")
 _PACKED = (ENCODED, "length", "box", "shift", "flip", "row")
 
 
@@ -177,7 +177,8 @@ class DeviceStage:
         chunks = list(self._host_threads.map(self._host_rows, pairs))
         for row, chunk in zip(refused, chunks, strict=True):
             pixels[row] = chunk["image"][0]
-            result["text"][row], result["index"][row] = chunk["text"][0], chunk["index"][0]
+            for name in result.keys() & {"text", "index", "ids"}:
+                result[name][row] = chunk[name][0]
         # Entries that are not rows, such as lists of bad records.
         result |= concatenate([{k: v for k, v in c.items() if k not in _ROWS} for c in (result, *chunks)])
         changes = [

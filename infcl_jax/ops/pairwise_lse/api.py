@@ -94,7 +94,8 @@ def pairwise_lse(
         gradients are 0. Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
       columns: False to compute rows only (one-directional retrieval); `col` is then None.
-      implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
+      implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform. The fused kernels "mosaic_gpu"
+        and "triton" do not support ids.
 
     Returns:
       `PairwiseLSE`. An empty log-sum-exp is -inf, with zero gradient.

@@ -196,7 +196,10 @@ def best_implementation(dtype: Any = jnp.float32, *, by_id: bool = False) -> str
 
 
 def check_device(implementation: str, dtype: Any, *, by_id: bool = False) -> None:
-    """Raise `ValueError` unless the default device, the dtype and positives by id, if given, are supported."""
+    """Raise `ValueError` unless the default device, the dtype and ids are supported.
+
+    `by_id` is True if positives are given by id.
+    """
     row = TABLE[implementation]
     if not row.runs_on(capability := compute_capability()):
         reason = row.package_error() if row.supports_gpu(capability) else None

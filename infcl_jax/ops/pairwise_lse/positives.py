@@ -52,16 +52,21 @@ class Positives(NamedTuple):
 
 
 class PositivesByID(NamedTuple):
-    """Positives by id of the rows `[bx]` and of the columns `[by]` (None with `columns=False`)."""
+    """Positives by id of both sides.
+
+    Attributes:
+      row: positives of the rows, `n` = bx.
+      col: positives of the columns, `n` = by; None with `columns=False`.
+    """
 
     row: Positives
     col: Positives | None
 
 
 class Groups(NamedTuple):
-    """Group numbers of this device's rows and columns; a pair with equal numbers is a positive.
+    """Group numbers of this device's rows and columns.
 
-    All fields are None without ids.
+    A pair with equal numbers is a positive. All fields are None without ids.
 
     Attributes:
       x: int32 `[bx]`, `UNMATCHED_ROW` for masked rows.
@@ -128,7 +133,7 @@ def _gather(array: Array | None, axis_name: AxisName | None) -> Array | None:
 
 
 def find_positives(block: Block) -> Bool[Array, "bx by"]:
-    """Return bool `[bx, by]`, True at the positives of a block with labels or ids."""
+    """Return bool `[bx, by]`, True at the positives of a block."""
     return is_positive(block.labels, block.y) if block.x_ids is None else is_match(block.x_ids, block.y_ids)
 
 
@@ -144,7 +149,7 @@ def positive_sums(
     *,
     columns: bool,
 ) -> tuple[PositiveSums | None, PositiveSums | None]:
-    """Return the sums over the positives of each row, and of each column if `columns`.
+    """Return the sums over the positives of each row and column.
 
     Args:
       match: True at the positives by id, see `is_match`; None without ids, for no sums.

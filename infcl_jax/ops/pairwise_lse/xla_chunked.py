@@ -235,7 +235,7 @@ def _valid(block: Block, rows: _Rows, exclude: bool) -> Bool[Array, "#rows #by"]
 
 
 def _pair_scales(block: Block, rows: _Rows) -> tuple[Array | None, Array]:
-    """Return the scales of columns and rows of a strip, by the axis over which their sums reduce."""
+    """Return the scales of a strip, by the axis over which sums reduce."""
     return None if block.y_scale is None else block.y_scale[None, :], rows.scale[:, None]
 
 

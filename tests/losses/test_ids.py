@@ -14,8 +14,9 @@ import pytest
 
 from infcl_jax import clip_loss, retrieval_loss, siglip_loss
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
+from infcl_jax.ops.pairwise_lse.implementations import TABLE
 
-BY_ID = [name for name in available_implementations() if name not in ("mosaic_gpu", "triton")]
+BY_ID = [name for name in available_implementations() if TABLE[name].by_id]
 CHECKS = properties_ids.checks(BY_ID)
 
 

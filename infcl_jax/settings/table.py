@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
+from infcl_jax.data.positive_ids import POSITIVES
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
@@ -223,6 +224,30 @@ _LOSS = (
         "implementation of infcl_jax.pairwise_lse; None: the best on this device",
         IMPLEMENTATIONS,
         evaluated=True,
+    ),
+    Setting(
+        "positives",
+        str,
+        "pair",
+        'texts that are positives of an image; "pair": its own; "caption": those of all pairs of the batch with the '
+        'same caption, without regard to case and spaces; "image": with the same image file; "label": with the same '
+        "class",
+        POSITIVES,
+    ),
+    Setting(
+        "multi_positive",
+        str,
+        "mean",
+        'loss "clip" of several positives; "mean": mean of their cross entropies; "any": cross entropy of the sum of '
+        "their probabilities",
+        MULTI_POSITIVE,
+    ),
+    Setting(
+        "label_smoothing",
+        float,
+        0.0,
+        'share of each target of the loss "clip" that is spread over the whole batch',
+        _DECAY,
     ),
 )
 

@@ -165,8 +165,13 @@ def test_a_process_that_cannot_continue_takes_the_others_along(other, exits):
     other.announce(0)
     with pytest.raises(Interrupted), Preemption() as stop:
         stop.joined()
-        # In place of the thread that would end the process.
-        stop._threads[0].join = lambda: exits.put(exits.get(timeout=SECONDS))
+        thread = stop._threads[0]
+
+        def join():  # in place of the thread that would end the process, once
+            del thread.join
+            exits.put(exits.get(timeout=SECONDS))
+
+        thread.join = join
         raise Interrupted("workdir is in use")
     assert exits.get(timeout=SECONDS) == RESUME
     assert other.requested() == "workdir is in use, process 0"

@@ -159,8 +159,9 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 
     Returns:
       "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
-      augmented), "text" and, for losses with sample state, "index" (int32 sample indices). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the devices,
-      this process's NumPy arrays, or `Replay`.
+      augmented), "text" and, for losses with sample state, "index" (int32 sample indices). Towers with cached
+      features have `PrecomputedFeatures`. The values are global arrays on the devices, this process's NumPy arrays, or
+      `Replay`.
     """
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":

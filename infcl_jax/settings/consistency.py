@@ -82,9 +82,7 @@ def _check_text_retrieval(config: ConfigDict) -> None:
         raise ValueError("expected text_retrieval.corpus and text_retrieval.questions together, got one; set both")
     if not is_pair:
         if settings.corpus is not None or config.grad_cache.passage_chunk_size is not None:
-            raise ValueError(
-                "expected text_retrieval.corpus and grad_cache.passage_chunk_size only with a BERT as model"
-            )
+            raise ValueError("expected text_retrieval.corpus and grad_cache.passage_chunk_size with a BERT, got others")
         return
     for name, default in _IMAGES_ONLY.items():
         group, _, field = name.rpartition(".")

@@ -169,8 +169,8 @@ _MODEL = _shaping(
         str,
         "tiny-shapes",
         "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
-        "of a folder with open_clip_config.json), see docs/training.md; bert-tiny or a BERT such as bert-base-uncased for "
-        "loss=retrieval",
+        "of a folder with open_clip_config.json), see docs/training.md; for text retrieval, "
+        "bert-tiny or a BERT such as bert-base-uncased",
         fixed=True,
     ),
     Setting(

@@ -206,7 +206,7 @@ def test_weights_of_another_architecture_are_refused(folder, tmp_path, change):
 
 
 def test_a_run_evaluates_and_resumes(folder, tmp_path):
-    changes = {"text_retrieval.query_length": 16, "eval_every": 2, "checkpoint_every": 2}
+    changes = {"optimizer.schedule": "constant", "text_retrieval.query_length": 16, "eval_every": 2, "checkpoint_every": 2}
     infcl_jax.train(settings(folder, **changes), tmp_path / "a")
     resumed = infcl_jax.train(settings(folder, **changes, total_steps=4), tmp_path / "a")
     straight = infcl_jax.train(settings(folder, **changes, total_steps=4), tmp_path / "b")
@@ -310,6 +310,6 @@ def test_hard_negatives_raise_accuracy(folder):
                 "total_steps": 120,
             },
         )
-        suite, _, row = accuracy(config)
+        _, _, row = accuracy(config)
         rates.append(np.mean([rows[0] == 2 * topic for topic, rows in enumerate(row)]))
     assert rates[1] > rates[0] + 0.1, rates

@@ -6,6 +6,7 @@ WORKDIR ?= runs/quickstart
 CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
+DOCS := $(VENV)/.docs
 # The oldest JAX that pyproject.toml allows; constraints.txt pins the newest.
 OLDEST_JAX := 0.11.2
 
@@ -18,7 +19,7 @@ RELEASE_CHECKS := docs test-notebooks
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -37,7 +38,7 @@ FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests
 test: $(TRITON)  ## The test suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FIRST) tests
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebook, checked against their promised results: about 10 minutes
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 10 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
 
 test-oldest: .venv-oldest.txt  ## Lowering, exactness and a training run on the oldest supported JAX
@@ -63,6 +64,9 @@ notebooks: $(STAMP)  ## Execute the notebooks outside the checkout and store the
 
 test-notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
 	$(BIN)/python tests/notebook_runner.py --wheel="$(or $(WHEEL),.)"
+
+docs: $(DOCS)  ## The documentation site, in build/site; `.venv/bin/mkdocs serve` shows changes at once
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 release-check: $(STAMP)  ## Wheel and sdist: metadata, contents, an installation outside the checkout; then RELEASE_CHECKS
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[release]'
@@ -100,6 +104,10 @@ $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[triton]'
 	@# The plugin compiles Triton kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-plugin
+	touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	touch $@
 
 .venv-oldest.txt: constraints.txt Makefile

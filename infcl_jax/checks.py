@@ -1,12 +1,12 @@
 """Shared argument checks with uniform error messages."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
 
 
-def check_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:
+def check_choice(name: str, value: str | None, choices: Collection[str | None]) -> None:
     """Raise `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"expected {name} to be one of {tuple(choices)}, got {value!r}")
@@ -24,7 +24,7 @@ def check_rate(name: str, value: Any) -> None:
         raise ValueError(f"expected {name} to be a number in [0, 1), got {value!r}")
 
 
-def check_implementation(implementation: str | None, known: Sequence[str]) -> None:
+def check_implementation(implementation: str | None, known: Collection[str]) -> None:
     """Raise `ValueError` unless `implementation` is one of `known` or None.
 
     None selects the best implementation for the platform.

@@ -58,6 +58,11 @@ def initialize(
     precedence. Otherwise, if SLURM or Open MPI has started more than one task, `jax.distributed.initialize` detects
     the cluster.
 
+    Examples:
+      >>> infcl_jax.distributed.initialize()  # before the first use of a device
+      >>> jax.process_count()  # of the cluster's environment variables; one without any
+      1
+
     Args:
       environ: environment variables that describe the cluster; `os.environ` by default.
       gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` if it is unset.
@@ -181,6 +186,10 @@ def _hash(text: str) -> np.uint32:
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Create a mesh with the single axis `"data"`.
 
+    Examples:
+      >>> data_mesh().axis_names
+      ('data',)
+
     Args:
       devices: devices of the mesh; by default all devices of all processes.
     """
@@ -192,6 +201,10 @@ def training_mesh(layout: str | None = None) -> Mesh:
     """Create the mesh of all devices for a training run.
 
     All processes must call this function.
+
+    Examples:
+      >>> training_mesh("flat").axis_names
+      ('data',)
 
     Args:
       layout: "flat": the single axis `"data"`. "hosts": the axes `("host", "device")`, where the processes of a host
@@ -232,7 +245,12 @@ def _mesh_rows(layout: str | None, devices: Sequence[jax.Device], keys: Sequence
 
 
 def flat_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh of the same devices with the single axis `"data"`."""
+    """Return the mesh of the same devices with the single axis `"data"`.
+
+    Examples:
+      >>> flat_mesh(training_mesh("hosts")).axis_names
+      ('data',)
+    """
     return mesh if mesh.axis_names == (DATA_AXIS,) else data_mesh(mesh.devices.ravel().tolist())
 
 
@@ -244,6 +262,11 @@ def _host_keys() -> list[int]:
 
 def shard_batch(mesh: Mesh, tree: Any) -> Any:
     """Assemble process-local rows into global arrays sharded over the mesh.
+
+    Examples:
+      >>> batch = shard_batch(mesh, {"image": np.zeros((8, 4)), "text": np.zeros((8, 4))})
+      >>> batch["image"].shape, batch["image"].sharding.spec
+      ((8, 4), P('data',))
 
     Args:
       mesh: device mesh; the leading axis is sharded over all its axes.
@@ -273,13 +296,23 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
     """Copy host arrays to every device of the mesh.
 
     Every process must pass the same values.
+
+    Examples:
+      >>> params = replicate(mesh, {"scale": np.float32(14.3)})
+      >>> params["scale"].sharding.is_fully_replicated
+      True
     """
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda a: jax.make_array_from_callback(np.shape(a), sharding, lambda i: np.asarray(a)[i]), tree)
 
 
 def to_host(tree: Any) -> Any:
-    """Gather global arrays of any sharding into NumPy arrays on every process."""
+    """Gather global arrays of any sharding into NumPy arrays on every process.
+
+    Examples:
+      >>> to_host(shard_batch(mesh, np.arange(8)))
+      array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
     return jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)), tree)
 
 
@@ -306,5 +339,11 @@ def union(values: Iterable[int]) -> list[int]:
 
 
 def is_lead() -> bool:
-    """Return whether this is process 0, which writes logs and images."""
+    """Return whether this is process 0, which writes logs and images.
+
+    Examples:
+      >>> if is_lead():
+      ...     print("one line for all processes")
+      one line for all processes
+    """
     return jax.process_index() == 0

@@ -19,25 +19,24 @@ from PIL import Image
 
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer, load_tokenizer
-from infcl_jax.data.decode.api import pixels
-from infcl_jax.data.decode.pillow import MAX_PIXELS, load_upright
+from infcl_jax.data.decode.image_like import ImageLike, decode_image
+from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.base import SETTINGS_FILE
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Template, class_embeddings
-from infcl_jax.models import CLIP, build_model, variable_shapes
-from infcl_jax.models.convert import convert, hugging_face, open_source
+from infcl_jax.models import CLIP, Certificate, build_model, config_of, save_pretrained, variable_shapes
+from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
 _logger = logging.getLogger(__name__)
-
-ImageLike = Image.Image | str | os.PathLike | bytes | np.ndarray | jax.Array
 
 DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
 
@@ -55,8 +54,8 @@ def load(
     """Load a model to encode and classify images and texts.
 
     Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
-    own image size, normalization and resize. Its tokenizer is that of the files in its folder, or CLIP's for a
-    vocabulary of 49,408 ids.
+    own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
+    `tokenizer`, or CLIP's for a vocabulary of 49,408 ids.
 
     Args:
       path: work directory of a run, or a folder, file or Hub name of `infcl_jax.models.load_pretrained`.
@@ -75,10 +74,10 @@ def load(
       ValueError: the path holds no model, or an argument does not fit it.
       ImportError: a package of the tokenizer or of the Hub is missing.
 
-    Example:
-      encoder = infcl_jax.load("runs/quickstart")
-      image = encoder.encode_images(["cat.jpg", "dog.jpg"])  # [2, D]
-      probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")  # or a model of OpenCLIP or Hugging Face, such as hf-hub:OWNER/NAME
+      >>> encoder.embed_dim
+      16
     """
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
@@ -156,6 +155,8 @@ def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenize
 
 def _tokenizer_spec(folder: Path, model: CLIP) -> str:
     """Return the spec of the tokenizer of a pretrained model."""
+    if (folder / run.TOKENIZER_FOLDER / SETTINGS_FILE).is_file():  # written by `Encoder.save` or an export
+        return str(folder / run.TOKENIZER_FOLDER)
     clip = model.text.vocab_size == CLIP_VOCAB_SIZE
     kinds = (("clip", "merges.txt"), ("hf", "tokenizer.json"), ("sentencepiece", "spiece.model"))
     for kind, name in kinds:
@@ -171,12 +172,20 @@ def _tokenizer_spec(folder: Path, model: CLIP) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoder:
     """Dual encoder with its parameters, tokenizer and image transform.
 
     Inputs are encoded in batches on all devices of the mesh. With several processes, each must call the same methods
     with the same arguments, and each gets the results.
+
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")
+      >>> encoder.encode_images(["cat.jpg", "dog.jpg"]).shape
+      (2, 16)
+      >>> encoder.encode_texts(["a cat", "a dog"]).shape
+      (2, 16)
+      >>> probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
 
     Attributes:
       model: the `CLIP` module.
@@ -195,6 +204,14 @@ class Encoder:
     batch_size: int = 256
     resize: Resize = SHORTEST_BICUBIC
     max_image_pixels: int = MAX_PIXELS
+
+    def __repr__(self) -> str:
+        """Describe the model in a line, without its arrays."""
+        count, text = sum(leaf.size for leaf in jax.tree.leaves(self.variables["params"])), self.tokenizer
+        return (
+            f"Encoder({count:,} parameters, images of {self.image_size} pixels, texts of at most {text.context_length} "
+            f"tokens of {text.vocab_size:,} ids, features of {self.embed_dim} dimensions, {self.mesh.size} device(s))"
+        )
 
     @property
     def image_size(self) -> int:
@@ -286,6 +303,30 @@ class Encoder:
         logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
         return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
 
+    def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> Certificate:
+        """Write the model and its tokenizer, for `load` and for other libraries.
+
+        Args:
+          path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`.
+          format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
+
+        Returns:
+          The certificate of the files, converted back.
+
+        Raises:
+          ValueError: the format has no such model.
+
+        Example:
+          encoder = infcl_jax.load("runs/photos")
+          print(encoder.save("exported").summary())
+        """
+        resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
+        config = dataclasses.replace(config_of(self.model), **resize)
+        variables = jax.tree.map(to_host, self.variables)
+        certificate = save_pretrained(Path(path), config, variables, format)
+        self.tokenizer.save(Path(path, run.TOKENIZER_FOLDER))
+        return certificate
+
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
         digest = hashlib.sha256(repr((self.model, self.image_size, self.resize)).encode())
@@ -329,22 +370,10 @@ class Encoder:
     def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
         """Decode an image, resize it and crop its center."""
         try:
-            return resize_center_crop(_decoded(image, self.max_image_pixels), self.image_size, self.resize)
+            return resize_center_crop(decode_image(image, self.max_image_pixels), self.image_size, self.resize)
         except Exception as error:  # image decoders raise any exception
             name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
             raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def _decoded(image: ImageLike, max_pixels: int) -> np.ndarray:
-    """Decode an image to uint8 [H, W, 3]."""
-    if isinstance(image, Image.Image):
-        return np.asarray(load_upright(image))
-    if isinstance(image, str | os.PathLike):
-        image = Path(image).read_bytes()
-    if not isinstance(image, bytes):
-        image = np.asarray(image)
-        image = image[:, :, None] if image.ndim == 2 else image
-    return pixels({"image": image, "caption": "", "captions": (), "label": -1}, max_pixels)
 
 
 def _check_sequence(name: str, values: Any) -> None:

@@ -7,6 +7,14 @@ RESUME = 75
 class Interrupted(SystemExit):
     """Early end of a run that the same command continues; its status is `RESUME`.
 
+    Examples:
+      >>> from infcl_jax.exit_codes import Interrupted
+      >>> try:
+      ...     raise Interrupted("the scheduler stopped the run after step 100")
+      ... except Interrupted as interrupted:
+      ...     print(interrupted.message)
+      the scheduler stopped the run after step 100
+
     Attributes:
       message: one line that explains the end. The commands print it on stderr.
     """

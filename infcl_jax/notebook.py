@@ -12,6 +12,7 @@ from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.plots import draw_curves
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.training import METRICS_FILE, read_metrics
+from infcl_jax.training.live_line import in_notebook
 
 _POINTS = 1000  # of the training loss; as many as the panel has pixels
 _LEAST_SHARE = 20  # drawing takes at most 1/20 of the time, also with short steps
@@ -22,8 +23,10 @@ class LiveCurves(Callback):
 
     The panels are those of `curves.png`. A resumed run starts with the curves of its earlier steps.
 
-    Example:
-      infcl_jax.train(config, "runs/photos", callbacks=[infcl_jax.notebook.LiveCurves()])
+    Examples:
+      >>> curves = infcl_jax.notebook.LiveCurves(seconds=5)  # draws at most every five seconds
+      >>> results = infcl_jax.train({"dataset": "digits", "model": "tiny"}, "runs/curves", callbacks=[curves])
+      <IPython.core.display.Image object>
     """
 
     def __init__(self, seconds: float = 2.0) -> None:
@@ -35,7 +38,7 @@ class LiveCurves(Callback):
         Raises:
           ValueError: no notebook runs this code.
         """
-        if not _in_notebook():
+        if not in_notebook():
             raise ValueError(
                 "expected LiveCurves in a Jupyter or Colab notebook, got another Python process; leave it out, "
                 "curves.png in the work directory has the same curves"
@@ -93,12 +96,3 @@ class LiveCurves(Callback):
             self._handle = display(picture, display_id=True)
         else:
             self._handle.update(picture)
-
-
-def _in_notebook() -> bool:
-    """Return whether a Jupyter kernel runs this process."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return hasattr(get_ipython(), "kernel")

@@ -13,7 +13,7 @@ from changed import changed_files, matching_tests
         ("infcl_jax/models/__init__.py", None),
         ("infcl_jax/planner/state.py", [f"tests/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search")]),
         ("infcl_jax/distributed.py", ["tests/test_distributed.py"]),
-        ("infcl_jax/run.py", ["tests/test_run.py"]),
+        ("infcl_jax/run/train.py", ["tests/run/test_train.py"]),
         ("experiments/plan.py", ["tests/experiments/test_plan.py"]),
         ("experiments/benchmarks/loss.py", ["tests/experiments/benchmarks/test_loss.py"]),
         ("tests/ops/test_embedding.py", ["tests/ops/test_embedding.py"]),

@@ -19,7 +19,8 @@ def block(language):
 
 
 def test_the_job_script_is_bash_that_requeues():
-    assert subprocess.run(["bash", "-n"], input=block("bash"), text=True, capture_output=True).stderr == ""
+    for language in ("bash", "sh"):
+        assert subprocess.run(["bash", "-n"], input=block(language), text=True, capture_output=True).stderr == ""
     assert f"    {RESUME} | 137 | 143)" in block("bash")
 
 

@@ -1,5 +1,6 @@
 """`infcl_jax.load`: features, classifiers and probabilities equal the model's own, from every kind of input."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -15,7 +16,7 @@ from PIL import Image
 
 import infcl_jax
 from infcl_jax.data import ByteTokenizer
-from infcl_jax.data.transforms import resize_center_crop
+from infcl_jax.data.transforms import Resize, resize_center_crop
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import save_pretrained
 
@@ -141,6 +142,7 @@ def test_dtype_changes_activations_and_not_parameters(workdir, encoder, images):
         (lambda encoder: encoder.encode_images([np.zeros((4, 4, 3))]), "image 0 cannot be decoded: .*uint8"),
         (lambda encoder: encoder.encode_images([b"text"]), "image 0 cannot be decoded: .*JPEG"),
         (lambda encoder: encoder.classifier([]), "classes and templates"),
+        (lambda encoder: encoder.zero_shot([], ["cat"], "a {}"), "got a single string; put it in a list"),
     ],
 )
 def test_bad_inputs_are_named(encoder, call, message):
@@ -149,9 +151,9 @@ def test_bad_inputs_are_named(encoder, call, message):
 
 
 @pytest.mark.parametrize("format", ["open_clip", "hf"])
-def test_exported_models_give_the_same_features(workdir, images, tmp_path, format):
-    encoder = infcl_jax.load(workdir, batch_size=8)
-    save_pretrained(tmp_path, encoder.model, encoder.variables, format, compare_features=False)
+def test_exported_models_give_the_same_features(encoder, images, tmp_path, format):
+    certificate = encoder.save(tmp_path, format)
+    assert certificate.reexport_equal and certificate.format.startswith(format[:2])
     exported = infcl_jax.load(tmp_path, batch_size=8)
     assert exported.image_size == runs.SIDE and exported.tokenizer.kind == "bytes"
     np.testing.assert_allclose(exported.encode_images(images), encoder.encode_images(images), atol=1e-6)
@@ -184,6 +186,23 @@ def test_images_are_resized_as_the_model_says(encoder, images, tmp_path, file, p
     if resize[0] == "squash":
         squashed = np.asarray(Image.fromarray(images[1]).resize((runs.SIDE, runs.SIDE), Image.Resampling.BILINEAR))
         np.testing.assert_array_equal(loaded.encode_images([images[1]]), loaded.encode_images([squashed]))
+
+
+@pytest.mark.parametrize("format", ["open_clip", "hf"])
+def test_saved_models_bring_their_tokenizer_and_resize(encoder, images, tmp_path, format):
+    tokenizer = ByteTokenizer(runs.CONTEXT, clean="lower")
+    other = dataclasses.replace(encoder, tokenizer=tokenizer, resize=Resize("squash", "bilinear"))
+    other.save(tmp_path, format)
+    loaded = infcl_jax.load(tmp_path, batch_size=8)
+    np.testing.assert_array_equal(loaded.tokenizer(["A Cat"]), tokenizer(["a cat"]))
+    np.testing.assert_allclose(loaded.encode_images(images), other.encode_images(images), atol=1e-6)
+    assert np.abs(loaded.encode_images(images) - encoder.encode_images(images)).max() > 1e-3
+
+
+def test_an_encoder_is_shown_in_a_line(encoder):
+    count = sum(leaf.size for leaf in jax.tree.leaves(encoder.variables["params"]))
+    images, texts = f"images of {runs.SIDE} pixels", f"texts of at most {runs.CONTEXT} tokens of 259 ids"
+    assert repr(encoder) == f"Encoder({count:,} parameters, {images}, {texts}, features of 16 dimensions, 8 device(s))"
 
 
 def test_fingerprint_changes_with_parameters_and_dtype(workdir, encoder):

@@ -23,3 +23,28 @@ def test_quickstart():
     shown = notebook_runner.text(notebook_runner.execute("quickstart"))
     results = dict(re.findall(r"^(\w+/\w+_r5) +([\d.]+)%$", shown, re.M))
     assert len(results) == 2 and min(map(float, results.values())) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_your_own_images():
+    shown = notebook_runner.text(notebook_runner.execute("your_own_images"))
+    bytes_tokens, trained_tokens = map(int, re.findall(r" (\d+) tokens for ", shown))
+    assert trained_tokens < bytes_tokens / 2
+    own, mean = map(float, re.search(r"own picture ([\d.]+), to all (-?[\d.]+)$", shown, re.M).groups())
+    assert own > 0.7 > 0.3 > mean
+    accuracy = [float(percent) for percent in re.findall(r" ([\d.]+)% of 120 pictures$", shown, re.M)]
+    assert len(accuracy) == 3 and accuracy[-1] == max(accuracy) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_openclip_weights():
+    shown = notebook_runner.text(notebook_runner.execute("openclip_weights"))
+    features = [float(difference) for difference in re.findall(r"differ by at most ([\d.e-]+)$", shown, re.M)]
+    assert len(features) == 2 and max(features) < 1e-5
+    before, after = (int(percent) for percent in re.findall(r"^(\d+)% of 100 pictures are right$", shown, re.M))
+    assert before < 40 and after > 70
+    assert shown.count("62 tensors match 62 parameters; converted back they are equal") == 2
+    exported = [float(difference) for difference in re.findall(r"^largest difference of .*: ([\d.e-]+)$", shown, re.M)]
+    assert len(exported) == 2 and max(exported) < 1e-6

@@ -17,7 +17,7 @@ from infcl_jax.settings import make_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def examples(page):
@@ -25,6 +25,7 @@ def examples(page):
 
 
 TRAINING, LOSS, *USING = examples(README)
+(FRONT_PAGE,) = examples((ROOT / "docs" / "index.md").read_text())
 
 
 def test_the_examples_of_training_have_right_settings(monkeypatch):
@@ -37,21 +38,23 @@ def test_the_examples_of_training_have_right_settings(monkeypatch):
 
     monkeypatch.setattr(infcl_jax, "train", train, raising=False)
     monkeypatch.setattr(infcl_jax, "load", trained.append, raising=False)
-    monkeypatch.setattr(notebook, "_in_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
     names = {}
     for example in (TRAINING, *examples((ROOT / "docs" / "training.md").read_text())):
         exec(example, names)
     assert trained == ["runs/photos", "runs/digits", "runs/digits", "runs/losses"]
 
 
-def test_the_loss_example_runs_and_is_right():
+@pytest.mark.parametrize("example", [LOSS, FRONT_PAGE], ids=["README", "docs/index"])
+def test_the_loss_example_runs_and_is_right(example):
     names = {}
-    exec(LOSS, names)
+    exec(example, names)
     image, text, loss = (np.asarray(names[name], np.float64) for name in ("image", "text", "loss"))
     logits = 14.3 * image @ text.T
     expected = (np.logaddexp.reduce(logits, 1) + np.logaddexp.reduce(logits, 0)) / 2 - np.diagonal(logits)
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-6)
-    assert [g.shape for g in names["gradients"]] == [image.shape, text.shape, ()]
+    if example == LOSS:
+        assert [g.shape for g in names["gradients"]] == [image.shape, text.shape, ()]
 
 
 def test_the_examples_of_using_a_model_run(tmp_path, monkeypatch):
@@ -76,7 +79,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")

@@ -5,7 +5,7 @@ Needs neither the data pipeline nor `ml_collections`.
 
 import datetime
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(int, texts))
 
 
-def names(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Check the values of a flag that lists names.
 
     Args:

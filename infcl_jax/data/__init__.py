@@ -8,11 +8,12 @@ from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import train_iterator
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
-from infcl_jax.data.sources import BadRecordError, Classes, Example, Source, classes, load_source
+from infcl_jax.data.sources import SOURCES, BadRecordError, Classes, Example, Source, classes, load_source
 from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from infcl_jax.data.transforms import Augmentation
 
 __all__ = [
+    "SOURCES",
     "Augmentation",
     "BadRecordError",
     "BatchReader",

@@ -38,6 +38,9 @@ _logger = logging.getLogger(__name__)
 def check_deterministic(augmentation: Augmentation) -> None:
     """Check that every epoch shows a tower the same pixels of an image.
 
+    Examples:
+      >>> check_deterministic(Augmentation(scale=(1.0, 1.0)))
+
     Raises:
       ValueError: the augmentation is random; the message has the settings to change.
     """
@@ -52,6 +55,11 @@ def check_deterministic(augmentation: Augmentation) -> None:
 
 class TowerInput(NamedTuple):
     """Input of a frozen tower.
+
+    Examples:
+      >>> tower = TowerInput("image", image_size=16, tokenizer=load_tokenizer("bytes", 36))
+      >>> tower.name
+      'image'
 
     Attributes:
       name: tower, "image" or "text".
@@ -82,6 +90,12 @@ def feature_key(source: Source, tower: TowerInput, model: str, weights: Mapping[
     """Hash all that determines the features: weights, model, transform or tokenizer, and dataset.
 
     The dataset counts with its name, split, size and `_PROBES` of its samples.
+
+    Examples:
+      >>> tower = TowerInput("image", 16, load_tokenizer("bytes", 36))
+      >>> key = feature_key(load_source("photos", "train"), tower, repr(model.visual), {"kernel": np.ones(3)})
+      >>> len(key)
+      64
 
     Args:
       source: source of the samples.
@@ -127,6 +141,14 @@ def cache_features(
     A killed computation continues after its last complete segment. Segments that are damaged, or of another tower or
     dataset, are computed again, with one line each. Processes take turns in the segments, so `folder` must be the same
     for all.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> source, tower = load_source("photos", "train"), TowerInput("image", 16, load_tokenizer("bytes", 36))
+      >>> def encode(pixels):
+      ...     return pixels.reshape(len(pixels), -1)[:, :8].astype(np.float32)
+      >>> key = feature_key(source, tower, "first pixels", {})
+      >>> store = cache_features(source, tower, encode, rows=4, folder=Path("cache"), key=key)
 
     Args:
       source: source of the samples.

@@ -30,6 +30,11 @@ class EvalBatches:
     """Ordered batches of one split; see `eval_batches`.
 
     Each `iter` starts a new pass over the split. `len` is the number of batches.
+
+    Examples:
+      >>> batches = eval_batches(load_source("photos", "train"), tokenizer=None, image_size=16, batch_size=3)
+      >>> len(batches)
+      3
     """
 
     def __init__(
@@ -127,6 +132,12 @@ def eval_batches(
 
     All processes get the same number of batches. Images have the same shapes in all batches. The number of captions c
     of a batch varies, because images have different numbers of captions.
+
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> batches = eval_batches(source, tokenizer=tokenizer, image_size=16, batch_size=4)
+      >>> len(batches), [len(batch["image"]) for batch in batches]
+      (2, [4, 4])
 
     Args:
       source: source of examples.

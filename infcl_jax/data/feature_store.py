@@ -36,6 +36,11 @@ class FeatureStore:
 
     Picklable for worker processes.
 
+    Examples:
+      >>> store = FeatureStore("features", key="0123", samples=100_000)
+      >>> store.samples
+      100000
+
     Args:
       folder: folder of the segments.
       key: hash of all that determines the features; segments with another one are foreign.

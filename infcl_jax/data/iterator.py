@@ -54,6 +54,14 @@ class BatchReader:
 
     Chunks can be read repeatedly.
 
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> data = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=8, seed=0, num_workers=0)
+      >>> reader = data.next_reader()
+      >>> reader.rows, sorted(reader.read_chunk(0))
+      (8, ['image', 'index', 'text'])
+      >>> data.close()
+
     Attributes:
       rows: rows of this process in the batch.
       chunk_rows: rows per chunk.
@@ -88,6 +96,12 @@ class TrainIterator(grain.DatasetIterator):
     Its state is the number of batches it has returned and the bad records in them. The state does not depend on the
     number of processes or workers, so a run can resume on another machine. It is JSON-serializable, as grain's
     checkpoint handler for orbax expects.
+
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> batches = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=4, seed=0, num_workers=0)
+      >>> first, state = next(batches), batches.get_state()  # `set_state(state)` continues there
+      >>> batches.close()
 
     Args:
       chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows. A chunk may have the key `STATS`.

@@ -222,6 +222,14 @@ def train_iterator(
     An epoch has `len(source) // batch_size` batches and every sample at most once. Each epoch has another order and
     leaves out other samples. Each component of a mixture has its own epochs.
 
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> batches = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=4, seed=0, num_workers=0)
+      >>> batch = next(batches)
+      >>> batch["image"].shape, batch["text"].shape
+      ((4, 16, 16, 3), (4, 36))
+      >>> batches.close()
+
     Args:
       source: source of examples.
       tokenizer: tokenizer of the captions.

@@ -18,6 +18,9 @@ def prepare(name: str, data_dir: str | Path) -> str:
 
     An interrupted preparation leaves no dataset that looks complete.
 
+    Examples:
+      >>> summary = prepare("digits", "data")
+
     Args:
       name: "shapes/quickstart", "shapes/full", "digits", or a dataset of the TFDS catalog.
       data_dir: directory of the datasets, created if missing.

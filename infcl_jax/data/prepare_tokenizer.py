@@ -29,6 +29,11 @@ def prepare_tokenizer(
 ) -> str:
     """Train a byte-pair vocabulary on all captions of a dataset, see `train_bpe`.
 
+    Examples:
+      >>> summary = prepare_tokenizer("digits", "bpe", vocab_size=520)
+      >>> load_tokenizer("bpe").vocab_size
+      520
+
     Args:
       dataset: dataset of `load_source`.
       output: folder of the tokenizer, created if missing; the `tokenizer` setting of a run.

@@ -195,6 +195,9 @@ class Augmentation:
     By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
     `infcl_jax.ops.color`; their settings are those of OpenCLIP's `--aug-cfg`.
 
+    Examples:
+      >>> augmentation = Augmentation(scale=(0.5, 1.0), flip=0.5)
+
     Attributes:
       scale: range of the crop area, as a fraction of the image area; (1, 1) takes the central square.
       ratio: range of the crop's width over height, log-uniform.

@@ -26,6 +26,11 @@ _FOLDER_OPTION = re.compile(r"\?folder=(?P<folder>.+)$")
 def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
     """Open one split of a benchmark.
 
+    Examples:
+      >>> source = load_benchmark("photos", "train", "data")
+      >>> len(source)
+      8
+
     Args:
       dataset: one of
         - a folder in the layout of clip_benchmark, see `WebdatasetSource`;

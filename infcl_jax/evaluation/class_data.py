@@ -19,6 +19,11 @@ _FOLDER = resources.files("infcl_jax.evaluation") / "classes"
 class ClassData:
     """Class names and prompt templates of a data set.
 
+    Examples:
+      >>> data = class_data("cifar10")
+      >>> data.classes[:3], len(data.templates)
+      (('airplane', 'automobile', 'bird'), 18)
+
     Attributes:
       classes: class names in label order. Names may repeat, as in ImageNet-1k, or be empty, as in CLEVR distance.
       templates: prompt templates with "{}" for the class name.
@@ -36,7 +41,12 @@ class ClassData:
 
 @functools.cache
 def class_data_names() -> tuple[str, ...]:
-    """Return the names of the built-in data sets, sorted."""
+    """Return the names of the built-in data sets, sorted.
+
+    Examples:
+      >>> "imagenet1k" in class_data_names()
+      True
+    """
     return tuple(sorted(entry.name.removesuffix(".json") for entry in _FOLDER.iterdir()))
 
 
@@ -47,6 +57,10 @@ def class_data(name: str) -> ClassData:
     Names are those of clip_benchmark, such as "imagenet1k", "imagenet-a", "objectnet", "cifar100" or "sun397". Class
     order is the label order of torchvision or VTAB. ImageNet's templates are the 80 of CLIP (Radford et al. 2021,
     arXiv:2103.00020, appendix A).
+
+    Examples:
+      >>> class_data("imagenet1k").classes[:2]
+      ('tench', 'goldfish')
 
     Args:
       name: name of the data set; "-" and "_", upper and lower case are equal.
@@ -74,6 +88,10 @@ def read_class_names(path: str | Path) -> tuple[str, ...]:
     The format is that of `classnames.txt` in clip_benchmark's webdatasets. A blank line inside the file is an empty
     class name, as there. Blank lines at the end are ignored.
 
+    Examples:
+      >>> read_class_names("classnames.txt")
+      ('robin', 'wren')
+
     Args:
       path: UTF-8 text file, local or a URL that `fsspec` reads.
 
@@ -91,6 +109,10 @@ def read_templates(path: str | Path) -> tuple[str, ...]:
     """Read prompt templates, one a line.
 
     The format is that of `zeroshot_classification_templates.txt` in clip_benchmark's webdatasets.
+
+    Examples:
+      >>> read_templates("templates.txt")
+      ('a photo of a {}.',)
 
     Args:
       path: UTF-8 text file, local or a URL that `fsspec` reads. "{c}" or "{}" is the place of the class name.

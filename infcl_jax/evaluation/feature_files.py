@@ -22,6 +22,11 @@ FEATURE_FILES = (".safetensors", ".npy", ".parquet")
 class FeatureRows:
     """Features of n records.
 
+    Examples:
+      >>> rows = FeatureRows(np.eye(2, 16, dtype=np.float32), np.arange(2), ["cat.jpg", "dog.jpg"])
+      >>> rows.feature.shape
+      (2, 16)
+
     Attributes:
       feature: float32 [n, D].
       index: int64 [n], index of each record in its source.
@@ -54,6 +59,11 @@ def read_features(path: str | os.PathLike[str]) -> FeatureRows:
     - `.safetensors`: tensors `feature`, `index`, `key_bytes` (UTF-8) and `key_ends` (end of each key in the bytes);
     - `.npy`: the features, mapped into memory, with `index` and `key` in a parquet file, see `keys_path`;
     - `.parquet`: columns `feature`, `index` and `key`.
+
+    Examples:
+      >>> rows = read_features("photos.safetensors")  # from `experiments.embed`
+      >>> rows.feature.shape, rows.key[0]
+      ((20, 24), '0.jpg')
 
     Args:
       path: a feature file.

@@ -49,6 +49,11 @@ class Features:
 
     Row i of `image`, `label` and `index` belongs to the same image.
 
+    Examples:
+      >>> captions = np.arange(8, dtype=np.int32)  # one caption for each image
+      >>> features = Features(np.asarray(image), np.asarray(text), captions, label=np.full(8, -1), index=np.arange(8))
+      >>> recall = retrieval_recall(features.image, features.text, mesh, text_image=features.text_image)
+
     Attributes:
         image: float32 [N, D], image features.
         text: float32 [M, D], caption features, ordered by image; M = 0 if only images were encoded.
@@ -85,6 +90,15 @@ def encode_split(
 
     Captions are a stream of their own, encoded after the images in batches of the same number of rows, because images
     have different numbers of captions. Until then, their tokens stay in host memory.
+
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> batches = eval_batches(source, tokenizer=tokenizer, image_size=16, batch_size=8)
+      >>> def encode_image(variables, pixels):
+      ...     return model.apply(variables, pixels, method="encode_image")
+      >>> features = encode_split(encode_image, None, variables, batches, mesh)
+      >>> features.image.shape
+      (8, 16)
 
     Args:
         encode_image: `encode_image(params, image [b, H, W, 3]) -> [b, D]`, any float dtype.

@@ -34,6 +34,11 @@ _RIDGE_EPSILON = 1e-5
 class FewShot:
     """Result of few-shot classification.
 
+    Examples:
+      >>> result = FewShot(metrics={"1_shot": 0.31, "1_shot_std": 0.02}, draws={1: (0.29, 0.33)})
+      >>> result.draws[1]
+      (0.29, 0.33)
+
     Attributes:
       metrics: mean and standard deviation of the test results over the draws, as fractions, such as
         {"1_shot": 0.31, "1_shot_std": 0.02}. The deviation is that of the population (ddof = 0).
@@ -69,6 +74,12 @@ def few_shot(
     statistics of the k samples, targets are -1 and 1. It takes milliseconds, so that it can run during training.
 
     Draws are balanced and nested: the samples of k shots are among those of more shots of the same draw.
+
+    Examples:
+      >>> features, labels = np.repeat(np.eye(3, dtype=np.float32), 4, axis=0), np.repeat(np.arange(3), 4)
+      >>> result = few_shot(features, labels, features, labels, shots=(1, 2), repeats=2, classifier="ridge")
+      >>> result.metrics["1_shot"]
+      1.0
 
     Args:
       train_features: [N, D], any float dtype, the same on every process.

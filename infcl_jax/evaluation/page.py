@@ -32,6 +32,10 @@ def write_page(path: str | Path, results: Sequence[TaskResult], environment: Map
     The page has a table of main metrics, and for each task a table of all metrics and its examples: mistakes with
     predicted and true class, or images with their nearest captions. Images are embedded.
 
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> write_page("results.html", [result], describe_environment("tiny", "runs/digits"))
+
     Args:
       path: output file.
       results: results of all tasks.

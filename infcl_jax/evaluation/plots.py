@@ -52,6 +52,12 @@ def plot_curves(
     A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks each chance level,
     ln(pairs). Losses with the same chance level are comparable.
 
+    Examples:
+      >>> with MetricWriter("runs/plotted") as writer:
+      ...     writer.write(1, {"loss": 4.1})
+      ...     writer.write(2, {"loss": 3.9})
+      >>> plot_curves("runs/plotted/metrics.jsonl", "curves.png")
+
     Args:
         metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
         png_path: output file, replaced if it exists; its directory is created if missing.
@@ -111,6 +117,11 @@ def plot_retrieval_grid(
 
     Each row shows a caption, the rank of its correct image, and the most similar images. A frame marks the correct
     image. The plot is 260 + 120 * columns pixels wide and 40 + 120 * Q pixels high.
+
+    Examples:
+      >>> images = np.zeros((6, 16, 16, 3), np.uint8)
+      >>> similarities = np.arange(12, dtype=np.float32).reshape(2, 6)
+      >>> plot_retrieval_grid(["a cat", "a dog"], images, similarities, "grid.png", correct=[5, 2])
 
     Args:
         captions: Q query captions.

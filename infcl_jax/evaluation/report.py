@@ -14,6 +14,12 @@ def format_table(results: Mapping[str, float]) -> str:
 
     Other metrics follow in rows of their own.
 
+    Examples:
+      >>> print(format_table({"validation/loss": 2.1, "zero_shot/top1": 0.631, "zero_shot/top5": 0.87}))
+                                    k = 1    k = 5
+      zero-shot (top-k accuracy)   63.1 %   87.0 %
+      validation loss (nats)       2.1000
+
     Args:
       results: metrics of `infcl_jax.evaluation.Suite`.
 
@@ -37,7 +43,12 @@ def format_table(results: Mapping[str, float]) -> str:
 
 
 def format_line(results: Mapping[str, float]) -> str:
-    """Format the losses and main results as one line."""
+    """Format the losses and main results as one line.
+
+    Examples:
+      >>> format_line({"validation/loss": 2.1, "zero_shot/top1": 0.631, "zero_shot/top5": 0.87})
+      'validation/loss 2.1000  zero_shot/top1 63.1 %'
+    """
     entries = []
     for name, value in results.items():
         match = _TOP_K.fullmatch(name)

@@ -12,6 +12,10 @@ import numpy as np
 class ExamplePrediction:
     """Image with its best-ranked texts, for a report.
 
+    Examples:
+      >>> thumbnail = np.zeros((16, 16, 3), np.uint8)
+      >>> example = ExamplePrediction(thumbnail, ("cat",), ("dog", "cat"), (0.31, 0.29), correct=False)
+
     Attributes:
       image: uint8 [S, S, 3], the image as the model sees it.
       expected: class name, or the captions of the image.
@@ -45,6 +49,11 @@ class Confusion:
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
     """Result of one evaluation task, or the average of a suite.
+
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> result.metrics[result.main_metric]
+      0.9
 
     Attributes:
       name: name of the task or suite, such as "imagenet1k".

@@ -51,6 +51,11 @@ def retrieval_recall(
     A device holds its shard of the gallery, up to 2048 queries and one tile of the similarity matrix. A k that is at
     least the size of the gallery always gives 1.
 
+    Examples:
+      >>> features = np.eye(20, dtype=np.float32)
+      >>> retrieval_recall(features, features, mesh, ks=(1,))
+      {'image_to_text_r1': 1.0, 'text_to_image_r1': 1.0}
+
     Args:
         image: [N, D] image features, any float dtype, the same on every process; need not be normalized.
         text: [M, D] caption features, any float dtype, the same on every process; need not be normalized.
@@ -87,6 +92,11 @@ def retrieval_map(
 
     The average precision of a query is the mean of the precision at the ranks of its correct matches (Manning et al.
     2008, Introduction to Information Retrieval, section 8.4). Ties count as misses, as in `retrieval_recall`.
+
+    Examples:
+      >>> features = np.eye(20, dtype=np.float32)
+      >>> retrieval_map(features, features, mesh)
+      {'image_to_text_map': 1.0, 'text_to_image_map': 1.0}
 
     Args:
         image: [N, D] image features, see `retrieval_recall`.

@@ -44,8 +44,10 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
     Raises:
         ValueError: the shapes do not match, or k is out of range.
 
-    Example:
-        similarity, index = top_k(captions, images, 10, data_mesh())
+    Examples:
+      >>> similarity, index = top_k(np.asarray(text), np.asarray(image), 3, mesh)
+      >>> index.shape, bool(similarity[0, 0] >= similarity[0, 1])
+      ((8, 3), True)
     """
     if query.ndim != 2 or gallery.ndim != 2 or query.shape[1] != gallery.shape[1] or 0 in gallery.shape:
         raise ValueError(f"expected features [Q, D] and [G, D], G >= 1, got {query.shape} and {gallery.shape}")

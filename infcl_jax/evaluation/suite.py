@@ -49,6 +49,9 @@ _logger = logging.getLogger(__name__)
 class EvaluationConfig:
     """Settings of the evaluation suite.
 
+    Examples:
+      >>> config = EvaluationConfig(zero_shot_dataset="digits", zero_shot_split="zero_shot", batch_size=64)
+
     Attributes:
       batch_size: images or captions encoded at once, over all devices.
       retrieval_dataset: dataset of `load_benchmark` for retrieval and the split loss; None: skip both.
@@ -73,6 +76,11 @@ class Suite:
 
     Every process must call it, and every process gets the results. The images of a split are encoded once for all its
     tasks, whether they test or train on it, and the prompts of equal classes and templates once.
+
+    Examples:
+      >>> config = EvaluationConfig(retrieval_dataset="photos", retrieval_split="train")
+      >>> suite = Suite(config, model, ByteTokenizer(36), image_size=16, data_dir="data", mesh=mesh)
+      >>> results = suite(variables)
     """
 
     def __init__(
@@ -282,7 +290,13 @@ class Suite:
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Return the metrics of results by "task/metric"."""
+    """Return the metrics of results by "task/metric".
+
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> flat_metrics([result])
+      {'cifar10/top1': 0.9}
+    """
     return {f"{result.name}/{name}": value for result in results for name, value in result.metrics.items()}
 
 

@@ -45,6 +45,11 @@ _logger = logging.getLogger(__name__)
 class Task:
     """Evaluation task.
 
+    Examples:
+      >>> task = Task(name="cifar10", dataset="cifar10", class_names="cifar10", templates="cifar10")
+      >>> task.split
+      'test'
+
     Attributes:
       name: name of the results.
       dataset: dataset of `infcl_jax.evaluation.load_benchmark`.

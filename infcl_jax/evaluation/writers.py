@@ -26,6 +26,10 @@ _PACKAGES = ("infcl_jax", "jax", "jaxlib", "flax", "numpy")
 def describe_environment(model: str, weights: str) -> dict[str, str]:
     """Describe an evaluation: model, weights, date, devices and versions.
 
+    Examples:
+      >>> describe_environment("ViT-B-32", "runs/photos")["model"]
+      'ViT-B-32'
+
     Args:
       model: name of the model.
       weights: path or name of the weights.
@@ -55,6 +59,10 @@ def write_json(path: str | Path, results: Sequence[TaskResult], environment: Map
 
     The object has the fields `environment` and `results`, a list of objects with `name`, `kind`, `images`,
     `main_metric` and `metrics`. Values that are not finite are null. An existing file is replaced at once.
+
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> write_json("results.json", [result], describe_environment("tiny", "runs/digits"))
 
     Args:
       path: output file.
@@ -102,6 +110,11 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
 
     Columns are the environment and then `task/metric`, in the order of the results. A file that starts with another
     header is left as it is: the row goes to `NAME-2.csv`, `NAME-3.csv` and so on.
+
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> append_csv("results.csv", [result], describe_environment("tiny", "runs/digits")).name
+      'results.csv'
 
     Args:
       path: output file; created with a header if it is missing.

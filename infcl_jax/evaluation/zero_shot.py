@@ -37,6 +37,14 @@ def class_embeddings(
     A vector is the normalized mean of the normalized features of the prompts of its class. This is the prompt ensemble
     in embedding space of CLIP (Radford et al. 2021, arXiv:2103.00020, section 3.1.4).
 
+    Examples:
+      >>> def encode_text(variables, tokens):
+      ...     return model.apply(variables, tokens, method="encode_text")
+      >>> templates = ("a photo of a {}.", "a drawing of a {}.")
+      >>> tokenizer, names = ByteTokenizer(36), ("cat", "dog")
+      >>> class_embeddings(encode_text, variables, tokenizer, names, templates, mesh, batch_size=8).shape
+      (2, 16)
+
     Args:
         encode_text: `encode_text(params, ids [b, L]) -> [b, D]`, any float dtype. Pass the same function object each
             time, because the encoder is compiled once per object.
@@ -77,6 +85,11 @@ def zero_shot_accuracy(
     Classes are ranked by the cosine similarity of their embeddings to the image (CLIP, arXiv:2103.00020, section 3.1).
     Ties count as misses, as in `retrieval_recall`, so collapsed or non-finite features score 0. A k that is at least
     the number of classes always gives 1.
+
+    Examples:
+      >>> features, classifier = np.eye(4, dtype=np.float32), np.eye(4, dtype=np.float32)
+      >>> zero_shot_accuracy(features, np.array([0, 1, 2, 0]), classifier, mesh, topk=(1,))
+      {'top1': 0.75}
 
     Args:
         image_features: [N, D], any float dtype, the same on every process; need not be normalized.

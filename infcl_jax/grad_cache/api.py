@@ -50,16 +50,15 @@ def cached_value_and_grad(
     With residency "device", values derived from the parameters alone, such as casts, are computed once for all chunks
     if the encoder names them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
 
-    Example:
-      >>> encoders = {
-      ...     "image": lambda params, chunk, rng: model.apply(params, chunk, method="encode_image"),
-      ...     "text": lambda params, chunk, rng: model.apply(params, chunk, method="encode_text"),
-      ... }
-      >>> def loss(params, f):
-      ...     return clip_loss(f["image"], f["text"], jnp.exp(params["params"]["logit_scale"]), mesh=mesh)
-      >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-      >>> step = jax.jit(cached_value_and_grad(encoders, loss, chunk_size=256, sharding=sharding))
-      >>> value, gradients = step(params, {"image": images, "text": tokens})  # arrays with this sharding
+    Examples:
+      >>> def encode(params, chunk, rng):  # an encoder of your own: Flax, Equinox or plain JAX
+      ...     return l2_normalize(chunk @ params, jnp.float32)
+      >>> def loss_fn(params, features):
+      ...     return clip_loss(features["image"], features["text"], 14.3)
+      >>> step = jax.jit(cached_value_and_grad({"image": encode, "text": encode}, loss_fn, chunk_size=2))
+      >>> loss, gradient = step(jnp.eye(4), {"image": image, "text": text})  # 4 chunks of 2 pairs
+      >>> print(f"{loss:.2f}", gradient.shape)
+      0.39 (4, 4)
 
     Args:
       encoders: `{name: encode(params, chunk, rng) -> features}`. `chunk` is a slice of the batch entry of that name.

@@ -60,7 +60,7 @@ class Layout:
 def chunk_rows(number: int, rows: int, chunk_size: int, devices: int = 1) -> Int[np.ndarray, "chunk"]:
     """Indices of one chunk's rows in the batch, in the chunk's order.
 
-    Example:
+    Examples:
       >>> chunk_rows(1, rows=12, chunk_size=4, devices=2)
       array([2, 3, 8, 9])
 

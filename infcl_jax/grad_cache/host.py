@@ -30,6 +30,11 @@ from infcl_jax.grad_cache.chunks import (
 class Replay:
     """Batch entry that is read chunk by chunk, once in each pass.
 
+    Examples:
+      >>> rows = Replay(8, lambda number: np.asarray(image)[chunk_rows(number, rows=8, chunk_size=2)])
+      >>> rows.load(3).shape
+      (2, 4)
+
     Attributes:
       rows: rows of the entry in this process.
       load: `load(number) -> chunk`, a deterministic function of the chunk number. It returns a pytree of host arrays

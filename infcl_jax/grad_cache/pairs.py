@@ -24,6 +24,11 @@ ScoreFn = Callable[[Any, Any, Any], Float[Array, "bx by"]]
 class PairScores(NamedTuple):
     """Row and column log-sum-exps and positive scores, in at least fp32.
 
+    Examples:
+      >>> scores = pairwise_scores_lse(lambda params, x, y: params * x @ y.T, jnp.float32(9), image, text, tile=4)
+      >>> scores.row.shape, scores.col.shape, scores.positive.shape
+      ((8,), (8,), (8,))
+
     Attributes:
       row: log-sum-exp of each row over all columns, `[bx]`.
       col: log-sum-exp of each column over all rows, `[by]`.
@@ -51,11 +56,12 @@ def pairwise_scores_lse(
 
     Source: GradCache, section 5.
 
-    Example:
+    Examples:
       >>> def score(params, x, y):  # a small network over all pairs of a tile
       ...     hidden = jnp.tanh((x @ params["x"])[:, None] + (y @ params["y"])[None])
       ...     return hidden @ params["out"]
-      >>> scores = pairwise_scores_lse(score, params, query, passage, tile=128)
+      >>> params = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3)), "out": jnp.ones(3)}
+      >>> scores = pairwise_scores_lse(score, params, image, text, tile=4)
       >>> loss = (scores.row - scores.positive).mean()
 
     Args:

@@ -5,6 +5,7 @@ A training loss is a subclass of `Loss` and a row of `infcl_jax.training.LOSSES`
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jax.sharding import Mesh
@@ -25,6 +26,10 @@ SAMPLE_INPUTS = ("index", "samples", "step")
 class LossOutput(NamedTuple):
     """Loss of one batch.
 
+    Examples:
+      >>> LossOutput(jnp.float32(2.0)).rows is None  # no sample state
+      True
+
     Attributes:
       value: scalar loss.
       rows: the batch's new rows of the sample state; None for losses without sample state.
@@ -39,6 +44,15 @@ class LossOutput(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(abc.ABC):
     """Training loss of a global batch.
+
+    Examples:
+      >>> class HalfLoss(Loss):
+      ...     def __call__(self, output, **inputs):
+      ...         return LossOutput(clip_loss(output.image, output.text, output.logit_scale / 2, mesh=self.mesh))
+      >>> loss = HalfLoss.create("half", mesh=None, implementation=None)
+      >>> output = CLIPOutput(image, text, jnp.float32(14.3), logit_bias=None)
+      >>> print(f"{loss(output).value:.2f}")
+      0.37
 
     Attributes:
       name: key of the loss in `infcl_jax.training.LOSSES`.
@@ -56,7 +70,7 @@ class Loss(abc.ABC):
     implementation: str | None = None
 
     inputs: ClassVar[tuple[str, ...]] = ()
-    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+    implementations: ClassVar[Collection[str]] = IMPLEMENTATIONS
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation, IMPLEMENTATIONS)

@@ -39,9 +39,12 @@ def clip_loss(
     sum over devices into another sum. Gradients taken inside `shard_map` are then too large by the device count; take
     them outside.
 
-    Example:
-      >>> loss, gradient = jax.value_and_grad(clip_loss)(image, text, 14.3)          # one device
-      >>> loss = jax.jit(lambda i, t, s: clip_loss(i, t, s, mesh=mesh))(image, text, scale)  # sharded over a mesh
+    Examples:
+      >>> loss, gradients = jax.value_and_grad(clip_loss, argnums=(0, 1))(image, text, 14.3)  # one device
+      >>> image, text = shard_batch(mesh, (image, text))
+      >>> sharded = jax.jit(lambda i, t, s: clip_loss(i, t, s, mesh=mesh))(image, text, 14.3)  # all devices of a mesh
+      >>> print(f"{loss:.2f} {sharded:.2f}")
+      0.39 0.39
 
     Args:
       image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.
@@ -87,7 +90,14 @@ def _loss(
 
 
 class ClipLoss(Loss):
-    """`clip_loss` as a training loss."""
+    """`clip_loss` as a training loss.
+
+    Examples:
+      >>> loss = ClipLoss(name="clip")
+      >>> value = loss(CLIPOutput(image, text, jnp.float32(14.3), logit_bias=None)).value
+      >>> print(f"{value:.2f}")
+      0.39
+    """
 
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""

@@ -74,12 +74,16 @@ def global_contrastive_loss(
     Yuan et al., "Provable Stochastic Optimization for Global Contrastive Learning" (SogCLR); Qiu et al., "Not All
     Semantics are Created Equal" (iSogCLR); Wei et al., "FastCLIP", section 4 and Algorithm 1.
 
-    Example:
-      >>> state = create_samples(len(dataset), mesh=mesh)
+    Examples:
+      >>> index, state = jnp.arange(8), create_samples(1000)  # samples of this batch, state of the whole dataset
       >>> def loss_fn(image, text, scale, state):
-      ...     return global_contrastive_loss(image, text, index, state, variant="fastclip_v3", gamma=0.8, rho=6.5,
-      ...                                    logit_scale=scale, mesh=mesh)
-      >>> (loss, state), gradients = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1, 2), has_aux=True))(...)
+      ...     return global_contrastive_loss(
+      ...         image, text, index, state, variant="fastclip_v3", gamma=0.8, rho=6.5, logit_scale=scale
+      ...     )
+      >>> gradient_fn = jax.value_and_grad(loss_fn, argnums=(0, 1, 2), has_aux=True)
+      >>> (loss, state), gradients = jax.jit(gradient_fn)(image, text, 14.3, state)
+      >>> print(int(jnp.isfinite(state.log_u[:, 0]).sum()), "samples seen")
+      8 samples seen
 
     Args:
       image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.

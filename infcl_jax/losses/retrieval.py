@@ -43,6 +43,11 @@ def retrieval_loss(
     Karpukhin et al., "Dense Passage Retrieval", section 3.2; Gao et al., "Scaling Deep Contrastive Learning Batch Size
     under Memory Limited Setup", eq. 1.
 
+    Examples:
+      >>> query, passage = image[:4], text  # the first four passages are positives, the others hard negatives
+      >>> print(f"{retrieval_loss(query, passage, 20.0):.2f}")
+      0.55
+
     Args:
       query: `[bq, D]` features, bf16, fp16, fp32 or fp64.
       passage: `[bp, D]` features of the same dtype, `bp >= bq` unless `labels` are given.

@@ -23,6 +23,11 @@ class SampleState(NamedTuple):
     Row k holds sample k. Column 0 belongs to its image, column 1 to its text. The temperature and its moments are None
     for losses with a single temperature.
 
+    Examples:
+      >>> state = create_samples(1000)
+      >>> state.temperature is None  # the loss has a single temperature
+      True
+
     Attributes:
       log_u: logarithm of u, the moving average of the mean exponential over the negatives; -inf for an unseen sample,
         +inf for padding rows.
@@ -43,6 +48,11 @@ def create_samples(
     """Create the sample state of an unseen dataset.
 
     It takes 8 bytes per sample, or 32 with per-sample temperatures.
+
+    Examples:
+      >>> state = create_samples(1000, temperature=0.07)
+      >>> float(state.log_u[0, 0]), round(float(state.temperature[0, 0]), 2)
+      (-inf, 0.07)
 
     Args:
       samples: number of samples in the dataset, indexed from 0.
@@ -150,6 +160,12 @@ def write_samples(
     """Write rows into the sample state, in place if the state is donated.
 
     If the batch contains a sample more than once, the last row wins.
+
+    Examples:
+      >>> rows = SampleState(log_u=jnp.zeros((2, 2)))
+      >>> state = write_samples(create_samples(5), jnp.array([3, 1]), rows)
+      >>> state.log_u[:5, 0].tolist()
+      [-inf, 0.0, -inf, 0.0, -inf]
 
     Args:
       state: sample state from `create_samples`.

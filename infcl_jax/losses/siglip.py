@@ -50,6 +50,11 @@ def siglip_loss(
     diagonal, else -1. Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1 and section 3.3 (text features
     rotate around the devices).
 
+    Examples:
+      >>> loss = siglip_loss(image, text, 10.0, -10.0)
+      >>> print(f"{loss:.2f}")
+      1.56
+
     Args:
       image: `[b, D]` L2-normalized features, bf16, fp16, fp32 or fp64.
       text: `[b, D]`, same dtype; row i belongs to row i of `image`.
@@ -178,7 +183,14 @@ def _where_valid(rows: _Rows, y_mask: Array | None, values: Array) -> Array:
 
 
 class SiglipLoss(Loss):
-    """`siglip_loss` as a training loss."""
+    """`siglip_loss` as a training loss.
+
+    Examples:
+      >>> loss = SiglipLoss(name="siglip")
+      >>> value = loss(CLIPOutput(image, text, jnp.float32(10.0), jnp.float32(-10.0))).value
+      >>> print(f"{value:.2f}")
+      1.56
+    """
 
     implementations: ClassVar[tuple[str, ...]] = tuple(XLA_RINGS)
 

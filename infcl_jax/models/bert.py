@@ -71,6 +71,12 @@ class Bert(nn.Module):
 
     All tokens are of the first type. Texts are padded at their ends.
 
+    Examples:
+      >>> tower = {"width": 64, "layers": 2, "heads": 2}
+      >>> config = CLIPConfig(embed_dim=32, vision=VisionConfig(**tower), text=BertConfig(**tower))
+      >>> type(build_model(config).text).__name__
+      'Bert'
+
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.

@@ -25,6 +25,10 @@ _LOG_MAX_LOGIT_SCALE = math.log(MAX_LOGIT_SCALE)
 class CLIPOutput(NamedTuple):
     """Model output: features, logit scale and logit bias.
 
+    Examples:
+      >>> output = jax.jit(model.apply)(variables, pixels, tokens)
+      >>> loss = clip_loss(output.image, output.text, output.logit_scale)
+
     Attributes:
       image: [b, embed_dim], L2-normalized image features in the model's feature dtype.
       text: [b, embed_dim], L2-normalized text features in the model's feature dtype.
@@ -40,6 +44,10 @@ class CLIPOutput(NamedTuple):
 
 def l2_normalize(x: Float[Array, "*batch d"], dtype: Any) -> Float[Array, "*batch d"]:
     """Scale the last axis to unit length.
+
+    Examples:
+      >>> l2_normalize(jnp.array([3.0, 4.0]), "float32")
+      Array([0.6, 0.8], dtype=float32)
 
     Args:
       x: [..., d], any floating dtype; the norm is computed in float32.
@@ -61,6 +69,10 @@ def normalize_image(
 ) -> Float32[Array, "*batch 3"]:
     """Normalize pixels by channel.
 
+    Examples:
+      >>> normalize_image(jnp.full((1, 1, 3), 255, jnp.uint8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+      Array([[[1., 1., 1.]]], dtype=float32)
+
     Args:
       image: uint8 [..., 3], 0 to 255.
       mean: mean of each channel, for images in [0, 1].
@@ -80,6 +92,11 @@ def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Apply it after every optimizer update. The model limits the scale to 100 too, but its gradient is zero beyond the
     limit, so an unclamped parameter would stay there. At the limit the gradient is that of `exp`.
+
+    Examples:
+      >>> clamped = clamp_logit_scale({"logit_scale": jnp.float32(9.0)})
+      >>> round(float(jnp.exp(clamped["logit_scale"])), 2)
+      100.0
 
     Args:
       params: parameters of `CLIP`, with `logit_scale` on their first level.
@@ -106,6 +123,11 @@ class CLIP(nn.Module):
     Parameters: `visual` and `text`, one subtree per tower; `logit_scale`, the logarithm of the scale; `logit_bias`
     if `init_logit_bias` is given. `encode_image` and `encode_text` need the parameters of their tower only.
     `logit_scale_and_bias` needs the parameters of neither tower.
+
+    Examples:
+      >>> encode = jax.jit(lambda variables, pixels: model.apply(variables, pixels, method="encode_image"))
+      >>> encode(variables, pixels).shape
+      (8, 16)
 
     Attributes:
       visual: image tower, floating [b, H, W, 3] to [b, d], with an `image_size` attribute.
@@ -207,6 +229,11 @@ def variable_shapes(model: nn.Module) -> Any:
     """Return the shapes and dtypes of a model's variables: parameters and running statistics.
 
     The result is cached, since tracing takes seconds.
+
+    Examples:
+      >>> shapes = variable_shapes(model)
+      >>> shapes["params"]["logit_scale"].dtype
+      dtype('float32')
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(model.init, key, *row_shapes(model, 1).values())

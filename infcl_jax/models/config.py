@@ -50,6 +50,10 @@ class VisionConfig(TowerConfig):
 
     `VisionTransformer` describes the fields.
 
+    Examples:
+      >>> VisionConfig(width=768, layers=12, heads=12, patch_size=32).image_size
+      224
+
     Raises:
       ValueError: a field has an invalid value.
     """
@@ -90,6 +94,10 @@ class VisionConfig(TowerConfig):
 class TextConfig(TowerConfig):
     """Configuration of the text tower of CLIP and SigLIP.
 
+    Examples:
+      >>> TextConfig(width=512, layers=12, heads=8).context_length
+      77
+
     Attributes:
       vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
       context_length: largest number of tokens, including the start and end tokens.
@@ -128,6 +136,10 @@ class BertConfig(TowerConfig):
 
     `Bert` describes the fields. Attention runs in XLA, since the kernels have no mask of padding.
 
+    Examples:
+      >>> BertConfig(width=768, layers=12, heads=12, pool="cls").vocab_size
+      30522
+
     Raises:
       ValueError: a field has an invalid value.
     """
@@ -162,6 +174,13 @@ class BertConfig(TowerConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPConfig:
     """Configuration of a dual encoder.
+
+    Examples:
+      >>> tower = {"width": 64, "layers": 2, "heads": 2}
+      >>> vision = VisionConfig(image_size=32, patch_size=8, **tower)
+      >>> config = CLIPConfig(embed_dim=32, vision=vision, text=TextConfig(vocab_size=259, **tower))
+      >>> build_model(config).visual.image_size
+      32
 
     Attributes:
       embed_dim: size of the shared features.

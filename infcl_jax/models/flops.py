@@ -23,8 +23,7 @@ def step_flops(config: CLIPConfig, unlocked: Mapping[str, int] | None = None, pr
         towers are trained whole.
       precomputed: frozen towers whose features are read instead of computed.
 
-    Example:
-      >>> from infcl_jax.models import model_config
+    Examples:
       >>> from infcl_jax.models.flops import step_flops
       >>> step_flops(model_config("ViT-B-16")) / 1e9
       113.1327744

@@ -165,6 +165,13 @@ class _Section:
 def read_open_clip_config(source: str | os.PathLike | Mapping[str, Any]) -> CLIPConfig:
     """Read a model configuration of OpenCLIP.
 
+    Examples:
+      >>> tower = {"width": 64, "layers": 2, "heads": 1}
+      >>> vision = {"width": 64, "layers": 2, "image_size": 32, "patch_size": 8}
+      >>> config = read_open_clip_config({"embed_dim": 32, "text_cfg": tower, "vision_cfg": vision})
+      >>> config.vision.patch_size
+      8
+
     Args:
       source: path of a JSON file, path of a folder with `open_clip_config.json`, or the JSON object. The object is a
         model configuration, or has the keys "model_cfg" and "preprocess_cfg".

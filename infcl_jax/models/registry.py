@@ -26,12 +26,21 @@ def model_names() -> tuple[str, ...]:
     """Return the names accepted by `model_config` and `create_model`: OpenCLIP's, and "tiny" and "tiny-shapes".
 
     The papers' spelling with a slash, such as "ViT-B/16", is accepted too.
+
+    Examples:
+      >>> [name for name in model_names() if name.startswith("ViT-B-32")][:2]
+      ['ViT-B-32', 'ViT-B-32-quickgelu']
     """
     return tuple(CONFIGS)
 
 
 def model_config(name: str, **overrides: Any) -> CLIPConfig:
     """Return the configuration of a model.
+
+    Examples:
+      >>> config = model_config("ViT-B/32", dtype="bfloat16", **{"vision.image_size": 256})
+      >>> config.embed_dim, config.vision.image_size
+      (512, 256)
 
     Args:
       name: one of `model_names()`, or the path of an OpenCLIP configuration, see `read_open_clip_config`.
@@ -144,6 +153,10 @@ def build_model(config: CLIPConfig | TextPairConfig) -> CLIP | TextPair:
     """Build the module of a configuration.
 
     Equal configurations give equal modules, so they share the functions that `jax.jit` compiled.
+
+    Examples:
+      >>> build_model(model_config("tiny")) == create_model("tiny")
+      True
     """
     if isinstance(config, TextPairConfig):
         return TextPair(
@@ -178,10 +191,11 @@ def create_model(name: str, **overrides: Any) -> CLIP:
     Raises:
       ValueError: see `model_config`.
 
-    Example:
-      model = create_model("tiny", **{"vision.layers": 4, "init_logit_bias": -10.0})
-      image, text = jnp.zeros((1, 32, 32, 3), jnp.uint8), jnp.zeros((1, 77), jnp.int32)
-      variables = model.init(jax.random.key(0), image, text)
-      output = model.apply(variables, image, text)
+    Examples:
+      >>> small = create_model("tiny", **{"vision.layers": 1, "text.layers": 1, "init_logit_bias": -10.0})
+      >>> pixels, tokens = jnp.zeros((1, 32, 32, 3), jnp.uint8), jnp.zeros((1, 77), jnp.int32)
+      >>> output = jax.eval_shape(lambda: small.init_with_output(jax.random.key(0), pixels, tokens))[0]
+      >>> output.image.shape
+      (1, 64)
     """
     return build_model(model_config(name, **overrides))

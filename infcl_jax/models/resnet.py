@@ -25,6 +25,10 @@ _CONV_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 class ResNetConfig:
     """Configuration of the ResNet image tower.
 
+    Examples:
+      >>> ResNetConfig(layers=(3, 4, 23, 3)).image_size  # RN101
+      224
+
     Attributes:
       width: channels after the stem; the last stage has 32 times as many.
       layers: number of bottlenecks of each of the four stages.
@@ -157,6 +161,11 @@ class ResNet(nn.Module):
 
     Parameters: `conv1` to `conv3` and `bn1` to `bn3` of the stem, `layer1_0` to `layer4_2`, `attnpool`. Running
     statistics are in the collection "batch_stats".
+
+    Examples:
+      >>> tower = create_model("RN50").visual
+      >>> tower.embed_dim
+      1024
 
     Attributes:
       config: shape of the network.

@@ -37,6 +37,11 @@ class TextTransformer(nn.Module):
     With causal attention and the pool "end", as in CLIP, later tokens have no effect and need no mask. Other towers
     attend to padding, as in SigLIP, and texts must be padded as in training.
 
+    Examples:
+      >>> tower = create_model("ViT-B/32").text
+      >>> tower.vocab_size, tower.context_length
+      (49408, 77)
+
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.

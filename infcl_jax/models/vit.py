@@ -103,6 +103,11 @@ class VisionTransformer(nn.Module):
     Initial weights are normal, scaled by width and depth, and biases are zero. OpenAI's implementation initializes its
     text tower this way, but most of its image tower with PyTorch's defaults.
 
+    Examples:
+      >>> tower = create_model("ViT-B/32").visual
+      >>> tower.patch_size, tower.embed_dim
+      (32, 512)
+
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.

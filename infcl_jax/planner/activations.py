@@ -101,7 +101,12 @@ def _encoder_memory(
 
 
 def tree_bytes(tree: Any) -> int:
-    """Total bytes of the arrays or shapes in a pytree."""
+    """Total bytes of the arrays or shapes in a pytree.
+
+    Examples:
+      >>> tree_bytes({"kernel": jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)})
+      524288
+    """
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 

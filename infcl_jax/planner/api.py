@@ -24,6 +24,11 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 class Workload:
     """Settings of a training step that determine its memory.
 
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64, devices=8)
+      >>> run.block_rows
+      8
+
     Attributes:
       model: `CLIP` or `TextPair` module, or its configuration.
       optimizer: optimizer, for the sizes of its state and updates.
@@ -127,6 +132,11 @@ class EncoderRows(NamedTuple):
 class MemoryPlan:
     """Memory of a training step in bytes on each device.
 
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> plan.optimizer > 2 * plan.parameters, plan.memory_limit
+      (True, None)
+
     Attributes:
       workload: settings of the step.
       parameters: model parameters; one device's shard with "fsdp".
@@ -207,10 +217,15 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     Ops are planned with the kernels that they choose on the current device. To plan for a Hopper GPU on another host,
     call this function under `use_abstract_mesh(device_named("H100").mesh)`.
 
-    Example:
-      >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=32768, devices=8,
-      ...                cache=GradCacheConfig(chunk_size=2048), implementation="mosaic_gpu")
-      >>> print(format_plan(plan_memory(run, device_named("H100").memory_limit)))
+    Examples:
+      >>> cache = GradCacheConfig(chunk_size=512)
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096, devices=8, cache=cache)
+      >>> plan = plan_memory(run, device_named("H100").memory_limit)
+      >>> print(format_plan(plan))
+      memory per device: 8 device(s), batch_size 4096, chunk_size 512, implementation xla
+      component                     MiB  % of limit  source
+      parameters                    0.1         0.0  exact
+      optimizer state ...
 
     Args:
       workload: settings of the training step.
@@ -264,6 +279,11 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes per device of a compiled program, from XLA's memory analysis.
 
     The sum of arguments, outputs and temporaries; a donated buffer counts once.
+
+    Examples:
+      >>> compiled = jax.jit(clip_loss).lower(image, text, 14.3).compile()
+      >>> compiled_bytes(compiled) > image.nbytes + text.nbytes
+      True
     """
     memory = compiled.memory_analysis()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes

@@ -17,6 +17,10 @@ _MIB = 1 << 20
 class Device(NamedTuple):
     """A GPU model.
 
+    Examples:
+      >>> device_named("H100").implementation
+      'mosaic_gpu'
+
     Attributes:
       name: key of the table `DEVICES`.
       memory: device memory in bytes, as the driver reports it.
@@ -63,6 +67,10 @@ def device_named(name: str) -> Device:
 
     Case and spaces are ignored. The memory suffix is optional if it is not needed to tell devices apart, as for "H200".
 
+    Examples:
+      >>> device_named("a100-80").memory // 2**30
+      80
+
     Raises:
       ValueError: no device or more than one matches.
     """
@@ -78,6 +86,11 @@ def device_memory_limit() -> int | None:
     """Bytes that JAX may use on each device of this run.
 
     The minimum over the first device of each process; None if the platform reports no limit (CPU).
+
+    Examples:
+      >>> limit = device_memory_limit()
+      >>> print("unlimited" if limit is None else f"{limit / 2**30:.0f} GiB")
+      unlimited
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None or jax.process_count() == 1:

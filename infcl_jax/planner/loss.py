@@ -22,6 +22,11 @@ from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
 def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
     """Estimate the workspace in bytes on each device by the implementation's formula.
 
+    Examples:
+      >>> names = ("mosaic_gpu", "local")
+      >>> [loss_workspace(name, 65_536, 512, jnp.bfloat16, devices=8) // 2**20 for name in names]  # MiB
+      [132, 8608]
+
     Args:
       implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
       batch_size: global batch size b.

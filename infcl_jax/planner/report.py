@@ -32,6 +32,12 @@ class OutOfMemory(RuntimeError):
     """Out-of-memory error of a training step.
 
     The message names the setting to change and ends with the table of the plan.
+
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> error = explain_out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), plan)
+      >>> isinstance(error, OutOfMemory)
+      True
     """
 
 
@@ -41,6 +47,14 @@ def format_plan(plan: MemoryPlan) -> str:
     Columns: component, MiB on each device, percentage of the memory limit (if known), source. "traced" figures come
     from the shapes in the encoders' jaxprs, see `plan_memory`. "formula" figures come from `loss_workspace`. The peak
     is at most the sum: not all components are live at the same time.
+
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> print(format_plan(plan))
+      memory per device: 1 device(s), batch_size 64, no gradient caching, implementation xla
+      component                MiB  source
+      parameters               0.1  exact
+      optimizer state ...
     """
     limit = plan.memory_limit
     components = [(label, getattr(plan, name), source) for label, name, source in _COMPONENTS]
@@ -60,7 +74,13 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def plan_components(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of each component that takes memory, by its label in `format_plan`."""
+    """Return the bytes of each component that takes memory, by its label in `format_plan`.
+
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> list(plan_components(plan))[:3]
+      ['parameters', 'optimizer state', 'gradients']
+    """
     return {label: size for label, name, _ in _COMPONENTS if (size := getattr(plan, name))}
 
 
@@ -68,6 +88,13 @@ def describe_plan(plan: MemoryPlan) -> str:
     """Format a plan and the flags of the recommended gradient caching.
 
     Without a memory limit, only the table is returned.
+
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
+      >>> print(describe_plan(plan_memory(run, memory_limit=2**27)))
+      memory per device: 1 device(s), batch_size 4096, no gradient caching, implementation xla
+      component ...
+      does not fit; recommended: --config.grad_cache.chunk_size=2048 --config.grad_cache.keep=2
     """
     table = format_plan(plan)
     if plan.memory_limit is None:
@@ -84,11 +111,15 @@ def describe_plan(plan: MemoryPlan) -> str:
 def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
     """Convert an out-of-memory error of the training step to `OutOfMemory`.
 
-    Example:
+    Examples:
+      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
+      >>> def step(state, batch):
+      ...     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
       >>> try:
-      ...     state, metrics = step(state, batch)
+      ...     state, metrics = step(None, None)
       ... except jax.errors.JaxRuntimeError as error:
-      ...     raise explain_out_of_memory(error, plan)
+      ...     print(explain_out_of_memory(error, plan))
+      the device ran out of memory; ...
 
     Returns:
       `OutOfMemory` with `error` as its cause, if that is a `JaxRuntimeError` with `RESOURCE_EXHAUSTED`; otherwise

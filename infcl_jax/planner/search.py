@@ -15,6 +15,11 @@ SAFE_SHARE = 0.95
 def largest_batch(workload: Workload, memory_limit: int) -> int:
     """Find the largest batch size that fits, without compilation.
 
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64)
+      >>> largest_batch(run, memory_limit=2**27)
+      4032
+
     Args:
       workload: settings of the step; `batch_size` is ignored.
       memory_limit: bytes that JAX may use on a device.
@@ -35,6 +40,11 @@ def largest_batch(workload: Workload, memory_limit: int) -> int:
 
 def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     """Find the largest chunk size that fits, without compilation.
+
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=8192)
+      >>> largest_chunk_size(run, memory_limit=2**27)
+      4096
 
     Args:
       workload: settings of the step; `cache.chunk_size` is ignored.
@@ -64,6 +74,13 @@ def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
 def largest_keep(workload: Workload, memory_limit: int) -> int:
     """Find the largest number of stored chunks that fits, without compilation.
 
+    Examples:
+      >>> run = Workload(
+      ...     model=model, optimizer=optax.adamw(1e-3), batch_size=2048, cache=GradCacheConfig(chunk_size=256)
+      ... )
+      >>> largest_keep(run, memory_limit=2**27)
+      8
+
     Args:
       workload: settings with a chunk size; `cache.keep` is ignored.
       memory_limit: bytes that JAX may use on a device.
@@ -90,6 +107,13 @@ def store_activations(workload: Workload, memory_limit: int) -> Workload:
     If the activations of all chunks fit, they are all stored. Otherwise residual streams come first, then whole chunks:
     a GiB of residual streams saves about twice the time that a GiB of chunks saves (docs/benchmarks.md).
 
+    Examples:
+      >>> run = Workload(
+      ...     model=model, optimizer=optax.adamw(1e-3), batch_size=2048, cache=GradCacheConfig(chunk_size=256)
+      ... )
+      >>> store_activations(run, memory_limit=2**30).cache.keep
+      8
+
     Args:
       workload: settings with a chunk size. `keep` is replaced; `keep_residual` may become True.
       memory_limit: bytes that JAX may use on a device, times `SAFE_SHARE` if a run depends on the result.
@@ -112,6 +136,11 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
 
     No caching if the whole batch fits. Otherwise large chunks, with as many stored activations as fit. The batch moves
     to host memory only if no chunks fit with its residency.
+
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
+      >>> recommended_cache(run, memory_limit=2**27)
+      GradCacheConfig(chunk_size=2048, keep=2, keep_residual=False, residency='device')
 
     Args:
       workload: settings of the step. Of `cache` only the residency is considered.

@@ -34,6 +34,10 @@ _PEAK_TFLOPS = {
 def peak_flops(device_kind: str) -> float | None:
     """Return the peak dense bf16 throughput of a GPU; None if unknown.
 
+    Examples:
+      >>> peak_flops("NVIDIA H200")
+      989400000000000.0
+
     Args:
       device_kind: name such as "NVIDIA H200", from `jax.Device.device_kind`.
 
@@ -61,6 +65,12 @@ def utilization(workload: Workload, device_kind: str) -> Callable[[float], float
 
     MFU is the throughput in model FLOPs over the peak throughput of the devices (PaLM, Chowdhery et al. 2022, appendix
     B).
+
+    Examples:
+      >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=1024)
+      >>> mfu = utilization(run, "NVIDIA H200")
+      >>> round(mfu(4000.0), 3)
+      0.457
 
     Args:
       workload: settings of the training step.

@@ -43,8 +43,8 @@ def write_report(path: str | Path, runs: Sequence[RunRecord], *, reload_seconds:
       runs: runs of `read_runs`.
       reload_seconds: time after which the browser loads the page again; None: never.
 
-    Example:
-      write_report("report.html", read_runs(["runs/a", "runs/b"]))
+    Examples:
+      >>> write_report("report.html", read_runs(["runs/digits"]))
     """
     title = f"Report of {', '.join(run.name for run in runs)}" if len(runs) < 4 else f"Report of {len(runs)} runs"
     style = _STYLE + charts.STYLE + curves.STYLE + evaluations.STYLE

@@ -57,6 +57,11 @@ class Point(NamedTuple):
 class RunRecord:
     """Files of a run, without those that are missing or damaged.
 
+    Examples:
+      >>> run = read_run("runs/digits", "digits")
+      >>> run.running, run.results
+      (False, {})
+
     Attributes:
       name: name of the run in a report.
       config: settings by dotted name; empty without a readable `config.json`.
@@ -140,6 +145,11 @@ class RunRecord:
 def read_run(workdir: str | Path, name: str) -> RunRecord:
     """Read the files of a run.
 
+    Examples:
+      >>> run = read_run("runs/digits", "digits")
+      >>> run.config["model"]
+      'tiny'
+
     Args:
       workdir: directory of the run.
       name: name of the run in the report.
@@ -182,6 +192,10 @@ def read_runs(workdirs: Sequence[str | Path]) -> list[RunRecord]:
     """Read the files of several runs.
 
     Runs are named by their folders. If two folders have the same name, all are named by their paths.
+
+    Examples:
+      >>> [run.name for run in read_runs(["runs/digits"])]
+      ['digits']
 
     Args:
       workdirs: directories of the runs.

@@ -17,15 +17,15 @@ class Callback:
     The devices compute the next step while `on_step` runs, so a fast hook costs no time. `on_evaluation` and
     `on_checkpoint` run between two steps.
 
-    Example:
-      class Losses(infcl_jax.Callback):
-          def __init__(self):
-              self.values = {}
-
-          def on_step(self, step, metrics):
-              self.values[step] = metrics["loss"]
-
-      infcl_jax.train(config, "runs/photos", callbacks=[losses := Losses()])
+    Examples:
+      >>> class Losses(infcl_jax.Callback):
+      ...     def __init__(self):
+      ...         self.values = {}
+      ...
+      ...     def on_step(self, step, metrics):
+      ...         self.values[step] = metrics["loss"]
+      >>> losses = Losses()
+      >>> results = infcl_jax.train({"dataset": "digits", "model": "tiny"}, "runs/losses", callbacks=[losses])
     """
 
     def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:

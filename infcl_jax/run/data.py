@@ -41,6 +41,12 @@ _PREFETCHED = 1  # decoded batches that wait in the memory of the devices
 def training_source(config: ConfigDict) -> Source:
     """Load the training data of a run, for `loss`, `training_data`, `initial_state` and `workload`.
 
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> source = infcl_jax.run.training_source(config)
+      >>> source.name, source.split
+      ('digits', 'train')
+
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
     """
@@ -80,6 +86,13 @@ def training_data(
     features: Mapping[str, FeatureStore] | None = None,
 ) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> data = infcl_jax.run.training_data(config, infcl_jax.run.training_source(config))
+      >>> next(data)["image"].shape
+      (32, 16, 16, 3)
+      >>> data.close()
 
     Args:
       config: settings of the run.
@@ -156,6 +169,14 @@ def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax
 
 def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
     """Return the batch of the next step in the memory that `grad_cache.residency` names.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> data = infcl_jax.run.training_data(config, infcl_jax.run.training_source(config), mesh=mesh)
+      >>> batch = infcl_jax.run.next_batch(config, data, mesh)
+      >>> batch["image"].shape, batch["image"].sharding.spec
+      ((32, 16, 16, 3), P('data',))
+      >>> data.close()
 
     Returns:
       "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are

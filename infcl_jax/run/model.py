@@ -21,6 +21,11 @@ TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
 def saved_config(workdir: str | Path) -> ConfigDict:
     """Return the settings of an existing run: the defaults, updated with `config.json`.
 
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> config.batch_size
+      32
+
     Args:
       workdir: directory of the run.
 
@@ -42,6 +47,11 @@ def saved_config(workdir: str | Path) -> ConfigDict:
 def read_model_config(config: ConfigDict) -> CLIPConfig:
     """Return the model configuration of a run, with its overrides.
 
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> infcl_jax.run.read_model_config(config).embed_dim
+      16
+
     Raises:
       ValueError: the model or an override is unknown, or an override has the wrong type.
     """
@@ -62,6 +72,11 @@ def image_resize(model: CLIPConfig) -> Resize:
 
 def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> BaseTokenizer:
     """Load the tokenizer of a run and check that it fits the model.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> infcl_jax.run.text_tokenizer(config)(["a cat"]).shape
+      (1, 36)
 
     Args:
       config: settings of the run.

@@ -45,6 +45,12 @@ def evaluation_suite(
 ) -> Suite | TextRetrievalSuite:
     """Create the evaluation suite of a run.
 
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> suite = infcl_jax.run.evaluation_suite(config, mesh)
+      >>> sorted(suite.chance_losses)
+      ['loss', 'validation/batch_loss', 'validation/loss']
+
     Args:
       config: settings of the run.
       mesh: devices.
@@ -78,6 +84,11 @@ def evaluation_suite(
 
 def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
     """Create the loss of a run.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> infcl_jax.run.loss(config, mesh).name
+      'clip'
 
     Args:
       config: settings of the run.
@@ -114,6 +125,12 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     """Initialize parameters, moving averages, optimizer state and sample state on the devices.
 
     The sample state is sharded over the devices.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> state = infcl_jax.run.initial_state(config, mesh)
+      >>> int(state.step)
+      0
 
     Args:
       config: settings of the run.
@@ -152,6 +169,10 @@ def workload(
     """Return the settings of a run that determine its memory, for `infcl_jax.planner`.
 
     `grad_cache.keep = -1` becomes the number of stored chunks that fits, see `store_activations`.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> plan = plan_memory(infcl_jax.run.workload(config, devices=8))
 
     Args:
       config: settings of the run.

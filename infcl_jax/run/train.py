@@ -93,8 +93,10 @@ def train(
       KeyboardInterrupt: the user stopped the run.
       Interrupted: another signal stopped the run, or another run uses `workdir`.
 
-    Example:
-      results = infcl_jax.train({"dataset": "digits", "model": "tiny", "total_steps": 100}, "runs/digits")
+    Examples:
+      >>> settings = {"dataset": "digits", "model": "tiny", "batch_size": 64, "total_steps": 200}
+      >>> results = infcl_jax.train(settings, "runs/two_hundred")
+      >>> encoder = infcl_jax.load("runs/two_hundred")
     """
     config = make_config(config)
     hooks = Callbacks(callbacks)

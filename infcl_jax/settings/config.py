@@ -20,6 +20,10 @@ def default_config() -> ConfigDict:
     """Return the defaults of the table, locked.
 
     Each group of names, such as "optimizer.", is a nested `ConfigDict`.
+
+    Examples:
+      >>> default_config().optimizer.name
+      'adamw'
     """
     config = ConfigDict()
     for setting in SETTINGS.values():
@@ -33,6 +37,11 @@ def default_config() -> ConfigDict:
 
 def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """Return a copy of a configuration with changed settings.
+
+    Examples:
+      >>> config = with_changes(default_config(), {"optimizer.name": "lamb"})
+      >>> config.optimizer.name
+      'lamb'
 
     Args:
       config: settings of a run.
@@ -63,8 +72,10 @@ def make_config(changes: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     Raises:
       ValueError: `changes` is no mapping, a name is unknown, or see `check_config`.
 
-    Example:
-      config = make_config({"dataset": "photos", "optimizer": {"learning_rate": 1e-3}})
+    Examples:
+      >>> config = make_config({"dataset": "photos", "optimizer": {"learning_rate": 1e-4}})
+      >>> config.optimizer.learning_rate
+      0.0001
     """
     if isinstance(changes, ConfigDict):
         changes = changes.copy_and_resolve_references().to_dict()
@@ -99,8 +110,11 @@ def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_si
     Raises:
       ValueError: `base_batch_size` is not positive.
 
-    Example:
-      config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 32_768)
+    Examples:
+      >>> config = make_config({"batch_size": 4096})
+      >>> config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 32_768)
+      >>> config.optimizer.learning_rate
+      6.25e-05
 
     Source: Goyal et al. 2017; the example has the values of DisCo-CLIP (Chen et al. 2023, section 5.1).
     """
@@ -118,6 +132,11 @@ def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:
 def check_config(config: ConfigDict) -> None:
     """Check the values of the settings, alone and together.
 
+    Examples:
+      >>> config = make_config({"dataset": "photos"})
+      >>> config.batch_size = 100
+      >>> check_config(config)
+
     Raises:
       ValueError: a value has another type, is out of range or not among the choices, or contradicts another one.
     """
@@ -130,12 +149,21 @@ def flattened(config: ConfigDict) -> dict[str, Any]:
     """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
 
     A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
+
+    Examples:
+      >>> flattened(default_config())["optimizer.name"]
+      'adamw'
     """
     return _dotted(json.loads(json.dumps(config.to_dict())))
 
 
 def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ as (old, new), such as `{"batch_size": (256, 512)}`."""
+    """Return the settings that differ as (old, new), such as `{"batch_size": (256, 512)}`.
+
+    Examples:
+      >>> changed_settings(default_config(), make_config({"seed": 7}))
+      {'seed': (0, 7)}
+    """
     after = flattened(new)
     return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
 
@@ -184,5 +212,10 @@ def name_changes(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
 
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Format each change as a line such as "batch_size: 256 -> 512"."""
+    """Format each change as a line such as "batch_size: 256 -> 512".
+
+    Examples:
+      >>> format_changes({"batch_size": (256, 512)})
+      ['batch_size: 256 -> 512']
+    """
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]

@@ -15,6 +15,11 @@ def total_steps(config: ConfigDict, source: Sized | None = None) -> int:
     `samples_seen` gives `samples_seen // batch_size` steps. Each of the `epochs` has `samples // batch_size` steps, in
     which every sample is seen at most once.
 
+    Examples:
+      >>> config = make_config({"samples_seen": 1_000_000, "batch_size": 1000})
+      >>> total_steps(config)
+      1000
+
     Args:
       config: settings of the run.
       source: training data; None is enough without `epochs`.

@@ -13,6 +13,10 @@ from infcl_jax.settings.setting import is_a
 def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
     """Parse overrides such as `"vision.layers=6,dtype=bfloat16"`.
 
+    Examples:
+      >>> parse_overrides("vision.layers=6,dtype=bfloat16")
+      {'vision.layers': 6, 'dtype': 'bfloat16'}
+
     Args:
       text: comma-separated key=value items.
       what: name of the setting, for error messages.

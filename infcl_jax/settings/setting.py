@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
@@ -67,7 +67,7 @@ class Setting:
     type: Any
     default: Any
     meaning: str
-    values: Range | tuple[str, ...] | None = None
+    values: Range | Collection[str] | None = None
     fixed: bool = False
     shapes: bool = False
     evaluated: bool = False
@@ -106,8 +106,8 @@ class Setting:
             entries = value if several else (value,) if value is not None else ()
             if self.values is None or all(entry in self.values for entry in entries):
                 return
-            choice = "" if isinstance(self.values, Range) else "to be one of "
-            expected = f"{'every entry of ' if several else ''}{self.name} {choice}{self.values}"
+            choice = self.values if isinstance(self.values, Range) else f"to be one of {tuple(self.values)}"
+            expected = f"{'every entry of ' if several else ''}{self.name} {choice}"
         raise ValueError(f"expected {expected}{' or None' if self.optional else ''}, got {value!r}")
 
 

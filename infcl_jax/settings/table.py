@@ -216,7 +216,7 @@ _INIT = (
 )
 
 _LOSS = (
-    Setting("loss", str, "clip", "training loss", tuple(LOSSES), shapes=True),
+    Setting("loss", str, "clip", "training loss", LOSSES.keys(), shapes=True),
     Setting(
         "implementation",
         str | None,

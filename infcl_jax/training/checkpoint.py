@@ -75,10 +75,10 @@ class Checkpointer:
     last. A run killed during a write restores the previous checkpoint, as does a run whose latest one is damaged. A
     failed save is reported, and the next one tries again. All processes must call every method together.
 
-    Example:
-      with Checkpointer(workdir, keep=3) as checkpoints:
-          state = checkpoints.restore_latest(state, data)
-          checkpoints.save(step, state, data)
+    Examples:
+      >>> with Checkpointer("runs/digits") as checkpoints:
+      ...     print(checkpoints.latest_step())
+      1
     """
 
     def __init__(

@@ -16,6 +16,10 @@ _WARMUP_POWER = 2 / 3
 class EMAConfig:
     """Settings of the moving average.
 
+    Examples:
+      >>> EMAConfig(decay=0.9999, warmup=True).decay
+      0.9999
+
     Attributes:
       decay: weight of the previous average in each update, in [0, 1).
       warmup: whether the decay rises from 0 to `decay`: it is at most `1 - t^(-2/3)` after update t. Without warm-up,
@@ -62,6 +66,12 @@ def updated_ema(config: EMAConfig, ema: Any, variables: Any, update: Integer[Arr
 
 def evaluated_variables(variables: Mapping[str, Any], ema: Mapping[str, Any] | None) -> dict[str, Any]:
     """Choose the variables to evaluate or export: the averages where there are some.
+
+    Examples:
+      >>> average = jax.tree.map(jnp.zeros_like, variables)
+      >>> chosen = evaluated_variables(variables, average)
+      >>> float(chosen["params"]["logit_scale"])
+      0.0
 
     Args:
       variables: parameters and running statistics of a state or a checkpoint.

@@ -32,6 +32,11 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
     block has the final LayerNorm too. All other parameters, such as attention pool and projection, are the last group.
     The groups of a ResNet, which OpenCLIP locks as a whole only, are the stem, the four stages and the attention pool.
 
+    Examples:
+      >>> groups = parameter_groups(variables["params"]["visual"])
+      >>> len(groups), groups[-1]  # embeddings, one block, projection
+      (3, ['proj/kernel'])
+
     Args:
       tower: parameters of a tower.
 
@@ -47,6 +52,12 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnlockedGroups:
     """Number of trained groups at the end of each frozen tower, see `parameter_groups`.
+
+    Examples:
+      >>> unlocked = UnlockedGroups(image=1)  # the projection
+      >>> names = frozen_parameters(variables["params"], ["image"], unlocked)
+      >>> "visual/proj/kernel" in names, "visual/conv1/kernel" in names
+      (False, True)
 
     Attributes:
       image: groups of the image tower, as `--lock-image-unlocked-groups` of OpenCLIP; all if it has fewer.
@@ -88,6 +99,11 @@ def frozen_parameters(
     params: Mapping[str, Any], frozen: Collection[str], unlocked: UnlockedGroups = ALL_LOCKED
 ) -> frozenset[str]:
     """List the frozen parameters of a model.
+
+    Examples:
+      >>> names = frozen_parameters(variables["params"], ["image"])
+      >>> "visual/conv1/kernel" in names
+      True
 
     Args:
       params: parameters of a `CLIP` model, arrays or shapes.

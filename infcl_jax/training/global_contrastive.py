@@ -24,6 +24,10 @@ class GlobalContrastiveConfig:
 
     The loss is `infcl_jax.global_contrastive_loss`.
 
+    Examples:
+      >>> config = GlobalContrastiveConfig(gamma_schedule="constant", gamma_min=0.8)
+      >>> loss = make_loss("fastclip_v3", mesh, config=config, steps_per_epoch=100, optimizer=OptimizerConfig())
+
     Attributes:
       mode: "published" follows the papers, "reference" the authors' code.
       gamma_schedule: schedule of gamma, the inner learning rate; gamma is constant within an epoch. "cosine": from 1 in
@@ -79,6 +83,11 @@ class GlobalContrastiveConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalContrastive(Loss):
     """Global contrastive loss with its gamma schedule.
+
+    Examples:
+      >>> loss = GlobalContrastive(name="sogclr", steps_per_epoch=100)
+      >>> loss.inputs
+      ('index', 'samples', 'step')
 
     Attributes:
       name: one of `infcl_jax.losses.variants.VARIANTS`.

@@ -14,6 +14,9 @@ BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
 class GradCacheConfig:
     """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
+    Examples:
+      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
+
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
       passage_chunk_size: passages of a text retrieval model in memory at a time; None: `chunk_size`, which then counts

@@ -71,11 +71,16 @@ class NotebookLine(LiveLine):
         self._handle = None
 
 
+def in_notebook() -> bool:
+    """Return whether a Jupyter kernel runs this process."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
 def live_line() -> LiveLine | None:
     """Return the live line of a notebook or a terminal; None elsewhere."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if getattr(shell, "kernel", None) is not None:
+    if in_notebook():
         from IPython.display import display
 
         return NotebookLine(display)

@@ -21,6 +21,10 @@ LOSSES: dict[str, type[Loss]] = {
 def loss_class(name: str) -> type[Loss]:
     """Return the class of a loss.
 
+    Examples:
+      >>> loss_class("clip").__name__
+      'ClipLoss'
+
     Raises:
       ValueError: the name is unknown.
     """
@@ -30,6 +34,11 @@ def loss_class(name: str) -> type[Loss]:
 
 def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, **settings: Any) -> Loss:
     """Create a training loss.
+
+    Examples:
+      >>> loss = make_loss("siglip", mesh)
+      >>> type(loss).__name__
+      'SiglipLoss'
 
     Args:
       name: key of `LOSSES`.

@@ -35,9 +35,11 @@ class MetricWriter:
 
     A line that cannot be written is no error: see `infcl_jax.training.outputs.AppendFile`.
 
-    Example:
-        with MetricWriter(workdir, resume_step=restored_step, lead=is_lead()) as writer:
-            writer.write(step, {"loss": loss, "logit_scale": scale})
+    Examples:
+      >>> with MetricWriter("runs/written") as writer:
+      ...     writer.write(1, {"loss": 4.1, "logit_scale": 14.3})
+      >>> read_metrics("runs/written/metrics.jsonl")[0]["loss"]
+      4.1
     """
 
     def __init__(
@@ -130,6 +132,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
     """Read a `metrics.jsonl` file into one dict per line.
 
     "NaN", "Infinity" and "-Infinity" become floats. A truncated last line is skipped.
+
+    Examples:
+      >>> with MetricWriter("runs/read") as writer:
+      ...     writer.write(1, {"loss": 4.1})
+      >>> [(line["step"], line["loss"]) for line in read_metrics("runs/read/metrics.jsonl")]
+      [(1, 4.1)]
 
     Raises:
         FileNotFoundError: the file does not exist.

@@ -38,6 +38,9 @@ def nonfinite_stages(metrics: Mapping[str, Any]) -> list[str]:
 def check_finite(step: int, metrics: Mapping[str, Any]) -> None:
     """Raise an error if the training step is not finite.
 
+    Examples:
+      >>> check_finite(1, {"loss": 4.1, "finite": {"image features": True, "loss": True}})
+
     Args:
       step: training step of the metrics.
       metrics: metrics of a step from `make_train_step`, on the host.

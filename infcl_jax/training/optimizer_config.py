@@ -28,6 +28,11 @@ class OptimizerConfig:
 
     Weight decay is decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
 
+    Examples:
+      >>> config = OptimizerConfig(learning_rate=5e-4, warmup_steps=2000, clip_norm=1.0)
+      >>> config.name, config.schedule
+      ('adamw', 'cosine')
+
     Attributes:
       name: one of `OPTIMIZERS`.
       learning_rate: peak learning rate, reached at the end of the warm-up.

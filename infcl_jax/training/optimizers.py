@@ -29,6 +29,10 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
     It gets the trained parameters alone, so `check_optimizer` checks rules that match no parameter.
 
+    Examples:
+      >>> optimizer = make_optimizer(OptimizerConfig(learning_rate=5e-4, warmup_steps=100), total_steps=1000)
+      >>> opt_state = optimizer.init(variables["params"])
+
     Raises:
       ValueError: warm-up and cooldown are longer than the run. On initialization, a parameter matches no rule.
     """
@@ -40,6 +44,10 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 def check_optimizer(config: OptimizerConfig, params: Any) -> None:
     """Check that per-parameter rules and layer decay fit a model.
+
+    Examples:
+      >>> config = OptimizerConfig(learning_rate_rules=[("visual/.*", 0.1), (".*", 1.0)])
+      >>> check_optimizer(config, variables["params"])  # every rule matches a parameter
 
     Args:
       config: settings of the optimizer.

@@ -77,12 +77,13 @@ class Outputs:
     A failed write prints one line for each file and reason. It is repeated by `retry`, and replaced by the next write
     of the same file.
 
-    Example:
-      outputs = Outputs()
-      outputs.attempt(path, lambda: path.write_text(text))
-      ...
-      outputs.retry()
-      print(outputs.summary())
+    Examples:
+      >>> outputs = Outputs(say=lambda line: None)
+      >>> outputs.attempt("missing/notes.txt", lambda: open("missing/notes.txt", "w"))  # whether it succeeded
+      False
+      >>> outputs.retry()
+      >>> sum(outputs.failures.values())
+      2
 
     Attributes:
       failures: number of failed attempts by file.

@@ -51,15 +51,12 @@ class Preemption:
 
     Outside the main thread Python installs no handlers, so that only other processes can ask to stop.
 
-    Example:
-      with Preemption() as preemption:
-          initialize_devices()
-          preemption.joined()
-          for step in range(1, total_steps + 1):
-              ...
-              if preemption.noticed(step):
-                  save()
-                  raise preemption.saved(step)
+    Examples:
+      >>> with Preemption() as preemption:
+      ...     preemption.joined()
+      ...     for step in range(1, 4):
+      ...         if preemption.noticed(step):  # after SIGTERM: save a checkpoint of this step
+      ...             raise preemption.saved(step)
     """
 
     def __init__(

@@ -20,12 +20,13 @@ class Profile:
 
     The trace has the local devices and the host threads. Tracing slows these steps down.
 
-    Example:
-      with Profile((100, 110), workdir) as profile:
-          for step in range(first, total_steps + 1):
-              profile.start(step)
-              state, metrics = step_fn(state, batch)
-              profile.stop(step, metrics)
+    Examples:
+      >>> loss_fn = jax.jit(clip_loss)
+      >>> with Profile((2, 3), prepare_workdir("runs/profiled"), say=lambda line: None) as profile:
+      ...     for step in range(1, 5):
+      ...         profile.start(step)
+      ...         metrics = {"loss": loss_fn(image, text, 14.3)}  # the training step
+      ...         profile.stop(step, metrics)
     """
 
     def __init__(

@@ -27,6 +27,14 @@ def replayed(reader: Reader, chunk_size: int, mesh: Mesh, precomputed: Collectio
 
     Images are read again in each pass. Texts are small and stay in host memory after the first read.
 
+    Examples:
+      >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
+      >>> data = train_iterator(source, tokenizer=tokenizer, image_size=16, batch_size=8, seed=0, num_workers=0)
+      >>> batch = replayed(data.next_reader(), 8, mesh)
+      >>> batch["image"].load(0).shape
+      (8, 16, 16, 3)
+      >>> data.close()
+
     Args:
       reader: reader of this process's rows. Each local device gets one contiguous block of them.
       chunk_size: rows encoded at once, over all devices; a multiple of the device count.

@@ -18,6 +18,11 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
 
     Moving averages replace the parameters if the checkpoint has them.
 
+    Examples:
+      >>> step, restored = restore_variables("runs/digits", variable_shapes(model))
+      >>> step, sorted(restored["params"])
+      (1, ['logit_scale', 'text', 'visual'])
+
     Args:
       workdir: directory of the run.
       template: variables with the structure, shapes, dtypes and shardings to restore, as `jax.ShapeDtypeStruct`.

@@ -29,12 +29,10 @@ class RunConsole:
     the last line is live: `progress` replaces it. Elsewhere `progress` prints a line only if it is due. The log file
     has the due lines in every case, and the warnings of the package's loggers, which go to stderr.
 
-    Example:
-      with RunConsole(lead=is_lead()) as console:
-          console.open_log(workdir, outputs)
-          with console.busy("compiling the training step"):
-              compile()
-          console.progress(["step 1/100", "loss 4.1"], due=True)
+    Examples:
+      >>> with RunConsole() as console:
+      ...     with console.busy("compiling the training step"):
+      ...         compiled = jax.jit(clip_loss).lower(image, text, 14.3).compile()
 
     Attributes:
       start: Unix time at which the console was created, in seconds.

@@ -29,6 +29,11 @@ class _Data(Protocol):
 class Safeguards:
     """Reactions to faults of one training run.
 
+    Examples:
+      >>> safeguards = Safeguards()
+      >>> safeguards.outputs.failures.total()
+      0
+
     Attributes:
       outputs: handling of files that cannot be written.
       nonfinite: reaction to steps that are not finite.

@@ -23,6 +23,11 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
     where `d` falls linearly from 1 to 0 at `total_steps`. With "constant" this is OpenCLIP's `const_lr_cooldown`. With
     the others, `final = 0` and power 1 it is the cooldown of big_vision.
 
+    Examples:
+      >>> schedule = learning_rate_schedule(OptimizerConfig(learning_rate=1e-3, warmup_steps=100), total_steps=1000)
+      >>> [round(float(schedule(step)), 6) for step in (0, 50, 100, 550, 1000)]
+      [0.0, 0.0005, 0.001, 0.0005, 0.0]
+
     Args:
       config: optimizer settings. `peak` is its `learning_rate` and `final` its `final_learning_rate`.
       total_steps: steps of the run.

@@ -31,6 +31,12 @@ class TrainState(train_state.TrainState):
 
     `step`, `params` and `opt_state` are arrays; `apply_fn`, `tx` and `frozen` are static.
 
+    Examples:
+      >>> optimizer = make_optimizer(OptimizerConfig(), total_steps=10)
+      >>> state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optimizer)
+      >>> int(state.step), sorted(state.params)
+      (0, ['logit_scale', 'text', 'visual'])
+
     Attributes:
       batch_stats: running statistics of batch normalization; None for models without it.
       samples: sample state of a global contrastive loss (`infcl_jax.SampleState`); None for other losses.
@@ -109,6 +115,12 @@ def create_state(
 
     The initial values do not depend on the number of devices.
 
+    Examples:
+      >>> optimizer = make_optimizer(OptimizerConfig(), total_steps=10)
+      >>> state = create_state(model, optimizer, image_size=16, context_length=36, seed=0, mesh=mesh, frozen=["image"])
+      >>> sorted(state.frozen)[:2]
+      ['visual/class_embedding', 'visual/conv1/kernel']
+
     Args:
       model: a `CLIP` or `TextPair` module.
       tx: optimizer.
@@ -142,5 +154,10 @@ def create_state(
 
 
 def parameter_count(params: Any) -> int:
-    """Count the scalar parameters."""
+    """Count the scalar parameters.
+
+    Examples:
+      >>> parameter_count({"kernel": jnp.zeros((16, 8)), "bias": jnp.zeros(8)})
+      136
+    """
     return sum(leaf.size for leaf in jax.tree.leaves(params))

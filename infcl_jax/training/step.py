@@ -78,6 +78,15 @@ def make_train_step(
     step count of the learning rate schedule. The devices decide, so the host never waits. The flags then also cover
     new running statistics and sample state. All gradients are in memory before the first update.
 
+    Examples:
+      >>> optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), total_steps=10)
+      >>> state = create_state(model, optimizer, image_size=16, context_length=36, seed=0, mesh=mesh)
+      >>> step = make_train_step(make_loss("clip", mesh), seed=0, mesh=mesh)
+      >>> batch = shard_batch(mesh, {"image": pixels, "text": tokens})
+      >>> state, metrics = step(state, batch)
+      >>> int(state.step), sorted(metrics)
+      (1, ['finite', 'grad_norm', 'grad_norm/image', 'grad_norm/text', 'logit_scale', 'loss'])
+
     Args:
       loss_fn: loss from `make_loss`.
       seed: seed of the dropout keys.

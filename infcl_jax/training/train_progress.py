@@ -18,6 +18,11 @@ from infcl_jax.training.run_console import RunConsole
 class Pauses:
     """Steps after which a run evaluates and saves.
 
+    Examples:
+      >>> pauses = Pauses(total_steps=1000, eval_every=500)
+      >>> pauses.total_steps
+      1000
+
     Attributes:
       total_steps: last step of the run, after which it does both.
       eval_every: steps between evaluations; 0: none before the end.
@@ -54,13 +59,13 @@ class TrainProgress:
     inside `pause`. The time left assumes the mean rate so far, and for evaluations and checkpoints the duration of the
     last one. Evaluations are named until one is measured.
 
-    Example:
-      progress = TrainProgress(console, Pauses(total_steps=1000, eval_every=500), batch_size=256, every=50)
-      for step in range(start + 1, total_steps + 1):
-          ...
-          progress.update(step, metrics)  # metrics on the host: the step is finished
-          with progress.pause("evaluation"):
-              evaluate()
+    Examples:
+      >>> with RunConsole(lead=False) as console:  # the leading process prints lines
+      ...     progress = TrainProgress(console, Pauses(total_steps=2), batch_size=256)
+      ...     for step in (1, 2):
+      ...         values = progress.update(step, {"loss": 4.1, "logit_scale": 14.3, "grad_norm": 1.2})
+      >>> sorted(values)
+      ['examples_per_second', 'seconds']
 
     Attributes:
       examples_per_second: rate between the last two due steps, over all devices; None before the second one.

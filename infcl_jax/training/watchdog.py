@@ -116,7 +116,7 @@ class DataStall:
 
     The first line is printed after 30 s, the next ones after 60 s, 120 s and so on.
 
-    Example:
+    Examples:
       with DataStall(data.awaited) as stall:
           batch = stall.guard(lambda: next(data))
     """

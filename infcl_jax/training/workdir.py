@@ -13,6 +13,10 @@ CONFIG_FILE = "config.json"
 def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
     """Create the directory of the run and check that it is writable.
 
+    Examples:
+      >>> prepare_workdir("runs/new").is_dir()
+      True
+
     Raises:
       ValueError: the directory is not writable; the message gives the reason.
     """
@@ -32,6 +36,11 @@ def save_config(workdir: Path, config: dict[str, Any]) -> None:
     """Write the configuration of a run to `workdir/config.json`.
 
     An atomic rename replaces an earlier file. `experiments.evaluate` reads the configuration from there.
+
+    Examples:
+      >>> save_config(prepare_workdir("runs/saved"), {"dataset": "digits"})
+      >>> load_config("runs/saved")
+      {'dataset': 'digits'}
     """
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     temporary = workdir / f"{CONFIG_FILE}.new"
@@ -41,6 +50,10 @@ def save_config(workdir: Path, config: dict[str, Any]) -> None:
 
 def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the configuration that `save_config` wrote.
+
+    Examples:
+      >>> load_config("runs/digits")["model"]
+      'tiny'
 
     Raises:
       FileNotFoundError: `workdir` contains no run.

@@ -68,9 +68,9 @@ class WorkdirLock:
     host, `flock` decides, or the process ID on file systems without `flock`. For other hosts, whose `flock` may not
     reach this one, the heartbeat decides. A lock of a dead process is taken over.
 
-    Example:
-      with WorkdirLock(workdir):
-          train()
+    Examples:
+      >>> with WorkdirLock(prepare_workdir("runs/locked")):
+      ...     pass  # train
     """
 
     def __init__(

@@ -25,6 +25,17 @@ class Writer(Protocol):
     """Writer of the metrics of one run, on its leading process.
 
     A write that fails is no error of the run: it prints a warning, and the values wait or are lost.
+
+    Examples:
+      >>> class Printer:
+      ...     def write(self, step, scalars):
+      ...         print(step, scalars)
+      ...
+      ...     def close(self, failed=False):
+      ...         pass
+      >>> writer: Writer = Printer()
+      >>> writer.write(1, {"loss": 4.1})
+      1 {'loss': 4.1}
     """
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -66,7 +77,7 @@ class CsvFile:
     The columns are step, time (Unix time in seconds), name and value. Rows of one value need no columns known in
     advance, so the file is only appended to.
 
-    Example:
+    Examples:
       pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")
     """
 

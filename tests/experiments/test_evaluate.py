@@ -162,7 +162,7 @@ def test_a_resumed_run_says_what_has_changed(run, capsys):
     train(settings(total_steps=3, log_every=2, **{"optimizer.learning_rate": 1e-4}), run)
     said = capsys.readouterr().out.splitlines()
     changes = ["log_every: 1 -> 2", "optimizer.learning_rate: 0.001 -> 0.0001", "total_steps: 2 -> 3"]
-    assert [line for line in said if " -> " in line] == changes
+    assert [line.split("  ", 1)[1] for line in said if " -> " in line] == changes
     assert load_config(run)["total_steps"] == 3
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 

@@ -172,7 +172,7 @@ def test_losses_are_compared_by_loss_and_seed(monkeypatch, tmp_path):
         ]
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    monkeypatch.setattr(compare_losses.train, "train", train)
+    monkeypatch.setattr(compare_losses, "train", train)
     curves = compare_losses.compare(runs.config(), ("clip", "fastclip_v3,optimizer.weight_decay=0"), (0, 1), tmp_path)
     assert [len(lines) for lines in curves["clip"]] == [2, 2]
     final = json.loads((tmp_path / "losses.json").read_text())

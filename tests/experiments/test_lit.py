@@ -1,22 +1,19 @@
 """LiT and fine-tuning on image towers of OpenCLIP (tests/golden/make_open_clip_models.py)."""
 
 import functools
-import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import runs
 from flax.traverse_util import flatten_dict
-from safetensors import safe_open
+from open_clip_folder import open_clip_folder
 
 import infcl_jax
 from infcl_jax import run, train
 from infcl_jax.distributed import data_mesh
 from infcl_jax.models import load_pretrained
-from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
@@ -28,8 +25,7 @@ from infcl_jax.training import (
 )
 from infcl_jax.training.frozen import PrecomputedFeatures
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-STEPS, STOP, DECAY, VOCABULARY = 4, 2, 0.9, 259
+STEPS, STOP, DECAY = 4, 2, 0.9
 # By tower; with batch normalization, gradient caching has another pass for the running statistics.
 CACHES = {"vit": {}, "resnet": {"grad_cache.chunk_size": 16}}
 RESNET_SLOW = ["vit", pytest.param("resnet", marks=pytest.mark.slow)]
@@ -50,17 +46,7 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def weights(case, tmp_path_factory):
-    """OpenCLIP's folder of a golden model, whose vocabulary is extended to that of bytes."""
-    folder, file = tmp_path_factory.mktemp("weights"), GOLDEN / f"open_clip_{case}.safetensors"
-    with safe_open(str(file), "numpy") as tensors:
-        config = json.loads(tensors.metadata()["config"])
-    config["text_cfg"]["vocab_size"] = VOCABULARY
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
-    tensors = {name.partition("/")[2]: array for name, array in read_tensors(file).items() if name[:8] == "weights/"}
-    rows = tensors["token_embedding.weight"]
-    tensors["token_embedding.weight"] = np.resize(rows, (VOCABULARY, rows.shape[1]))
-    write_tensors(folder / "open_clip_model.safetensors", tensors)
-    return folder
+    return open_clip_folder(case, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_a_folder_and_tar_files_train_to_the_same_losses(tmp_path, count, change
         (dataset,) = [flag.removeprefix("--config.dataset=") for flag in moved if flag.startswith("--config.dataset=")]
         status, output, errors = runs.command("experiments.train", *moved, *settings)
         assert status == 0, errors
-        assert output.splitlines()[-1] == f"replaced bad records: 3 of {dataset}"
+        assert output.splitlines()[-1].endswith(f"  replaced bad records: 3 of {dataset}")
         assert len([line for line in errors.splitlines() if "replaced by the next record" in line]) == 3
         lines = read_metrics(f"{workdir}/{METRICS_FILE}")
         assert lines[-1][f"data/bad_records/{dataset}"] == 3

@@ -91,7 +91,7 @@ def _value(setting: Setting, rng: np.random.Generator) -> tuple[str, bool]:
         return _tuple(setting, inside, rng)
     if kind is str:
         if setting.values is not None and inside:
-            return choose(setting.values, rng), False
+            return choose(tuple(setting.values), rng), False
         return choose(NONSENSE, rng), setting.values is not None
     if kind is bool:
         return (choose(("True", "False"), rng), False) if inside else (choose(WRONG[bool], rng), True)

@@ -49,7 +49,8 @@ def test_a_value_out_of_range_is_named_with_the_range(name):
     several = isinstance(setting.default, tuple)
     for value in outside(setting):
         value = (value,) * max(len(setting.default), 1) if several else value
-        values, got = re.escape(str(setting.values)), re.escape(repr(value))
+        allowed = setting.values if isinstance(setting.values, Range) else tuple(setting.values)
+        values, got = re.escape(str(allowed)), re.escape(repr(value))
         with pytest.raises(ValueError, match=rf"^expected (every entry of )?{name} .*{values}.*, got {got}$"):
             check_config(changed(name, value))
 
@@ -58,10 +59,10 @@ def test_a_value_out_of_range_is_named_with_the_range(name):
 def test_bounds_choices_and_defaults_are_allowed(name):
     setting = SETTINGS[name]
     setting.check(setting.default)
-    if isinstance(setting.values, tuple):
+    if not isinstance(setting.values, Range | None):
         for choice in setting.values:
             setting.check((choice,) if isinstance(setting.default, tuple) else choice)
-    elif setting.values is not None and not setting.values.above:
+    elif setting.values and not setting.values.above:
         low = setting.values.low
         setting.check((low,) * len(setting.default) if isinstance(setting.default, tuple) else low)
 

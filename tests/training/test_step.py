@@ -251,7 +251,7 @@ def test_an_update_leaves_the_logit_scale_in_its_range(linear, rate):
     ("name", "implementation", "message"),
     [
         ("contrastive", None, f"expected loss to be one of {tuple(LOSSES)}, got 'contrastive'"),
-        ("clip", "fast", f"expected implementation to be one of {IMPLEMENTATIONS} or None, got 'fast'"),
+        ("clip", "fast", f"expected implementation to be one of {tuple(IMPLEMENTATIONS)} or None, got 'fast'"),
     ],
 )
 def test_unknown_names_are_refused_at_once(name, implementation, message):

@@ -1,6 +1,6 @@
 """Random-access sources of captioned images."""
 
-from infcl_jax.data.sources.api import load_source
+from infcl_jax.data.sources.api import SOURCES, load_source
 from infcl_jax.data.sources.base import (
     BadRecordError,
     BatchedSource,
@@ -17,6 +17,7 @@ from infcl_jax.data.sources.tfds import BUILT_IN, check_name, dataset_dir
 __all__ = [
     "BUILT_IN",
     "DIGITS",
+    "SOURCES",
     "BadRecordError",
     "BatchedSource",
     "Classes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -16,6 +17,9 @@ from infcl_jax.data.sources.sample_range import SampleRange
 from infcl_jax.data.sources.tar import TarSource
 from infcl_jax.data.sources.tfds import BUILT_IN, RecordSource, dataset_dir
 
+# Function from a split to its source by dataset name. Names that are added here are datasets of `load_source`.
+SOURCES: dict[str, Callable[[str], Source]] = {DIGITS: DigitsSource}
+
 _TAR, _MIXTURE = ".tar", ".json"
 _FILES = (_TAR, _MIXTURE, *table.EXTENSIONS)
 _OPTIONS = re.compile(r"\?(\w+=[^&]*(?:&\w+=[^&]*)*)$")
@@ -26,7 +30,7 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     A dataset is a name or a path:
 
-    - "digits": `DigitsSource`;
+    - "digits", or another name in `SOURCES`;
     - "shapes/quickstart", "coco_captions/2014": prepared TFDS dataset, `RecordSource`;
     - "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar": tar files, `TarSource`;
     - "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet": tables, `TableSource`;
@@ -35,6 +39,11 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
     "labels.csv?label=kind". With "?caption=none", the images of a path need no captions or labels, for features alone.
+
+    Examples:
+      >>> source = load_source("photos", "train")
+      >>> len(source), source[0]["caption"]
+      (8, 'caption 0')
 
     Args:
       dataset: name or path of the dataset.
@@ -50,8 +59,8 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
       ValueError: the name, split or an option is unknown, the split is empty, or there are no images or captions.
       ImportError: the dataset needs a package that is not installed.
     """
-    if dataset == DIGITS:
-        return DigitsSource(split)
+    if dataset in SOURCES:
+        return SOURCES[dataset](split)
     if not _is_path(dataset, data_dir):
         return RecordSource(dataset, split, data_dir)
     parsed = splits.parse_split(split)

@@ -17,6 +17,11 @@ _logger = logging.getLogger(__name__)
 class Example(TypedDict):
     """Captioned image.
 
+    Examples:
+      >>> example = load_source("digits", "train")[0]
+      >>> example["image"].dtype, example["caption"] in example["captions"]
+      (dtype('uint8'), True)
+
     Attributes:
       image: encoded image file, or uint8 [H, W, 3]; see `infcl_jax.data.decode`.
       caption: first of `captions`, for the validation loss.
@@ -34,6 +39,20 @@ class Source(Protocol):
     """Random-access examples of one split, picklable for worker processes.
 
     The index of a sample never changes while the files of the source are the same.
+
+    Examples:
+      >>> class Squares:
+      ...     name, split = "squares", "train"
+      ...
+      ...     def __len__(self):
+      ...         return 10
+      ...
+      ...     def __getitem__(self, index):
+      ...         pixels, caption = np.full((8, 8, 3), 20 * index, np.uint8), f"gray level {index}"
+      ...         return {"image": pixels, "caption": caption, "captions": (caption,), "label": -1}
+      >>> source: Source = Squares()
+      >>> source[3]["caption"]
+      'gray level 3'
     """
 
     name: str
@@ -113,6 +132,11 @@ class Classes(NamedTuple):
     """Class names in label order and prompt templates for zero-shot classification.
 
     Each template contains one `{}` for the class name.
+
+    Examples:
+      >>> birds = Classes(names=("robin", "wren"), templates=("a photo of a {}, a bird.",))
+      >>> birds.templates[0].format(birds.names[0])
+      'a photo of a robin, a bird.'
     """
 
     names: tuple[str, ...]
@@ -138,6 +162,14 @@ class BadRecordError(ValueError):
     """Error for a record that cannot be read or decoded.
 
     The message names the dataset, the split and the index.
+
+    Examples:
+      >>> source = load_source("lost.csv", "train")  # a table whose second image is missing
+      >>> try:
+      ...     example = source[1]
+      ... except BadRecordError as error:
+      ...     print("left out:", error)
+      left out: bad record 1 of lost.csv, split train (lost.csv, lost.jpg): FileNotFoundError: ...
     """
 
 
@@ -165,6 +197,10 @@ def source_name(source: Source, index: int) -> str:
 
 def classes(source: Source) -> Classes:
     """Get the classes of a source for zero-shot classification.
+
+    Examples:
+      >>> classes(load_source("digits", "zero_shot")).names[:3]
+      ('zero', 'one', 'two')
 
     Raises:
       ValueError: the source has no classes; the message says what to add.

@@ -28,6 +28,11 @@ def load_tokenizer(
     - `sentencepiece:PATH`: a SentencePiece model, or a folder with one.
     - a folder: a tokenizer that `save` or `train_bpe` wrote.
 
+    Examples:
+      >>> tokenizer = load_tokenizer("bytes", context_length=8)
+      >>> tokenizer(["a cat"])
+      array([[257,  98,  33, 100,  98, 117, 258,   0]], dtype=int32)
+
     Args:
       spec: kind and path of the tokenizer.
       context_length: tokens per row, special tokens included. Default: the saved one of a folder, else 77.
@@ -71,6 +76,9 @@ def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int |
     """Check that a text tower fits a tokenizer.
 
     It must embed all token ids, and pool the features of the token that ends each text.
+
+    Examples:
+      >>> check_vocabulary(ByteTokenizer(), vocab_size=259)
 
     Args:
       tokenizer: the tokenizer.

@@ -26,7 +26,13 @@ _count_lock = threading.Lock()  # module-level, because a tokenizer with a lock 
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer, picklable for worker processes."""
+    """Interface of a tokenizer, picklable for worker processes.
+
+    Examples:
+      >>> tokenizer: Tokenizer = ByteTokenizer(context_length=8)
+      >>> tokenizer(["a cat", "a dog"]).shape
+      (2, 8)
+    """
 
     vocab_size: int
     context_length: int

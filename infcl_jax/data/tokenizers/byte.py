@@ -18,6 +18,10 @@ class ByteTokenizer(BaseTokenizer):
     Token ids are 0 for padding, 1 + v for byte v, 257 for start and 258 for end. The end token has the largest id and
     appears once, so a text tower can pool at the argmax of the ids, as CLIP does (Radford et al. 2021, section 2.4).
     A character split by truncation decodes to U+FFFD.
+
+    Examples:
+      >>> ByteTokenizer(context_length=8)(["cat"])
+      array([[257, 100,  98, 117, 258,   0,   0,   0]], dtype=int32)
     """
 
     kind = "bytes"

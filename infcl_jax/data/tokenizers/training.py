@@ -24,6 +24,11 @@ def train_bpe(
 ) -> CLIPTokenizer:
     """Train a byte-pair vocabulary in CLIP's format on captions and save the tokenizer.
 
+    Examples:
+      >>> tokenizer = train_bpe(["a cat and a dog", "a dog and a cat"], 520, "cats_and_dogs", context_length=8)
+      >>> tokenizer(["a cat"]).shape
+      (1, 8)
+
     Args:
       captions: captions to train on.
       vocab_size: number of token ids, at least 515. Few captions give fewer ids, because each merge must occur twice.

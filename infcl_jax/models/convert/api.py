@@ -65,9 +65,12 @@ def load_pretrained(
       ValueError: the configuration is not supported, or a tensor is missing, unknown or of another shape.
       ImportError: `huggingface_hub` is not installed (extra "hub").
 
-    Example:
-      model, variables = load_pretrained("hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K", image_size=256)
-      features = model.apply(variables, images, method="encode_image")
+    Examples:
+      >>> certificate = save_pretrained("exported", model, variables)
+      >>> loaded, variables = load_pretrained("exported")  # or "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
+      >>> encode = jax.jit(lambda variables, pixels: loaded.apply(variables, pixels, method="encode_image"))
+      >>> encode(variables, pixels).shape
+      (8, 16)
     """
     sizes = {"vision.image_size": image_size, "text.context_length": context_length}
     changes = {name: size for name, size in sizes.items() if size is not None} | overrides
@@ -88,6 +91,11 @@ def save_pretrained(
     compare_features: bool = True,
 ) -> Certificate:
     """Write a model for OpenCLIP or Hugging Face.
+
+    Examples:
+      >>> certificate = save_pretrained("saved", model, variables)
+      >>> certificate.format, certificate.unused
+      ('open_clip', ())
 
     Args:
       path: folder, created if missing.

@@ -27,6 +27,11 @@ class Certificate:
 
     Every parameter has its tensors and every other tensor is in `unused`, else the conversion raises `ValueError`.
 
+    Examples:
+      >>> certificate = save_pretrained("certified", model, variables)
+      >>> certificate.parameters, certificate.reexport_equal
+      (38, True)
+
     Attributes:
       source: file or folder of the tensors.
       format: library that defines the names of the tensors, such as "open_clip".

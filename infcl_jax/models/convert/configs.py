@@ -18,6 +18,10 @@ def config_of(model: CLIP) -> CLIPConfig:
 
     The module does not know the preprocessing of images beyond mean and standard deviation.
 
+    Examples:
+      >>> config_of(create_model("ViT-B/32")).vision.patch_size
+      32
+
     Raises:
       ValueError: no configuration builds the module.
     """

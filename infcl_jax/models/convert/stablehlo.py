@@ -52,6 +52,9 @@ def export_stablehlo(
     Writes `image.stablehlo`, `image.safetensors`, the same of `text`, and a `README.md` that says how to call them. The
     programs use no kernels of one device.
 
+    Examples:
+      >>> certificate = export_stablehlo("stablehlo", model, variables, platforms=["cpu"])
+
     Args:
       path: folder, created if missing.
       model: the model, or its configuration.

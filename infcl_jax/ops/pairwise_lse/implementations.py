@@ -154,11 +154,16 @@ TABLE = {
         fp64=False,
     ),
 }
-IMPLEMENTATIONS = tuple(TABLE)
+IMPLEMENTATIONS = TABLE.keys()  # a view, which has rows that are added later
 
 
 def available_implementations() -> tuple[str, ...]:
-    """Names of the implementations that run on the default device."""
+    """Names of the implementations that run on the default device.
+
+    Examples:
+      >>> available_implementations()
+      ('dense', 'local', 'disco', 'ring', 'xla')
+    """
     capability = compute_capability()
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 

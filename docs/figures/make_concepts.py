@@ -1,0 +1,132 @@
+"""Draw the figures of docs/concepts.md: sweep.svg, ring.svg, grad_cache.svg and residency.svg.
+
+    python docs/figures/make_concepts.py
+
+The drawings are schematic. Colors are readable on white and on dark backgrounds.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+COLORS = ("#2f81f7", "#2da44e", "#c27c0e", "#a475f9")
+GRAY = "#7d838a"  # about the same contrast on white and on GitHub's dark background
+FOLDER = Path(__file__).parent
+
+
+def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], text: str, color: str) -> None:
+    """Draw an outlined box with a centered text."""
+    axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=color, linewidth=1.8))
+    axes.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", color=color)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, bend: float = 0.0) -> None:
+    """Draw an arrow between two points."""
+    style = f"arc3,rad={bend}"
+    axes.add_patch(
+        FancyArrowPatch(start, end, connectionstyle=style, arrowstyle="-|>", mutation_scale=14, color=color, lw=1.6)
+    )
+
+
+def draw_sweep(axes: Axes) -> None:
+    """Draw the pair matrix with one tile and the two sums that it contributes to."""
+    for row in range(4):
+        for column in range(5):
+            current = (row, column) == (1, 2)
+            axes.add_patch(
+                Rectangle((column, 3 - row), 1, 1, facecolor=COLORS[0] if current else "none", edgecolor=GRAY)
+            )
+    axes.text(2.5, 2.5, "tile", color="white", ha="center", va="center", weight="bold")
+    axes.add_patch(Rectangle((6.2, 0), 0.5, 4, fill=False, edgecolor=COLORS[1], linewidth=1.8))
+    axes.add_patch(Rectangle((6.2, 2), 0.5, 1, facecolor=COLORS[1]))
+    axes.add_patch(Rectangle((0, -1.7), 5, 0.5, fill=False, edgecolor=COLORS[2], linewidth=1.8))
+    axes.add_patch(Rectangle((2, -1.7), 1, 0.5, facecolor=COLORS[2]))
+    arrow(axes, (3.05, 2.5), (6.15, 2.5), COLORS[1])
+    arrow(axes, (2.5, 1.95), (2.5, -1.15), COLORS[2])
+    axes.text(6.95, 2, "row sums\n→ row_lse", color=COLORS[1], va="center")
+    axes.text(5.25, -1.45, "column sums → col_lse", color=COLORS[2], va="center")
+    axes.text(-0.2, 2, "images", color=GRAY, ha="right", va="center")
+    axes.text(2.5, 4.2, "texts", color=GRAY, ha="center")
+    axes.set(xlim=(-1.6, 9.4), ylim=(-2, 4.8))
+
+
+def draw_ring(axes: Axes) -> None:
+    """Draw which column block each of four devices holds in each of the four steps."""
+    for step in range(4):
+        axes.text(1.6 + 2 * step, 4.25, f"step {step}", ha="center", color=GRAY)
+        for device in range(4):
+            block = (device - step) % 4
+            corner = (0.9 + 2 * step, 3.2 - device)
+            axes.add_patch(Rectangle(corner, 1.4, 0.7, color=COLORS[block]))
+            axes.text(
+                corner[0] + 0.7, corner[1] + 0.34, f"$x_{device} y_{block}$", color="white", ha="center", va="center"
+            )
+            if step < 3:
+                target = 3.55 - (device + 1) % 4
+                arrow(axes, (corner[0] + 1.42, corner[1] + 0.35), (corner[0] + 1.98, target), COLORS[block])
+    for device in range(4):
+        axes.text(0.6, 3.55 - device, f"device {device}", color=GRAY, ha="right", va="center")
+    axes.set(xlim=(-0.9, 8.6), ylim=(-0.1, 4.7))
+
+
+def draw_grad_cache(axes: Axes) -> None:
+    """Draw the two passes over four chunks, with the loss of the whole batch in between."""
+    for chunk, color in enumerate(COLORS):
+        y = 3 - chunk
+        box(axes, (0, y), (2.4, 0.75), f"encode chunk {chunk}", color)
+        arrow(axes, (2.45, y + 0.37), (3.5, y + 0.37), color)
+        box(axes, (7.6, y), (3.4, 0.75), f"encode again, backward {chunk}", color)
+        arrow(axes, (6.5, y + 0.37), (7.55, y + 0.37), color)
+        arrow(axes, (11.05, y + 0.37), (12.1, 1.9), GRAY)
+    box(axes, (3.55, 0), (2.9, 3.75), "features\nof all chunks\n\nloss of the\nwhole batch\n\nfeature gradients", GRAY)
+    box(axes, (12.15, 1.1), (2.1, 1.5), "sum of\nparameter\ngradients", GRAY)
+    axes.text(1.2, 4.05, "first pass: no activations", color=GRAY, ha="center")
+    axes.text(9.3, 4.05, "second pass: one chunk's activations", color=GRAY, ha="center")
+    axes.set(xlim=(-0.5, 14.5), ylim=(-0.2, 4.5))
+
+
+def draw_residency(axes: Axes) -> None:
+    """Draw where the batch is stored with each residency."""
+    for row, (name, stored, device) in enumerate(
+        (
+            ("device", "", "whole batch"),
+            ("host", "whole batch", "at most 3 chunks"),
+            ("replay", "read again in the second pass", "at most 3 chunks"),
+        )
+    ):
+        y = 2.4 - 1.1 * row
+        axes.text(-0.3, y + 0.4, name, color=COLORS[row], ha="right", va="center", weight="bold")
+        if stored:
+            box(axes, (0, y), (4.6, 0.8), stored, COLORS[row])
+            arrow(axes, (4.65, y + 0.4), (5.95, y + 0.4), COLORS[row])
+        box(axes, (6, y), (3, 0.8), device, COLORS[row])
+    axes.text(2.3, 3.5, "host memory or files", color=GRAY, ha="center")
+    axes.text(7.5, 3.5, "device memory", color=GRAY, ha="center")
+    axes.set(xlim=(-1.8, 9.2), ylim=(0, 3.9))
+
+
+FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+    "sweep": (draw_sweep, (7.5, 4.6)),
+    "ring": (draw_ring, (7.5, 3.8)),
+    "grad_cache": (draw_grad_cache, (10.5, 3.4)),
+    "residency": (draw_residency, (8.2, 2.9)),
+}
+
+
+def main(suffix: str = "svg") -> None:
+    """Write the figures with a transparent background."""
+    with plt.rc_context({"font.size": 11, "svg.hashsalt": "concepts"}):
+        for name, (draw, size) in FIGURES.items():
+            figure, axes = plt.subplots(figsize=size, layout="constrained")
+            draw(axes)
+            axes.axis("off")
+            metadata = {"Date": None} if suffix == "svg" else None
+            figure.savefig(FOLDER / f"{name}.{suffix}", transparent=suffix == "svg", metadata=metadata)
+            plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

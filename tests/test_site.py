@@ -1,0 +1,63 @@
+"""The pages of the documentation site, `make docs`."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import infcl_jax
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+ROOT_PAGES = {"contributing.md", "changelog.md"}  # which docs/site_hooks.py adds
+PACKAGES = [
+    "infcl_jax",
+    *(
+        f"infcl_jax.{name}"
+        for name in (
+            "data",
+            "evaluation",
+            "grad_cache",
+            "losses",
+            "models",
+            "ops.pairwise_lse",
+            "planner",
+            "report",
+            "training",
+        )
+    ),
+]
+OBJECTS = [name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+
+
+def resolve(name):
+    """Import the object that an API page names by its path."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_page_is_in_the_navigation_once():
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(re.findall(r"[\w/]+\.md", NAV)) == sorted([*pages, *ROOT_PAGES])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_function_is_on_an_api_page(package):
+    module = importlib.import_module(package)
+    public = [getattr(module, name) for name in module.__all__]
+    documented = [resolve(name) for name in OBJECTS]
+    assert [x for x in public if callable(x) and not any(x is other for other in documented)] == []
+    if module is infcl_jax:
+        assert all(any(name.startswith(f"infcl_jax.{public}") for name in OBJECTS) for public in infcl_jax.__all__)
+
+
+def test_no_object_is_on_two_api_pages():
+    assert len({id(resolve(name)) for name in OBJECTS}) == len(OBJECTS)
+
+
+def test_no_api_page_names_a_module_of_a_functions_name():
+    """The site would show all of the module, because Griffe looks up modules first."""
+    paths = [ROOT / name.replace(".", "/") for name in OBJECTS]
+    assert [path.name for path in paths if path.with_suffix(".py").exists() or path.is_dir()] == []

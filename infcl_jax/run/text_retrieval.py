@@ -123,9 +123,11 @@ def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> Trai
         raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
     theirs = read_config(source.config, model.text)
     for field in dataclasses.fields(theirs):
-        ours = getattr(model.text, field.name) or (model.activation if field.name == "activation" else None)
         if field.name in ("dropout", "remat", "attention", "layer_scale"):
             continue
+        ours = getattr(model.text, field.name)
+        if field.name == "activation" and ours is None:
+            ours = model.activation
         if ours != (value := getattr(theirs, field.name)):
             raise ValueError(f"expected text.{field.name}={value!r}, as in {path}, got {ours!r}; set model_overrides")
     tied = variable_shapes(build_model(dataclasses.replace(model, tied=True)))

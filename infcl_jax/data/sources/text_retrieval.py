@@ -167,14 +167,16 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
             for r in parsed
         ]
     questions = []
-    with open(path, encoding="utf-8", newline="") as file:
-        for number, fields in enumerate(csv.reader(file, delimiter="\t")):
-            if len(fields) != 2:
-                raise ValueError(f"expected two columns in line {number + 1} of {path}, got {len(fields)}")
-            if fields[1].startswith("["):
-                questions.append(Question(fields[0], answers=tuple(map(str, ast.literal_eval(fields[1])))))
-            else:
-                questions.append(Question(fields[1], key=fields[0]))
+    for row in range(len(records)):
+        line = records[row].decode().rstrip("\r")
+        fields = line.split("\t")
+        if len(fields) != 2:
+            raise ValueError(f"expected two columns in line {row + 1} of {path}, got {len(fields)}")
+        if fields[1].lstrip('"').startswith("["):  # only these files quote their columns
+            text, answers = next(csv.reader([line], delimiter="\t"))
+            questions.append(Question(text, answers=tuple(map(str, ast.literal_eval(answers)))))
+        else:
+            questions.append(Question(fields[1], key=fields[0]))
     return questions
 
 

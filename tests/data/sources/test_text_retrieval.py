@@ -118,11 +118,15 @@ def test_a_collection_is_not_quoted(tmp_path):
 
 
 def test_questions_and_judgments(tmp_path):
-    (tmp_path / "qa.csv").write_text("who\t['a', \"b's\"]\n")
-    (tmp_path / "queries.tsv").write_text("7\twho\n")
+    (tmp_path / "qa.csv").write_text('who\t[\'a\', "b\'s"]\n"""who"""\t"[""d\'A""]"\r\n')
+    (tmp_path / "queries.tsv").write_text('7\twho\n8\t"who" is\n')
     (tmp_path / "q.jsonl").write_text('{"query": "who", "_id": 7}\n')
     (tmp_path / "qrels").write_text("7 0 3 1\n7\t0\t4\t0\n7 0 5 2\n")
-    assert read_questions(tmp_path / "qa.csv") == [Question("who", answers=("a", "b's"))]
-    assert read_questions(tmp_path / "queries.tsv") == [Question("who", "7")] == read_questions(tmp_path / "q.jsonl")
+    assert read_questions(tmp_path / "qa.csv") == [
+        Question("who", answers=("a", "b's")),
+        Question('"who"', answers=("d'A",)),
+    ]
+    assert read_questions(tmp_path / "queries.tsv") == [Question("who", "7"), Question('"who" is', "8")]
+    assert read_questions(tmp_path / "q.jsonl") == [Question("who", "7")]
     assert read_judgments(tmp_path / "qrels") == {"7": {"3", "5"}}
     np.testing.assert_raises(ValueError, read_judgments, tmp_path / "qa.csv")

@@ -30,6 +30,11 @@ _ATTEMPTS = 16  # records tried in a row, as for images
 class PairTexts:
     """Texts and token ids of queries and passages.
 
+    Examples:
+      >>> texts = PairTexts(load_tokenizer("bytes", 32), query_length=24)
+      >>> texts.queries(["who wrote book 0?"]).shape
+      (1, 24)
+
     Attributes:
       tokenizer: tokenizer whose context length is that of the passages.
       query_length: tokens of a query, special tokens included; None: as many as of a passage.
@@ -121,6 +126,14 @@ def pair_iterator(
     """Create an endless iterator of training batches of queries with passages.
 
     Order, epochs and resume are those of `infcl_jax.data.train_iterator`.
+
+    Examples:
+      >>> source, texts = QuerySource("dpr/train.json"), PairTexts(load_tokenizer("bytes", 32))
+      >>> data = pair_iterator(source, texts, batch_size=4, hard_negatives=1, seed=0, num_workers=0)
+      >>> batch = next(data)
+      >>> batch["query"].shape, batch["passage"].shape
+      ((4, 32), (8, 32))
+      >>> data.close()
 
     Args:
       source: queries with passages.

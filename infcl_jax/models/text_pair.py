@@ -24,6 +24,11 @@ TIED_TOWERS = {"query": "text", "passage": "text"}
 def towers_of(params: Mapping[str, Any]) -> dict[str, str]:
     """Return the parameter subtree of each encoder of a model, by the name of its batch entry.
 
+    Examples:
+      >>> shapes = variable_shapes(build_model(text_pair_config("bert-tiny")))
+      >>> towers_of(shapes["params"])
+      {'query': 'query', 'passage': 'passage'}
+
     Args:
       params: all parameters of a `CLIP` or `TextPair`, arrays or shapes.
     """
@@ -34,6 +39,12 @@ def towers_of(params: Mapping[str, Any]) -> dict[str, str]:
 
 class TextPairOutput(NamedTuple):
     """Features of queries and passages.
+
+    Examples:
+      >>> output = TextPairOutput(image, text, jnp.float32(1))  # any features
+      >>> loss = make_loss("retrieval", mesh)(output, passage_mask=jnp.ones(8, bool))
+      >>> loss.value.shape
+      ()
 
     Attributes:
       query: [b, embed_dim] in the model's feature dtype.
@@ -51,6 +62,11 @@ class TextPairOutput(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextPairConfig:
     """Configuration of a dual encoder of queries and passages.
+
+    Examples:
+      >>> bert = BertConfig(width=32, layers=2, heads=2, pool="cls", projection="none")
+      >>> build_model(TextPairConfig(text=bert, embed_dim=32, tied=True)).embed_dim
+      32
 
     Attributes:
       text: BERT of both encoders.
@@ -94,6 +110,12 @@ class TextPair(nn.Module):
     """Dual encoder of queries and passages (Karpukhin et al. 2020, "Dense Passage Retrieval").
 
     Parameters: `query` and `passage`, one subtree per encoder, or `text` for tied encoders.
+
+    Examples:
+      >>> pair, ids = build_model(text_pair_config("bert-tiny")), np.zeros((2, 8), np.int32)
+      >>> parameters = jax.jit(pair.init)(jax.random.key(0), ids, ids)
+      >>> pair.apply(parameters, ids, method="encode_query").shape
+      (2, 32)
 
     Attributes:
       text: encoder of both with tied encoders, integer [b, t] to [b, d]; None for separate ones.
@@ -159,6 +181,10 @@ def text_pair_config(name: str) -> TextPairConfig | None:
     """Return the configuration of DPR's dual encoder with a BERT; None if no BERT has the name.
 
     Both encoders pool the first token without projection, and have dropout 0.1 and 256 tokens per text.
+
+    Examples:
+      >>> text_pair_config("bert-base-uncased").embed_dim
+      768
 
     Args:
       name: name on the Hugging Face hub such as "bert-base-uncased", or "bert-tiny" for two layers over bytes.

@@ -13,8 +13,7 @@ from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, to_host, union
-from infcl_jax.evaluation import Suite
-from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
+from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
@@ -167,6 +166,7 @@ class TrainLoop:
             devices=self.mesh.size,
             every=config.log_every,
             utilization=self.utilization,
+            unit="queries" if isinstance(self.suite, TextRetrievalSuite) else "images",
         )
 
     def next_batch(self) -> dict[str, Any]:

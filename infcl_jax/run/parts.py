@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, Tokenizer
 from infcl_jax.distributed import flat_mesh
-from infcl_jax.evaluation import EvaluationConfig, Suite
-from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
+from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation

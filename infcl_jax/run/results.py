@@ -5,8 +5,7 @@ from pathlib import Path
 
 from infcl_jax.console import say
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import Suite, format_table, plot_curves
-from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
+from infcl_jax.evaluation import Suite, TextRetrievalSuite, format_table, plot_curves
 from infcl_jax.training import METRICS_FILE
 
 CURVES_FILE = "curves.png"

@@ -10,19 +10,26 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax.data import Tokenizer, TrainIterator
-from infcl_jax.data.sources.text_retrieval import Corpus, QuerySource, read_judgments, read_questions
-from infcl_jax.data.text_pairs import PairTexts, pair_iterator
+from infcl_jax.data import (
+    Corpus,
+    PairTexts,
+    QuerySource,
+    Tokenizer,
+    TrainIterator,
+    pair_iterator,
+    read_judgments,
+    read_questions,
+)
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.distributed import flat_mesh
-from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
+from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.models import TextPairConfig, build_model, text_pair_config, towers_of, variable_shapes
 from infcl_jax.models.convert import open_source
 from infcl_jax.models.convert.bert import read_config, weight_map
 from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.settings import check_model_overrides, parse_overrides
-from infcl_jax.training import TrainState
+from infcl_jax.training import TextRetrievalConfig, TrainState
 
 # Entries of a batch that the step takes.
 BATCH = ("query", "passage", "passage_mask")
@@ -46,7 +53,7 @@ def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
 
 def pair_texts(config: ConfigDict, tokenizer: Tokenizer) -> PairTexts:
     """Return the tokenization of queries and passages."""
-    settings = config.text_retrieval
+    settings = TextRetrievalConfig(**config.text_retrieval)
     return PairTexts(cast(BaseTokenizer, tokenizer), settings.query_length, settings.separator)
 
 
@@ -56,7 +63,7 @@ def pair_data(config: ConfigDict, source: QuerySource, tokenizer: Tokenizer) -> 
     Raises:
       ValueError: see `pair_iterator`.
     """
-    settings = config.text_retrieval
+    settings = TextRetrievalConfig(**config.text_retrieval)
     return pair_iterator(
         source,
         pair_texts(config, tokenizer),
@@ -82,9 +89,9 @@ def pair_suite(
       FileNotFoundError: a file does not exist.
       ValueError: a file is damaged, or questions have neither answers nor judgments.
     """
-    settings = config.text_retrieval
+    settings = TextRetrievalConfig(**config.text_retrieval)
     suite = TextRetrievalSuite(build_model(model), pair_texts(config, tokenizer), flat_mesh(mesh))
-    if settings.corpus is None:
+    if settings.corpus is None or settings.questions is None:
         return suite
     questions = read_questions(settings.questions)
     judgments = None if settings.judgments is None else read_judgments(settings.judgments)

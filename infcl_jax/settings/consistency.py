@@ -12,6 +12,7 @@ from infcl_jax.training import (
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
+    TextRetrievalConfig,
     UnlockedGroups,
     learning_rate_schedule,
 )
@@ -74,12 +75,10 @@ _IMAGES_ONLY: dict[str, Any] = {
 
 def _check_text_retrieval(config: ConfigDict) -> None:
     """Check that loss, model and the other settings are all of text retrieval, or none is."""
-    is_pair, settings = text_pair_config(config.model) is not None, config.text_retrieval
+    is_pair, settings = text_pair_config(config.model) is not None, TextRetrievalConfig(**config.text_retrieval)
     if is_pair != (config.loss == "retrieval"):
         expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
         raise ValueError(f"expected {expected}, got model={config.model!r} and loss={config.loss!r}")
-    if (settings.corpus is None) != (settings.questions is None):
-        raise ValueError("expected text_retrieval.corpus and text_retrieval.questions together, got one; set both")
     if not is_pair:
         if settings.corpus is not None or config.grad_cache.passage_chunk_size is not None:
             raise ValueError("expected text_retrieval.corpus and grad_cache.passage_chunk_size with a BERT, got others")

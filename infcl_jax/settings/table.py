@@ -15,6 +15,7 @@ from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
 from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
+from infcl_jax.training.text_retrieval import POSITIVES
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
 _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
@@ -329,7 +330,7 @@ _TEXT_RETRIEVAL = (
         str,
         "first",
         'positive and hard negatives of a query: the "first" ones of the file, or drawn at "random" in every epoch',
-        ("first", "random"),
+        POSITIVES,
         fixed=True,
     ),
     Setting(

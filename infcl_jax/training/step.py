@@ -177,19 +177,20 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
     Args:
       loss_fn: loss from `make_loss`.
       state: train state, with `samples` for losses with sample state.
-      batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair.
+      batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair;
+        with `"passage_mask"` for text retrieval.
 
     Returns:
-      Inputs by name: sample indices, sample state and step, or nothing.
+      Inputs by name: sample indices, sample state and step; the mask of passages; or nothing.
 
     Raises:
       ValueError: an input is not in the state or the batch.
     """
-    available = {"index": batch.get("index"), "samples": state.samples, "step": state.step}
-    available["passage_mask"] = batch.get("passage_mask")
-    inputs = {name: available[name] for name in loss_fn.inputs}
-    if any(value is None for value in inputs.values()):
-        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.name}, got none")
+    in_state = {"samples": state.samples, "step": state.step}
+    inputs = {name: in_state[name] if name in in_state else batch.get(name) for name in loss_fn.inputs}
+    if missing := [name for name, value in inputs.items() if value is None]:
+        expected = " and ".join(f"a {'state' if name in in_state else 'batch'} with {name!r}" for name in missing)
+        raise ValueError(f"expected {expected} for {loss_fn.name}, got none")
     return inputs
 
 
@@ -267,7 +268,7 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
 
 
 def model_output(features: Mapping[str, jax.Array], scale: jax.Array, bias: jax.Array | None) -> Any:
-    """Return the output of a model whose encoders have run: `CLIPOutput` or `TextPairOutput`."""
+    """Return the `CLIPOutput` or `TextPairOutput` of features."""
     if "image" in features:
         return CLIPOutput(features["image"], features["text"], scale, bias)
     return TextPairOutput(features["query"], features["passage"], scale)

@@ -1,11 +1,54 @@
-"""Training loss of dense text retrieval."""
+"""Training of dense text retrieval: settings and loss."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, retrieval_loss
 from infcl_jax.losses.base import LossOutput
+
+POSITIVES = ("first", "random")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRetrievalConfig:
+    """Settings of dense text retrieval.
+
+    Examples:
+      >>> TextRetrievalConfig(hard_negatives=7, positive="random").query_length is None
+      True
+
+    Attributes:
+      hard_negatives: hard negatives of each query in a batch; those that a query lacks are masked.
+      positive: positive and hard negatives of a query: the "first" ones of the file, or drawn at "random".
+      query_length: tokens of a query; None: as many as of a passage.
+      separator: text between the title and the text of a passage.
+      corpus: path of the passages to search in evaluations; None: no evaluation.
+      questions: path of the questions of evaluations.
+      judgments: path of the relevance judgments; None: questions have answers.
+
+    Raises:
+      ValueError: a value is out of range, or `corpus` and `questions` are not set together.
+    """
+
+    hard_negatives: int = 1
+    positive: str = "first"
+    query_length: int | None = None
+    separator: str = " "
+    corpus: str | None = None
+    questions: str | None = None
+    judgments: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("text_retrieval.positive", self.positive, POSITIVES)
+        if self.hard_negatives < 0:
+            raise ValueError(f"expected text_retrieval.hard_negatives >= 0, got {self.hard_negatives}")
+        if (self.corpus is None) != (self.questions is None):
+            raise ValueError("expected text_retrieval.corpus and text_retrieval.questions together, got one; set both")
+        if self.judgments is not None and self.corpus is None:
+            raise ValueError("expected text_retrieval.corpus with text_retrieval.judgments, got None")
 
 
 class RetrievalLoss(Loss):

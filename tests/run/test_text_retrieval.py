@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import infcl_jax
+from experiments.evaluate import evaluate
 from infcl_jax import run
 from infcl_jax.distributed import replicate, shard_batch
 from infcl_jax.evaluation import text_retrieval
@@ -235,6 +236,7 @@ def test_a_run_evaluates_and_resumes(folder, tmp_path):
     infcl_jax.train(settings(folder, **changes), tmp_path / "a")
     resumed = infcl_jax.train(settings(folder, **changes, total_steps=4), tmp_path / "a")
     straight = infcl_jax.train(settings(folder, **changes, total_steps=4), tmp_path / "b")
+    assert evaluate(tmp_path / "a") == straight
     assert resumed == straight and resumed.keys() == {"text_retrieval/top20", "text_retrieval/top100"}
 
 

@@ -23,6 +23,10 @@ _TEXTS = ("text", "contents", "body")
 class Passage(NamedTuple):
     """Passage of a corpus.
 
+    Examples:
+      >>> Passage("by author 0", title="Book 0").key
+      ''
+
     Attributes:
       text: text of the passage.
       title: title of its document; "" without one.
@@ -59,6 +63,11 @@ class QuerySource:
 
     A passage is a string, or an object with `text` and optionally `title`.
 
+    Examples:
+      >>> source = QuerySource("dpr/train.json")
+      >>> len(source), source[0].query
+      (8, 'who wrote book 0?')
+
     Args:
       path: the file.
       split: name of the split, for messages.
@@ -94,6 +103,10 @@ class Corpus:
 
     Layouts: DPR's `psgs_w100.tsv` (a header, then id, quoted text and title), MS MARCO's `collection.tsv` (id and text)
     and JSON lines with `text` or `contents`, an id and optionally a `title`.
+
+    Examples:
+      >>> Corpus("dpr/corpus.tsv")[0]
+      Passage(text='by author 0', title='Book 0', key='0')
 
     Args:
       path: file that ends in .tsv or .jsonl.
@@ -138,6 +151,10 @@ class Corpus:
 class Question(NamedTuple):
     """Query of an evaluation.
 
+    Examples:
+      >>> Question("who wrote book 0?", answers=("author 0",)).key
+      ''
+
     Attributes:
       text: text of the query.
       key: id of the query; "" without one.
@@ -154,6 +171,10 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
 
     Layouts: DPR's tab-separated question and list of answers (`nq-test.qa.csv`), MS MARCO's tab-separated id and query,
     and JSON with `question` or `query` and optionally `answers` and an id.
+
+    Examples:
+      >>> read_questions("dpr/qa.csv")[0].answers
+      ('author 0',)
 
     Raises:
       FileNotFoundError: the file does not exist.
@@ -182,6 +203,10 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
 
 def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
     """Read relevance judgments in TREC's four columns: query id, iteration, passage id, relevance.
+
+    Examples:
+      >>> read_judgments("dpr/qrels.tsv")["0"]
+      {'0'}
 
     Returns:
       Ids of the relevant passages by query id.

@@ -108,7 +108,7 @@ def test_the_example_runs(name, names, folder, monkeypatch):
     assert test.examples, "expected an example in the docstring"
     monkeypatch.chdir(folder)
     monkeypatch.setattr(infcl_jax, "train", quick_train, raising=False)
-    monkeypatch.setattr(notebook, "_in_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
     test.globs = dict(names)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     output = []

@@ -19,6 +19,7 @@ B, D = 6, 4
 SCALE = 9.0
 INDEX = jnp.arange(B, dtype=jnp.int32)
 MASK = INDEX > 0
+IDS = {"image_ids": jnp.stack([INDEX, INDEX], 1), "text_ids": jnp.stack([INDEX, INDEX], 1)}
 
 
 def features(rows=B, dtype=jnp.float32):
@@ -31,8 +32,9 @@ CALLS = {
         ((SCALE,), {}),
         ((jnp.float32(SCALE), jnp.full(B, SCALE)), {"x_mask": MASK, "y_mask": MASK, "labels": INDEX}),
         ((jnp.full(B, SCALE),), {"columns": False}),
+        ((SCALE,), {"x_ids": INDEX, "y_ids": INDEX, "x_mask": MASK}),
     ],
-    "clip_loss": [((SCALE,), {}), ((jnp.float32(SCALE),), {"mask": MASK})],
+    "clip_loss": [((SCALE,), {}), ((jnp.float32(SCALE),), {"mask": MASK}), ((SCALE,), {"weights": jnp.ones(B), **IDS})],
     "siglip_loss": [((SCALE, -SCALE), {}), ((jnp.float32(SCALE), jnp.float32(-SCALE)), {"mask": MASK})],
     "retrieval_loss": [((SCALE,), {}), ((SCALE,), {"labels": INDEX, "mask": MASK, "passage_mask": MASK})],
     "global_contrastive_loss": [

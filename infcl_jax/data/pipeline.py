@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import UInt8
 
+from infcl_jax.checks import check_choice
 from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
@@ -29,6 +30,7 @@ from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
 from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
 from infcl_jax.data.parallelism import choose_parallelism
+from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sample_order import SampleOrder
 from infcl_jax.data.sources.base import Example, OrderedSource, Source
@@ -49,7 +51,7 @@ _DEFAULT_AUGMENTATION = Augmentation()
 class _TrainChunk:
     """Function that makes one chunk of a batch from (global row, sample index) pairs.
 
-    With `precomputed`, the images of the source are rows of features.
+    With `precomputed`, the images of the source are rows of features. `positives` other than "pair" adds "ids".
     """
 
     reader: RecordReader
@@ -59,6 +61,7 @@ class _TrainChunk:
     seed: int
     precomputed: bool = False
     max_pixels: int = MAX_PIXELS
+    positives: str = "pair"
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
         chunk = self.read(rows, self.image)
@@ -67,7 +70,14 @@ class _TrainChunk:
     def read(self, rows: Sequence[tuple[int, int]], to_image: Callable[[int, Example], Any]) -> dict[str, Any]:
         """Read the records of rows; "image" is the list of results of `to_image(row, example)`."""
         take_seconds()  # those of a chunk that raised
-        decoders = [functools.partial(to_image, row) for row, _ in rows]
+        image_ids: dict[int, np.ndarray] = {}  # by row
+
+        def decode(row: int, example: Example) -> Any:
+            if self.positives == "image":
+                image_ids[row] = image_id(example["image"])
+            return to_image(row, example)
+
+        decoders = [functools.partial(decode, row) for row, _ in rows]
         read, bad = self.reader.read([index for _, index in rows], decoders)
         captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
         truncated = _truncated_captions(self.tokenizer)
@@ -79,6 +89,13 @@ class _TrainChunk:
             "index": np.array([index for _, index in read], np.int64),
             BAD_RECORDS: as_array(bad),
         }
+        if self.positives != "pair":
+            chunk["ids"] = np.stack(
+                [
+                    image_ids[row] if self.positives == "image" else positive_id(self.positives, example, caption)
+                    for (row, _), (example, _), caption in zip(rows, read, captions, strict=True)
+                ]
+            )
         if self.augmentation is not None and self.augmentation.adjusts_colors:
             chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
         stats = take_seconds()
@@ -216,6 +233,7 @@ def train_iterator(
     decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
     sharding: NamedSharding | None = None,
     features: Mapping[str, FeatureStore] | None = None,
+    positives: str = "pair",
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -253,12 +271,13 @@ def train_iterator(
       sharding: sharding of the rows over the devices, with `decoders`.
       features: cached features by tower, "image" or "text", see `infcl_jax.data.cache_features`; they replace images
         and token ids. Images with cached features are neither read nor decoded.
+      positives: "pair", or what samples with equal ids share, see `infcl_jax.data.positive_ids`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
-      `set_state`. An augmentation of colors adds "color", float32 [b, 7], see `infcl_jax.ops.color.ColorBatch`. With
-      `decoders`, "image" is the global array [B, S, S, 3] on the devices. Close the iterator to stop its threads and
-      workers.
+      `set_state`. An augmentation of colors adds "color", float32 [b, 7], see `infcl_jax.ops.color.ColorBatch`. Other
+      `positives` than "pair" add "ids", int32 [b, 2]. With `decoders`, "image" is the global array [B, S, S, 3] on the
+      devices. Close the iterator to stop its threads and workers.
 
     Raises:
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
@@ -271,6 +290,7 @@ def train_iterator(
             f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
             f" {batch_size}; every sample appears at most once an epoch"
         )
+    check_choice("positives", positives, POSITIVES)
     check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
     check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
     check_at_least(1, cores=cores, processes_per_host=processes_per_host, max_image_pixels=max_image_pixels)
@@ -297,7 +317,14 @@ def train_iterator(
     reader = RecordReader(PrecomputedSource(source, features) if features else source)
     encode = np.stack if "text" in features else tokenizer
     host = _TrainChunk(
-        reader, encode, image_size, augmentation, seed, precomputed="image" in features, max_pixels=max_image_pixels
+        reader,
+        encode,
+        image_size,
+        augmentation,
+        seed,
+        precomputed="image" in features,
+        max_pixels=max_image_pixels,
+        positives=positives,
     )
     make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(

@@ -23,6 +23,30 @@ if TYPE_CHECKING:
 SAMPLE_INPUTS = ("index", "samples", "step")
 
 
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Targets of a loss over one batch.
+
+    Attributes:
+      positives: "pair": the positive of an image is its own text. Else the batch has ids, and all pairs with equal ids
+        are positives, see `infcl_jax.clip_loss`.
+      multi_positive: "mean" or "any", see `infcl_jax.clip_loss`.
+      label_smoothing: share of each target that is spread over all pairs, see `infcl_jax.clip_loss`.
+    """
+
+    positives: str = "pair"
+    multi_positive: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def by_id(self) -> bool:
+        """True if positives are given by id."""
+        return self.positives != "pair"
+
+
+ONE_POSITIVE = Targets()
+
+
 class LossOutput(NamedTuple):
     """Loss of one batch.
 
@@ -34,11 +58,14 @@ class LossOutput(NamedTuple):
       value: scalar loss.
       rows: the batch's new rows of the sample state; None for losses without sample state.
       logit_scale: scalar inverse temperature for the metrics; None: the logit scale of the model.
+      extra_positives: scalar for the metrics, number of positives of the batch in addition to its pairs; None without
+        ids.
     """
 
     value: Float[Array, ""]
     rows: SampleState | None = None
     logit_scale: Float[Array, ""] | None = None
+    extra_positives: Float[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +85,9 @@ class Loss(abc.ABC):
       name: key of the loss in `infcl_jax.training.LOSSES`.
       mesh: devices; the batch and the sample state are sharded over all its axes. None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
-      inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default.
+      targets: targets of the rows; losses with sample state ignore them.
+      inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default. With
+        positives by id, `__call__` also takes "ids", see `batch_inputs`.
       implementations: implementations that the loss supports.
 
     Raises:
@@ -68,6 +97,7 @@ class Loss(abc.ABC):
     name: str
     mesh: Mesh | None = None
     implementation: str | None = None
+    targets: Targets = ONE_POSITIVE
 
     inputs: ClassVar[tuple[str, ...]] = ()
     implementations: ClassVar[Collection[str]] = IMPLEMENTATIONS
@@ -76,17 +106,25 @@ class Loss(abc.ABC):
         check_implementation(self.implementation, IMPLEMENTATIONS)
 
     @classmethod
-    def create(cls, name: str, mesh: Mesh | None, implementation: str | None, **settings: Any) -> Self:
+    def create(
+        cls, name: str, mesh: Mesh | None, implementation: str | None, targets: Targets = ONE_POSITIVE, **settings: Any
+    ) -> Self:
         """Create the loss from the settings of a run.
 
         Args:
           name: key of the loss in `infcl_jax.training.LOSSES`.
           mesh: devices over which the batch is sharded.
           implementation: backend of `infcl_jax.pairwise_lse`.
+          targets: targets of the rows.
           **settings: further keyword arguments of `infcl_jax.training.make_loss`.
         """
         del settings
-        return cls(name=name, mesh=mesh, implementation=implementation)
+        return cls(name=name, mesh=mesh, implementation=implementation, targets=targets)
+
+    @property
+    def batch_inputs(self) -> tuple[str, ...]:
+        """Keyword arguments of `__call__`: `inputs`, and "ids" with positives by id."""
+        return (*self.inputs, "ids") if self.targets.by_id else self.inputs
 
     @property
     def axis_name(self) -> AxisName | None:
@@ -101,8 +139,9 @@ class Loss(abc.ABC):
 
         Args:
           output: model output for the global batch, features `[b, D]`.
-          **inputs: the arrays named in `inputs`. `index`: int `[b]`, sample index of each row; `samples`: sample
-            state, which is not modified; `step`: int32 scalar, number of completed steps.
+          **inputs: the arrays named in `batch_inputs`. `index`: int `[b]`, sample index of each row; `samples`: sample
+            state, which is not modified; `step`: int32 scalar, number of completed steps; `ids`: int32 `[b, 2]`, id of
+            each pair.
         """
 
     def init_samples(self, num_samples: int, init_logit_scale: float) -> SampleState | None:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Num
 
-from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, zero_masked
 
 
 def over_mesh(
@@ -87,15 +87,23 @@ def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, 
 
 
 def global_mean(
-    values: Float[Array, "b"], mask: Bool[Array, "b"] | None, axis_name: AxisName | None
+    values: Float[Array, "b"],
+    mask: Bool[Array, "b"] | None,
+    axis_name: AxisName | None,
+    weights: Float[Array, "b"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean of unmasked `[b/n]` values over all devices; 0 if all are masked."""
-    if mask is None:
+    """Weighted mean of unmasked `[b/n]` values over all devices; 0 if all are masked."""
+    if weights is not None:
+        weights = zero_masked(weights, mask)
+        value_sum, count = (weights * zero_masked(values, mask)).sum(), weights.sum()
+    elif mask is None:
         value_sum, count = values.sum(), jnp.asarray(values.size, values.dtype)
     else:
         value_sum = jnp.where(mask, values, jnp.zeros_like(values)).sum()
         count = mask.sum().astype(values.dtype)
     value_sum, count = global_sum(value_sum, axis_name), global_sum(count, axis_name)
+    if weights is not None:
+        return value_sum / jnp.where(count == 0, jnp.ones_like(count), count)
     return value_sum / jnp.maximum(count, jnp.ones_like(count))
 
 
@@ -114,6 +122,19 @@ def checked_scalar(name: str, value: Num[Array, ""] | float, like: Float[Array, 
     if value.shape != ():
         raise ValueError(f"expected {name} to be a scalar, got shape {value.shape}")
     return value.astype(accumulation_dtype(like.dtype))
+
+
+def checked_weights(weights: Num[Array, "b"] | None, features: Float[Array, "b d"]) -> Float[Array, "b"] | None:
+    """Cast weights of the rows to at least fp32.
+
+    Raises:
+      ValueError: `weights` are not one number per row.
+    """
+    if weights is None:
+        return None
+    if weights.shape != features.shape[:1]:
+        raise ValueError(f"expected weights of shape ({features.shape[0]},), got {weights.shape}")
+    return jnp.asarray(weights).astype(accumulation_dtype(features.dtype))
 
 
 def cross_entropy(negative_lse: Float[Array, "b"], positive: Float[Array, "b"]) -> Float[Array, "b"]:

@@ -7,20 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Int32, Integer
 
-from infcl_jax.checks import is_concrete
+from infcl_jax.checks import check_choice, is_concrete
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
     axis_and_devices,
     checked_scalar,
-    cross_entropy,
+    checked_weights,
     global_mean,
     over_mesh,
 )
-from infcl_jax.ops.pairwise_lse import pairwise_lse
-from infcl_jax.ops.pairwise_lse.checks import checked_labels, checked_mask
+from infcl_jax.losses.directions import with_positive, with_positives
+from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
+from infcl_jax.ops.pairwise_lse.checks import checked_ids, checked_labels, checked_mask
 
 
 def retrieval_loss(
@@ -33,12 +34,18 @@ def retrieval_loss(
     mesh: Mesh | None = None,
     mask: Bool[Array, "bq"] | None = None,
     passage_mask: Bool[Array, "bp"] | None = None,
+    weights: Float[Array, "bq"] | None = None,
+    query_ids: Int32[Array, "bq"] | Int32[Array, "bq 2"] | None = None,
+    passage_ids: Int32[Array, "bp"] | Int32[Array, "bp 2"] | None = None,
+    multi_positive: str = "mean",
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """InfoNCE of every query against all passages of the global batch.
 
     The loss is the mean over queries of `row_i - scale * s_{i, labels_i}`, with `row_i` the log-sum-exp of row i of
     `scale * s`. A passage that is no query's positive is a hard negative for all queries.
+
+    With ids, all passages of equal ids, on all devices, are a query's positives, see `clip_loss`.
 
     Karpukhin et al., "Dense Passage Retrieval", section 3.2; Gao et al., "Scaling Deep Contrastive Learning Batch Size
     under Memory Limited Setup", eq. 1.
@@ -61,19 +68,28 @@ def retrieval_loss(
       mask: bool `[bq]`, False for masked queries (padding), which the mean excludes.
       passage_mask: bool `[bp]`, False for masked passages, which the sums exclude. The mean also excludes a query whose
         positive is masked. Masked features may have any values, including NaN.
-      implementation: backend, see `pairwise_lse`.
+      weights: `[bq]` weights of the queries in the mean; None for equal weights.
+      query_ids: int32 `[bq]`, or `[bq, 2]` for 64-bit ids, instead of labels. A query without a positive is outside the
+        mean.
+      passage_ids: int32 `[bp]` or `[bp, 2]`. Masked passages match no id.
+      multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
+      implementation: backend, see `pairwise_lse`. The fused kernels do not support ids.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device; 0 if every query is excluded. If a traced label
       is out of range, loss and gradients are NaN.
 
     Raises:
-      ValueError: shapes, dtypes, labels or masks do not match; `axis_name` is missing inside `shard_map`; concrete (not
-        traced) labels and masks exclude the positive of every query, or a positive is on another device.
+      ValueError: shapes, dtypes, labels, ids or masks do not match; both labels and ids are given; `axis_name` is
+        missing inside `shard_map`; concrete (not traced) labels and masks exclude the positive of every query, or a
+        positive is on another device.
     """
     row_mask = checked_mask("mask", mask, query.shape[0])
     column_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
-    if mesh is not None and labels is None and query.shape[0] != passage.shape[0]:
+    check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
+    ids = checked_ids({"query_ids": query_ids, "passage_ids": passage_ids}, (len(query), len(passage)), labels)
+    by_id = ids[0] is not None
+    if mesh is not None and labels is None and not by_id and query.shape[0] != passage.shape[0]:
         raise ValueError(
             f"expected labels when there are more passages than queries on a mesh, got {query.shape[0]} queries and "
             f"{passage.shape[0]} passages"
@@ -83,10 +99,11 @@ def retrieval_loss(
         checked_labels(labels, query.shape[0], passage.shape[0], mask)
     if mesh is not None and labels is not None:
         _check_same_device(labels, mask, query.shape[0], passage.shape[0], axis_and_devices(mesh, axis_name)[1])
-    _check_any_positive(labels, mask, passage_mask, query.shape[0])
-    settings = _Settings(implementation, global_labels=mesh is not None)
+    if not by_id:
+        _check_any_positive(labels, mask, passage_mask, query.shape[0])
+    settings = _Settings(implementation, multi_positive, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
-    sharded = (query, passage, labels, row_mask, column_mask)
+    sharded = (query, passage, labels, row_mask, column_mask, checked_weights(weights, query), *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -96,18 +113,20 @@ class _Settings:
 
     Attributes:
       implementation: backend, see `pairwise_lse`.
+      multi_positive: see `retrieval_loss`.
       global_labels: whether labels index into the passages of all devices.
     """
 
     implementation: str | None
+    multi_positive: str
     global_labels: bool
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Array) -> Array:
-    query, passage, labels, mask, passage_mask = sharded
+    query, passage, labels, mask, passage_mask, weights, query_ids, passage_ids = sharded
     if labels is not None and settings.global_labels:
         labels = labels.astype(jnp.int32) - lax.axis_index(axis_name) * passage.shape[0]
-    if passage_mask is not None:
+    if passage_mask is not None and query_ids is None:
         mask = _mask_with_positives(labels, mask, passage_mask, query.shape[0])
     negatives = pairwise_lse(
         query,
@@ -116,12 +135,19 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
         axis_name=axis_name,
         positives="exclude",
         labels=labels,
+        x_ids=query_ids,
+        y_ids=passage_ids,
+        multi_positive=settings.multi_positive,
         x_mask=mask,
         y_mask=passage_mask,
         columns=False,
         implementation=settings.implementation,
     )
-    return global_mean(cross_entropy(negatives.row, scale * negatives.positive), mask, axis_name)
+    if query_ids is None:
+        rows = with_positive(negatives.row, scale * negatives.positive, mask)
+    else:
+        rows = with_positives(negatives.row, negatives.positive.row)
+    return global_mean(rows.loss, rows.mask, axis_name, weights)
 
 
 def _mask_with_positives(labels: Array | None, mask: Array | None, passage_mask: Array, queries: int) -> Array:

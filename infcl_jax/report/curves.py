@@ -62,6 +62,7 @@ _OPTIMIZATION = {
     "learning_rate": Metric("Learning rate", from_zero=True),
     "logit_scale": Metric("Logit scale"),
     "grad_norm": Metric("Gradient norm", y_axis="gradient norm"),
+    "extra_positives": Metric("Positives in addition to the pairs", y_axis="positives per batch"),
     "grad_norm/image": Metric("Gradient norm, image tower", y_axis="gradient norm"),
     "grad_norm/text": Metric("Gradient norm, text tower", y_axis="gradient norm"),
 }

@@ -128,6 +128,7 @@ def training_data(
         decoders=decoders,
         sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         features=features,
+        positives=config.positives,
     )
 
 
@@ -180,9 +181,9 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
 
     Returns:
       "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
-      augmented), "text" and, for losses with sample state, "index" (int32 sample indices). Towers with cached
-      features have `PrecomputedFeatures`. The values are global arrays on the devices, this process's NumPy arrays, or
-      `Replay`.
+      augmented), "text", for losses with sample state "index" (int32 sample indices), and for positives by id "ids"
+      (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the
+      devices, this process's NumPy arrays, or `Replay`.
     """
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":
@@ -195,6 +196,8 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
     if loss_takes(config, "index"):
         pairs["index"] = batch["index"].astype(np.int32)
+    if config.positives != "pair":
+        pairs["ids"] = batch["ids"]
     if cache.residency == "host":
         return pairs
     return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)

@@ -11,6 +11,7 @@ from infcl_jax.data import Source, Tokenizer
 from infcl_jax.distributed import flat_mesh
 from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
+from infcl_jax.losses.base import Targets
 from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
@@ -101,6 +102,7 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
         config.loss,
         mesh,
         config.implementation,
+        targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
         config=GlobalContrastiveConfig(**config.global_contrastive),
         # A batch larger than the dataset is an error of `training_data`, which names both sizes.
         steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
@@ -186,7 +188,7 @@ def workload(
     model, loss_fn = _model(config), loss(config, None, source)
     sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
-    best = implementation or best_implementation()
+    best = implementation or best_implementation(by_id=loss_fn.targets.by_id)
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
     cache = dict(config.grad_cache)
     if stores_most := cache["keep"] == _STORE_MOST:

@@ -30,6 +30,7 @@ def check_consistency(config: ConfigDict) -> None:
     Augmentation(**config.augmentation)
     GlobalContrastiveConfig(**config.global_contrastive)
     _check_text_retrieval(config)
+    _check_targets(config)
     _check_frozen(config)
     _check_grad_cache(config)
     _check_outputs(config)
@@ -90,6 +91,26 @@ def _check_text_retrieval(config: ConfigDict) -> None:
             raise ValueError(f"expected {name}={default!r} with loss 'retrieval', got {value!r}")
     if config.grad_cache.residency == "replay":
         raise ValueError("expected grad_cache.residency 'device' or 'host' with loss 'retrieval', got 'replay'")
+
+
+def _check_targets(config: ConfigDict) -> None:
+    """Check that the loss has the targets that are set."""
+    by_id = config.positives != "pair"
+    if by_id and config.loss not in ("clip", "siglip"):
+        raise ValueError(f"expected positives='pair' with loss={config.loss!r}, got {config.positives!r}")
+    if by_id and config.grad_cache.residency == "replay":
+        raise ValueError(
+            f"expected grad_cache.residency 'device' or 'host' with positives={config.positives!r}, got 'replay'"
+        )
+    if config.label_smoothing and config.loss != "clip":
+        raise ValueError(f"expected label_smoothing=0.0 with loss={config.loss!r}, got {config.label_smoothing}")
+    if config.multi_positive != "mean" and not (by_id and config.loss == "clip"):
+        raise ValueError(
+            f"expected multi_positive='mean' with loss={config.loss!r} and positives={config.positives!r}, got "
+            f"{config.multi_positive!r}"
+        )
+    if config.positives == "label" and "image" in config.frozen and config.cache_frozen is not None:
+        raise ValueError("expected other positives than 'label' with cached image features, got 'label'")
 
 
 def _check_frozen(config: ConfigDict) -> None:

@@ -4,18 +4,19 @@ import dataclasses
 from collections.abc import Sequence
 
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
+from infcl_jax.data.positive_ids import POSITIVES
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
 from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
-from infcl_jax.training.text_retrieval import POSITIVES
+from infcl_jax.training.text_retrieval import SELECTIONS
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
 _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
@@ -226,6 +227,30 @@ _LOSS = (
         IMPLEMENTATIONS,
         evaluated=True,
     ),
+    Setting(
+        "positives",
+        str,
+        "pair",
+        'texts that are positives of an image; "pair": its own; "caption": those of all pairs of the batch with the '
+        'same caption, without regard to case and spaces; "image": with the same image file; "label": with the same '
+        "class",
+        POSITIVES,
+    ),
+    Setting(
+        "multi_positive",
+        str,
+        "mean",
+        'loss "clip" of several positives; "mean": mean of their cross entropies; "any": cross entropy of the sum of '
+        "their probabilities",
+        MULTI_POSITIVE,
+    ),
+    Setting(
+        "label_smoothing",
+        float,
+        0.0,
+        'share of each target of the loss "clip" that is spread over the whole batch',
+        _DECAY,
+    ),
 )
 
 _GLOBAL_CONTRASTIVE = _shaping(
@@ -330,7 +355,7 @@ _TEXT_RETRIEVAL = (
         str,
         "first",
         'positive and hard negatives of a query: the "first" ones of the file, or drawn at "random" in every epoch',
-        POSITIVES,
+        SELECTIONS,
         fixed=True,
     ),
     Setting(

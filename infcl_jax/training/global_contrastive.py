@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, global_contrastive_loss
-from infcl_jax.losses.base import SAMPLE_INPUTS
+from infcl_jax.losses.base import ONE_POSITIVE, SAMPLE_INPUTS, Targets
 from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
 from infcl_jax.training.optimizer_config import OptimizerConfig
@@ -118,8 +118,11 @@ class GlobalContrastive(Loss):
             )
 
     @classmethod
-    def create(cls, name: str, mesh: Mesh | None, implementation: str | None, **settings: Any) -> Self:
+    def create(
+        cls, name: str, mesh: Mesh | None, implementation: str | None, targets: Targets = ONE_POSITIVE, **settings: Any
+    ) -> Self:
         """Create the loss from the settings of a run, see `Loss.create`."""
+        del targets
         return cls(name=name, mesh=mesh, implementation=implementation, **settings)
 
     @property

@@ -44,8 +44,8 @@ def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, *
       name: key of `LOSSES`.
       mesh: devices over which the batch is sharded; None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
-      **settings: settings of the run, `config`, `steps_per_epoch` and `optimizer`, see `GlobalContrastive`. Losses over
-        one batch ignore them.
+      **settings: settings of the run. `targets`, see `infcl_jax.losses.base.Targets`, are of losses over one batch;
+        `config`, `steps_per_epoch` and `optimizer`, see `GlobalContrastive`, are of losses with sample state.
 
     Raises:
       ValueError: the name or implementation is unknown, or a setting is wrong. Calling the "siglip" loss on the output

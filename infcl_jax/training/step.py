@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
+from infcl_jax.losses.base import SAMPLE_INPUTS
 from infcl_jax.models import TEXT_TOWERS, TOWERS, CLIPOutput, TextPairOutput, towers_of
 from infcl_jax.ops.color import adjusted
 from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
@@ -33,12 +34,14 @@ class Auxiliary(NamedTuple):
     Attributes:
       logit_scale: scalar for the metrics, see `infcl_jax.losses.LossOutput`.
       finite: scalar for each tower, whether its features are finite. The features themselves would stay in memory.
+      extra_positives: scalar for the metrics, see `infcl_jax.losses.LossOutput`; None without ids.
       samples: sample index `[b]` and new sample state of each row; None for losses without sample state.
       batch_stats: new running statistics of batch normalization; None if they do not change.
     """
 
     logit_scale: jax.Array
     finite: dict[str, jax.Array]
+    extra_positives: jax.Array | None = None
     samples: tuple[jax.Array, SampleState] | None = None
     batch_stats: Any = None
 
@@ -72,7 +75,8 @@ def make_train_step(
     Metrics are device scalars: `loss` and `logit_scale` before the update, and `grad_norm`, the global norm before
     clipping. `grad_norm/image` and `grad_norm/text` are the norms of the trained towers. `finite` says whether each
     stage of the step is finite, in order of computation. With per-sample temperatures, `logit_scale` is the inverse of
-    their mean over the batch.
+    their mean over the batch. With positives by id, `extra_positives` is the number of
+    positives of the batch in addition to its pairs.
 
     With `on_nonfinite="skip"`, a step whose flags are not all true leaves the state as it is, except for `step` and the
     step count of the learning rate schedule. The devices decide, so the host never waits. The flags then also cover
@@ -108,6 +112,8 @@ def make_train_step(
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
     if "index" in loss_fn.inputs and cache.residency == "replay":
         raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.name}, got 'replay'")
+    if loss_fn.targets.by_id and cache.residency == "replay":
+        raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.targets}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def dropout_key(step: jax.Array | int) -> jax.Array:
@@ -166,9 +172,10 @@ def evaluate_loss(loss_fn: Loss, output: Any, inputs: Mapping[str, Any]) -> tupl
       The scalar loss and its auxiliary outputs.
     """
     finite = {name: jnp.isfinite(getattr(output, name)).all() for name in output._fields[:2]}
-    value, rows, logit_scale = loss_fn(output, **{name: inputs[name] for name in loss_fn.inputs})
-    samples = None if rows is None else (inputs["index"], rows)
-    return value, Auxiliary(output.logit_scale if logit_scale is None else logit_scale, finite, samples)
+    result = loss_fn(output, **{name: inputs[name] for name in loss_fn.batch_inputs})
+    samples = None if result.rows is None else (inputs["index"], result.rows)
+    logit_scale = output.logit_scale if result.logit_scale is None else result.logit_scale
+    return result.value, Auxiliary(logit_scale, finite, result.extra_positives, samples)
 
 
 def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,19 +185,23 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
       loss_fn: loss from `make_loss`.
       state: train state, with `samples` for losses with sample state.
       batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair;
-        with `"passage_mask"` for text retrieval.
+        with `"ids"` for positives by id: int32 `[b, 2]`; with `"passage_mask"` for text retrieval.
 
     Returns:
-      Inputs by name: sample indices, sample state and step; the mask of passages; or nothing.
+      Inputs by name: sample indices, sample state and step, ids, the mask of passages, or nothing.
 
     Raises:
       ValueError: an input is not in the state or the batch.
     """
-    in_state = {"samples": state.samples, "step": state.step}
-    inputs = {name: in_state[name] if name in in_state else batch.get(name) for name in loss_fn.inputs}
-    if missing := [name for name, value in inputs.items() if value is None]:
-        expected = " and ".join(f"a {'state' if name in in_state else 'batch'} with {name!r}" for name in missing)
-        raise ValueError(f"expected {expected} for {loss_fn.name}, got none")
+    available = {name: batch.get(name) for name in ("index", "ids", "passage_mask")}
+    available |= {"samples": state.samples, "step": state.step}
+    inputs = {name: available[name] for name in loss_fn.batch_inputs}
+    if any(inputs.get(name, 0) is None for name in SAMPLE_INPUTS):
+        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.name}, got none")
+    if inputs.get("ids", 0) is None:
+        raise ValueError(f"expected a batch with ids for positives={loss_fn.targets.positives!r}, got none")
+    if inputs.get("passage_mask", 0) is None:
+        raise ValueError(f"expected a batch with passage_mask for {loss_fn.name}, got none")
     return inputs
 
 
@@ -328,5 +339,6 @@ def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:
         "logit_scale": aux.logit_scale,
         "grad_norm": optax.tree.norm(norms),
         **{f"grad_norm/{tower}": norms[module] for tower, module in (TOWERS | TEXT_TOWERS).items() if module in norms},
+        **({} if aux.extra_positives is None else {"extra_positives": aux.extra_positives}),
         "finite": finite,
     }

@@ -9,7 +9,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, retrieval_loss
 from infcl_jax.losses.base import LossOutput
 
-POSITIVES = ("first", "random")
+SELECTIONS = ("first", "random")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TextRetrievalConfig:
     judgments: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("text_retrieval.positive", self.positive, POSITIVES)
+        check_choice("text_retrieval.positive", self.positive, SELECTIONS)
         if self.hard_negatives < 0:
             raise ValueError(f"expected text_retrieval.hard_negatives >= 0, got {self.hard_negatives}")
         if (self.corpus is None) != (self.questions is None):

@@ -60,10 +60,12 @@ def test_the_iterator_knows_who_decodes(photographs, gpu, decode, on_gpus):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("loss", ["clip", "sogclr"])
-def test_every_decoder_gives_the_same_batches(photographs, gpu, loss, devices):
+@pytest.mark.parametrize(("loss", "positives"), [("clip", "pair"), ("clip", "image"), ("sogclr", "pair")])
+def test_every_decoder_gives_the_same_batches(photographs, gpu, loss, positives, devices):
     mesh = oracle.mesh_of(devices)
-    host, decoded = (first_batches(photographs(decode=name, loss=loss), mesh) for name in ("pillow", "auto"))
+    host, decoded = (
+        first_batches(photographs(decode=name, loss=loss, positives=positives), mesh) for name in ("pillow", "auto")
+    )
     assert gpu == [(32 // devices, runs.SIDE)]
     for a, b in zip(host, decoded, strict=True):
         assert a.keys() == b.keys()

@@ -184,9 +184,8 @@ def test_the_state_knows_who_has_been_seen(variant):
 def test_what_does_not_fit_is_an_error_in_one_line():
     step = make_train_step(loss(), 0)
     state = jax.device_put(initial("fastclip_v3"), NamedSharding(oracle.mesh_of(1), PartitionSpec()))
-    without_samples = state.replace(samples=None)
-    for given, incomplete, missing in ((runs.batch(BATCH), state, "batch"), (batch(0), without_samples, "state")):
-        with pytest.raises(ValueError, match=f"^expected a {missing} with '(index|samples)' for fastclip_v3, got none"):
+    for given, incomplete in ((runs.batch(BATCH), state), (batch(0), state.replace(samples=None))):
+        with pytest.raises(ValueError, match="expected a state with samples and a batch with an index"):
             step(incomplete, given)
     with pytest.raises(ValueError, match="residency 'device' or 'host' with fastclip_v3, got 'replay'"):
         make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, residency="replay"))

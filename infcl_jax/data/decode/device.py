@@ -30,7 +30,8 @@ _HOST_THREADS = 4  # decode refused images
 _ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
 
 # Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
-_ROWS = ("image", "text", "index", "color")
+_ROWS = ("image", "text", "index", "color", "ids")
+_REPLACED = ("text", "index", "ids")  # those of the sample that replaces a bad one
 _PACKED = (ENCODED, "length", "box", "shift", "flip", "row")
 
 
@@ -163,7 +164,7 @@ class DeviceStage:
           The batch with "image" for `complete` instead of the packed arrays. Replaced records have another "text" and
           "index".
         """
-        result = {key: np.copy(array) if key in ("text", "index") else array for key, array in batch.items()}
+        result = {key: np.copy(array) if key in _REPLACED else array for key, array in batch.items()}
         packed: dict[str, Any] = {key: result.pop(key) for key in _PACKED}
         data = _files(packed[ENCODED], packed["length"])
         pixels: dict[int, np.ndarray] = {}  # decoded by the host, by row
@@ -177,7 +178,8 @@ class DeviceStage:
         chunks = list(self._host_threads.map(self._host_rows, pairs))
         for row, chunk in zip(refused, chunks, strict=True):
             pixels[row] = chunk["image"][0]
-            result["text"][row], result["index"][row] = chunk["text"][0], chunk["index"][0]
+            for name in result.keys() & set(_REPLACED):
+                result[name][row] = chunk[name][0]
         # Entries that are not rows, such as lists of bad records.
         result |= concatenate([{k: v for k, v in c.items() if k not in _ROWS} for c in (result, *chunks)])
         changes = [

@@ -5,5 +5,14 @@ The losses of the package, except SigLIP, are functions of these vectors. This f
 
 from infcl_jax.ops.pairwise_lse.api import PairwiseLSE, pairwise_lse
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, available_implementations
+from infcl_jax.ops.pairwise_lse.positives import MULTI_POSITIVE, Positives, PositivesByID
 
-__all__ = ["IMPLEMENTATIONS", "PairwiseLSE", "available_implementations", "pairwise_lse"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "MULTI_POSITIVE",
+    "PairwiseLSE",
+    "Positives",
+    "PositivesByID",
+    "available_implementations",
+    "pairwise_lse",
+]

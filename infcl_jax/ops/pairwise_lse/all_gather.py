@@ -20,6 +20,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     NeedsGrad,
+    Results,
     Sums,
     accumulation_dtype,
     accumulator_bytes,
@@ -29,9 +30,7 @@ from infcl_jax.ops.pairwise_lse.base import (
 from infcl_jax.ops.pairwise_lse.dense import dense_lse
 
 
-def dense(
-    block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
+def dense(block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Results:
     """Compute the whole `[b, b]` matrix on every device, as in CLIP.
 
     Args:
@@ -41,23 +40,24 @@ def dense(
       columns: whether to compute column sums.
 
     Returns:
-      Row log-sum-exp `[bx]`, column log-sum-exp `[by]` (None without `columns`) and positives `[bx]` of this device.
+      `base.Results` of this device.
     """
     if axis_name is None:
         return dense_lse(block, exclude=exclude, columns=columns)
     row, column, positive = dense_lse(_gather_all(block, axis_name), exclude=exclude, columns=columns)
     rank = lax.axis_index(axis_name)
+
+    def own(tree: Any, rows: int) -> Any:
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, rank * rows, rows), tree)
+
     x_rows, y_rows = block.x.shape[0], block.y.shape[0]
-    return (
-        lax.dynamic_slice_in_dim(row, rank * x_rows, x_rows),
-        lax.dynamic_slice_in_dim(column, rank * y_rows, y_rows) if columns else None,
-        lax.dynamic_slice_in_dim(positive, rank * x_rows, x_rows),
-    )
+    row, column = own(row, x_rows), own(column, y_rows)
+    if block.x_ids is None:
+        return row, column, own(positive, x_rows)
+    return row, column, (own(positive[0], x_rows), own(positive[1], y_rows))
 
 
-def local(
-    block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
+def local(block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Results:
     """Compare local rows with all columns and all rows with local columns (OpenCLIP).
 
     Arguments and results are those of `dense`.
@@ -68,6 +68,8 @@ def local(
     if not columns:
         return row, None, positive
     _, column, all_positives = dense_lse(_all_rows(block, axis_name), exclude=exclude)
+    if block.x_ids is not None:  # each GEMM has the positives of its own sums
+        return row, column, (positive[0], all_positives[1])
     # Each of the two GEMMs contributes half of a positive. Its gradient then cancels with that of the GEMM's own sums
     # before rounding.
     rows = block.x.shape[0]
@@ -86,7 +88,8 @@ def disco_forward(backend: Backend, block: Block, *, axis_name: AxisName | None,
     sums = backend.forward(_all_columns(block, axis_name), exclude=exclude, columns=False)
     if not columns:
         return sums
-    return sums._replace(column=backend.forward(_all_rows(block, axis_name), exclude=exclude, columns=True).column)
+    column_sums = backend.forward(_all_rows(block, axis_name), exclude=exclude, columns=True)
+    return sums._replace(column=column_sums.column, column_positives=column_sums.column_positives)
 
 
 def disco_backward(
@@ -110,9 +113,9 @@ def disco_backward(
 
     if axis_name is None:
         return backward(block, cotangents)
-    if cotangents.column is not None:  # half of a positive from each GEMM, as in `local`
+    if cotangents.column is not None and block.labels is not None:  # half of a positive from each GEMM, as in `local`
         cotangents = cotangents._replace(d_positive=cotangents.d_positive / 2)
-    rows_only = cotangents._replace(column=None, d_column=None)
+    rows_only = cotangents._replace(column=None, d_column=None, column_positives=None)
     row_gradient = backward(_all_columns(block._replace(y_scale=None), axis_name), rows_only)
     gradient = row_gradient._replace(y=_scatter(row_gradient.y, axis_name))
     if cotangents.column is None:
@@ -124,6 +127,7 @@ def disco_backward(
         d_row=zeros,
         positive=_gather(cotangents.positive, axis_name),
         d_positive=_gather(cotangents.d_positive, axis_name),
+        row_positives=None,
     )
     column_gradient = backward(all_rows, columns_only)
     x_scale = column_gradient.x_scale
@@ -163,8 +167,9 @@ def disco_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 def _all_columns(block: Block, axis_name: AxisName) -> Block:
     """Pair this device's rows with the columns of all devices."""
-    y, y_scale, y_mask = _gather((block.y, block.y_scale, block.y_mask), axis_name)
-    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=_global_labels(block, axis_name))
+    y, y_scale, y_mask, y_ids = _gather((block.y, block.y_scale, block.y_mask, block.y_ids), axis_name)
+    labels = _global_labels(block, axis_name)
+    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels, y_ids=y_ids)
 
 
 def _all_rows(block: Block, axis_name: AxisName) -> Block:
@@ -173,21 +178,28 @@ def _all_rows(block: Block, axis_name: AxisName) -> Block:
     Labels that are columns of other devices are out of range.
     """
     x_scale = _gather(block.x_scale, axis_name) if block.x_scale.ndim else block.x_scale
-    x, x_mask, labels = _gather((block.x, block.x_mask, _global_labels(block, axis_name)), axis_name)
-    labels = labels - lax.axis_index(axis_name) * block.y.shape[0]
-    return block._replace(x=x, x_scale=x_scale, x_mask=x_mask, labels=labels)
+    x, x_mask, labels, x_ids = _gather(
+        (block.x, block.x_mask, _global_labels(block, axis_name), block.x_ids), axis_name
+    )
+    if labels is not None:
+        labels = labels - lax.axis_index(axis_name) * block.y.shape[0]
+    return block._replace(x=x, x_scale=x_scale, x_mask=x_mask, labels=labels, x_ids=x_ids)
 
 
 def _gather_all(block: Block, axis_name: AxisName) -> Block:
     columns = _all_columns(block, axis_name)
     rows = _all_rows(block, axis_name)
     return rows._replace(
-        y=columns.y, y_scale=columns.y_scale, y_mask=columns.y_mask, labels=_gather(columns.labels, axis_name)
+        y=columns.y,
+        y_scale=columns.y_scale,
+        y_mask=columns.y_mask,
+        labels=_gather(columns.labels, axis_name),
+        y_ids=columns.y_ids,
     )
 
 
-def _global_labels(block: Block, axis_name: AxisName) -> Int32[Array, "bx"]:
-    return block.labels + lax.axis_index(axis_name) * block.y.shape[0]
+def _global_labels(block: Block, axis_name: AxisName) -> Int32[Array, "bx"] | None:
+    return None if block.labels is None else block.labels + lax.axis_index(axis_name) * block.y.shape[0]
 
 
 def _gather(tree: Any, axis_name: AxisName) -> Any:

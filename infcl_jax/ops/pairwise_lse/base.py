@@ -30,7 +30,10 @@ class Block(NamedTuple):
       x_mask: bool `[bx]`, False for masked rows; None: no row is masked.
       y_mask: bool `[by]`, False for masked columns; None: no column is masked.
       labels: int32 `[bx]`, the column of each row's positive. A value outside `[0, by)` means that the row's positive
-        is in another block. None: the block contains no positives.
+        is in another block. None: the block contains no positives, or they are given by ids.
+      x_ids: int32 `[bx]`, group numbers of the rows, see `positives.Groups`. A pair with equal numbers is a positive.
+        None: positives are given by labels.
+      y_ids: int32 `[by]`, group numbers of the columns.
     """
 
     x: Float[Array, "bx d"]
@@ -40,6 +43,8 @@ class Block(NamedTuple):
     x_mask: Bool[Array, "bx"] | None = None
     y_mask: Bool[Array, "by"] | None = None
     labels: Int32[Array, "bx"] | None = None
+    x_ids: Int32[Array, "bx"] | None = None
+    y_ids: Int32[Array, "by"] | None = None
 
 
 class LogSum(NamedTuple):
@@ -81,6 +86,40 @@ def empty_log_sum(like: Float[Array, "..."]) -> LogSum:
     return LogSum(zeros - jnp.inf, zeros)
 
 
+class PositiveSums(NamedTuple):
+    """Sums over the positives by id of each row or column of one block.
+
+    Attributes:
+      lse: log-sum-exp of the positives' logits `[n]`; with a shared scale, its sum need not be exact where there is
+        one positive.
+      similarity: sum of the positives' unscaled similarities `[n]`.
+    """
+
+    lse: LogSum
+    similarity: Float[Array, "n"]
+
+    def merge(self, other: "PositiveSums") -> "PositiveSums":
+        """Return the sums over both sets of positives."""
+        return PositiveSums(self.lse.merge(other.lse), self.similarity + other.similarity)
+
+
+class PositiveLogits(NamedTuple):
+    """Log-sum-exp and sum of the logits of each row's or column's positives by id.
+
+    Attributes:
+      lse: `[n]`, -inf without a positive.
+      sum: `[n]`, 0 without a positive.
+    """
+
+    lse: Float[Array, "n"]
+    sum: Float[Array, "n"]
+
+
+# Row log-sum-exp `[bx]`, column log-sum-exp `[by]` (None without column sums), and positives: with labels each row's
+# similarity with its positive `[bx]`, with ids the `PositiveLogits` of the rows and of the columns (or None).
+Results = tuple[Array, Array | None, Any]
+
+
 class Sums(NamedTuple):
     """Forward results of one block.
 
@@ -89,11 +128,29 @@ class Sums(NamedTuple):
       column: log-sum-exp of each column over the rows `[by]`; None without column sums.
       positive: similarity of each row with its positive `[bx]`; 0 if the positive is in another block. It comes from
         the same GEMM as the sums, so that rounding errors cancel in the loss.
+      row_positives: sums over each row's positives by id `[bx]`; None without ids.
+      column_positives: sums over each column's positives by id `[by]`; None without ids or without column sums.
     """
 
     row: LogSum
     column: LogSum | None
     positive: Float[Array, "bx"]
+    row_positives: PositiveSums | None = None
+    column_positives: PositiveSums | None = None
+
+
+class PositiveCotangents(NamedTuple):
+    """Sums over the positives by id of each row or column, and their cotangents.
+
+    Attributes:
+      lse: final `LogSum` over all blocks `[n]`.
+      d_lse: dL / d lse `[n]`.
+      d_sum: dL / d (sum of the positives' logits) `[n]`.
+    """
+
+    lse: LogSum
+    d_lse: Float[Array, "n"]
+    d_sum: Float[Array, "n"]
 
 
 class Cotangents(NamedTuple):
@@ -107,7 +164,9 @@ class Cotangents(NamedTuple):
       column: final `LogSum` of the columns over all blocks `[by]`; None without column sums.
       d_column: dL / d col_lse `[by]`; None without column sums.
       positive: similarity of each row with its positive `[bx]`; only read with labels.
-      d_positive: dL / d positive `[bx]`; only read with labels.
+      d_positive: dL / d positive `[bx]`; only read with labels, None with ids.
+      row_positives: sums and cotangents of the rows' positives by id `[bx]`; None without ids.
+      column_positives: sums and cotangents of the columns' positives by id `[by]`; None without ids or column sums.
     """
 
     row: LogSum
@@ -115,7 +174,9 @@ class Cotangents(NamedTuple):
     column: LogSum | None
     d_column: Float[Array, "by"] | None
     positive: Float[Array, "bx"]
-    d_positive: Float[Array, "bx"]
+    d_positive: Float[Array, "bx"] | None
+    row_positives: PositiveCotangents | None = None
+    column_positives: PositiveCotangents | None = None
 
 
 class Gradient(NamedTuple):

@@ -83,6 +83,38 @@ def _check_label_range(labels: Array, y_rows: int, mask: Array | None = None) ->
         )
 
 
+def checked_ids(
+    ids: dict[str, Array | None], rows: tuple[int, int], labels: Array | None = None
+) -> tuple[Array | None, Array | None]:
+    """Return the ids of both sides as arrays, or None for both without ids.
+
+    Call this before any `jit`, which cuts int64 to 32 bits silently.
+
+    Args:
+      ids: ids of the rows and of the columns by their argument names.
+      rows: number of rows and of columns.
+      labels: positives by label, which exclude ids.
+
+    Raises:
+      ValueError: ids are not int32 of shape `[n]` or `[n, 2]`, one side has none, or labels are given too.
+    """
+    (x_name, x_ids), (y_name, y_ids) = ids.items()
+    if x_ids is None and y_ids is None:
+        return None, None
+    if x_ids is None or y_ids is None:
+        raise ValueError(f"expected {x_name} and {y_name}, got only {y_name if x_ids is None else x_name}; pass both")
+    if labels is not None:
+        raise ValueError(f"expected labels, or {x_name} and {y_name}, got all of them; leave the labels out")
+    for (name, array), count in zip(ids.items(), rows, strict=True):
+        if array.shape not in ((count,), (count, 2)) or array.dtype != jnp.int32:
+            hint = "; pass 64-bit ids as ids.view(np.int32).reshape(-1, 2)" if array.dtype.itemsize > 4 else ""
+            got = f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"expected {name} to be int32 of shape ({count},) or ({count}, 2), got {got}{hint}")
+    if x_ids.ndim != y_ids.ndim:
+        raise ValueError(f"expected {x_name} and {y_name} of the same width, got {x_ids.shape} and {y_ids.shape}")
+    return jnp.asarray(x_ids), jnp.asarray(y_ids)
+
+
 def checked_mask(name: str, mask: Array | None, rows: int) -> Array | None:
     """Return the mask as an array.
 

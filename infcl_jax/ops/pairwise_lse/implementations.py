@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_lse import all_gather, ring
-from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Strategy
+from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Results, Strategy
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
@@ -39,9 +39,10 @@ class Implementation:
       capabilities: compute capabilities of the supported GPUs; None: any device.
       package_error: function that returns why the required packages cannot be used, in one line; None if they can.
       fp64: whether fp64 features are supported.
+      by_id: whether positives by id are supported.
     """
 
-    strategy: Strategy | Callable[..., tuple[Array, Array | None, Array]]
+    strategy: Strategy | Callable[..., Results]
     workspace: tuple[Callable[[int, int, Any, int], int], ...]
     backend: Callable[[bool], Backend] | None = None
     rank: int = 0
@@ -49,6 +50,7 @@ class Implementation:
     capabilities: tuple[str, ...] | None = None
     package_error: Callable[[], str | None] = lambda: None
     fp64: bool = True
+    by_id: bool = True
 
     def supports_gpu(self, capability: str | None) -> bool:
         """Return whether a compute capability is supported; None without an NVIDIA GPU."""
@@ -64,13 +66,23 @@ class Implementation:
         return self.rank == 0
 
     def compute(
-        self, block: Block, *, axis_name: AxisName | None, exclude: bool, columns: bool
-    ) -> tuple[Array, Array | None, Array]:
-        """Compute log-sum-exps and positives; arguments and results are those of `all_gather.dense`."""
+        self,
+        block: Block,
+        counts: tuple[Array | None, Array | None],
+        *,
+        axis_name: AxisName | None,
+        exclude: bool,
+        columns: bool,
+    ) -> Results:
+        """Compute log-sum-exps and positives.
+
+        `counts` are the numbers of positives by id of rows and columns. Other arguments and results are those of
+        `all_gather.dense`.
+        """
         if not isinstance(self.strategy, Strategy):
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
-        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block)
+        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block, *counts)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
         """Estimate the workspace on each device.
@@ -142,6 +154,7 @@ TABLE = {
         requires="a Hopper GPU",
         capabilities=(HOPPER,),
         fp64=False,
+        by_id=False,
     ),
     "triton": Implementation(
         _RING,
@@ -152,6 +165,7 @@ TABLE = {
         capabilities=TRITON_CAPABILITIES,
         package_error=_triton_error,
         fp64=False,
+        by_id=False,
     ),
 }
 IMPLEMENTATIONS = TABLE.keys()  # a view, which has rows that are added later
@@ -168,25 +182,29 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
-def best_implementation(dtype: Any = jnp.float32) -> str:
+def best_implementation(dtype: Any = jnp.float32, *, by_id: bool = False) -> str:
     """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
+      by_id: whether positives are given by id.
     """
     capability = compute_capability()
-    names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
+    names = [name for name, row in TABLE.items() if (dtype != jnp.float64 or row.fp64) and (row.by_id or not by_id)]
     by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)
     best = next(name for name in by_rank if TABLE[name].runs_on(capability))
-    if TABLE[best].requires is None and dtype != jnp.float64 and capability is not None:
+    if TABLE[best].requires is None and dtype != jnp.float64 and not by_id and capability is not None:
         _warn_no_kernels(capability)
     return best
 
 
-def check_device(implementation: str, dtype: Any) -> None:
-    """Raise `ValueError` unless the default device and the dtype are supported."""
+def check_device(implementation: str, dtype: Any, *, by_id: bool = False) -> None:
+    """Raise `ValueError` unless the default device, the dtype and ids are supported.
+
+    `by_id` is True if positives are given by id.
+    """
     row = TABLE[implementation]
     if not row.runs_on(capability := compute_capability()):
         reason = row.package_error() if row.supports_gpu(capability) else None
@@ -196,6 +214,9 @@ def check_device(implementation: str, dtype: Any) -> None:
         )
     if dtype == jnp.float64 and not row.fp64:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
+    if by_id and not row.by_id:
+        supported = tuple(name for name in available_implementations() if TABLE[name].by_id)
+        raise ValueError(f"implementation {implementation!r} expects labels, got ids; use one of {supported} or None")
 
 
 @functools.cache

@@ -274,13 +274,14 @@ def forward(backend: Backend, block: Block, *, axis_name: AxisName | None, exclu
       columns: whether to compute column sums.
     """
 
-    def compare(operands: tuple, own: bool) -> tuple[tuple[LogSum, Array], LogSum | None]:
+    def compare(operands: tuple, own: bool) -> tuple[tuple, tuple]:
         step_block = _with_columns(block, operands, block.labels if own else None)
         sums = backend.forward(step_block, exclude=exclude, columns=columns)
-        return (sums.row, sums.positive), sums.column
+        return (sums.row, sums.positive, sums.row_positives), (sums.column, sums.column_positives)
 
-    (row, positive), column = sweep(compare, _column_operands(block), _merge, axis_name)
-    return Sums(row, column, positive)
+    local, (column, column_positives) = sweep(compare, _column_operands(block), _merge, axis_name)
+    row, positive, row_positives = local
+    return Sums(row, column, positive, row_positives, column_positives)
 
 
 def backward(
@@ -312,13 +313,14 @@ def backward(
     init = backend.accumulators(
         block, needs_grad, block.x.dtype if single_device else accumulation_dtype(block.x.dtype)
     )
-    column_state = _column_operands(block), (cotangents.column, cotangents.d_column), (init.y, init.y_scale)
-    sliced = split(column_state, axis_name)
+    column_cotangents = cotangents.column, cotangents.d_column, cotangents.column_positives
+    sliced = split((_column_operands(block), column_cotangents, (init.y, init.y_scale)), axis_name)
 
     def compare(i: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
-        columns, (column, d_column) = column_slice
-        step_block = _with_columns(block, columns, block.labels - sliced[i][0] if own else None)
-        step_cotangents = cotangents._replace(column=column, d_column=d_column)
+        columns, (column, d_column, column_positives) = column_slice
+        labels = block.labels - sliced[i][0] if own and block.labels is not None else None
+        step_block = _with_columns(block, columns, labels)
+        step_cotangents = cotangents._replace(column=column, d_column=d_column, column_positives=column_positives)
         acc = local._replace(y=remote[0], y_scale=remote[1])
         acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
@@ -330,12 +332,12 @@ def backward(
 
 
 def _column_operands(block: Block) -> tuple:
-    return block.y, block.y_scale, block.y_mask
+    return block.y, block.y_scale, block.y_mask, block.y_ids
 
 
 def _with_columns(block: Block, operands: tuple, labels: Int32[Array, "bx"] | None) -> Block:
-    y, y_scale, y_mask = operands
-    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels)
+    y, y_scale, y_mask, y_ids = operands
+    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels, y_ids=y_ids)
 
 
 def _merge(a: Any, b: Any) -> Any:

@@ -64,11 +64,19 @@ def within_range(sumexp: Float[Array, "n"], mask: Bool[Array, "n"] | None, terms
     return jnp.all(in_range if mask is None else in_range | ~mask)
 
 
-def all_within_range(block: Block, sums: Sums, devices: int) -> Bool[Array, ""]:
-    """Return whether this device's sums over all devices, with the shared shift, are exact."""
+def all_within_range(
+    block: Block, sums: Sums, counts: tuple[Array | None, Array | None], devices: int
+) -> Bool[Array, ""]:
+    """Return whether this device's sums over all devices, with the shared shift, are exact.
+
+    `counts` are the numbers of positives by id of the rows `[bx]` and of the columns `[by]`; None without ids.
+    """
     exact = within_range(sums.row.sumexp, block.x_mask, block.y.shape[0] * devices)
     if sums.column is not None:
         exact &= within_range(sums.column.sumexp, block.y_mask, block.x.shape[0] * devices)
+    for positives, count in zip((sums.row_positives, sums.column_positives), counts, strict=True):
+        if positives is not None and count is not None:  # a single positive does not use its exponential
+            exact &= within_range(positives.lse.sumexp, count > 1, max(block.x.shape[0], block.y.shape[0]) * devices)
     return exact & (block.x_scale > MIN_SCALE)
 
 

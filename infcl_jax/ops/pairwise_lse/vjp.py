@@ -23,6 +23,9 @@ from infcl_jax.ops.pairwise_lse.base import (
     Cotangents,
     Gradient,
     NeedsGrad,
+    PositiveCotangents,
+    PositiveLogits,
+    Results,
     Strategy,
     Sums,
     constant,
@@ -55,14 +58,19 @@ def blockwise(
     y_scale: Float[Array, "by"] | None,
     x_mask: Bool[Array, "bx"] | None,
     y_mask: Bool[Array, "by"] | None,
-    labels: Int32[Array, "bx"],
-) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
+    labels: Int32[Array, "bx"] | None,
+    x_ids: Int32[Array, "bx"] | None,
+    y_ids: Int32[Array, "by"] | None,
+    x_count: Int32[Array, "bx"] | None,
+    y_count: Int32[Array, "by"] | None,
+) -> Results:
     """Compute row and column log-sum-exps and positives, with a custom VJP.
 
-    The arrays are the fields of this device's `base.Block`. The results are over all devices.
+    The arrays are the fields of this device's `base.Block`, and the counts of `positives.Groups`. The results are over
+    all devices.
     """
-    sums = _sums(plan, Block(x, y, x_scale, y_scale, x_mask, y_mask, labels))
-    return _logarithms(sums.final)
+    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, x_ids, y_ids)
+    return _logarithms(block, _sums(plan, block, (x_count, y_count)).final)
 
 
 class _ForwardSums(NamedTuple):
@@ -79,7 +87,7 @@ class _ForwardSums(NamedTuple):
     final: Sums
 
 
-def _sums(plan: Plan, block: Block) -> _ForwardSums:
+def _sums(plan: Plan, block: Block, counts: tuple[Array | None, Array | None]) -> _ForwardSums:
     """Compute the sums of this device's rows and columns over all devices."""
     axis_name = plan.axis_name
 
@@ -92,7 +100,7 @@ def _sums(plan: Plan, block: Block) -> _ForwardSums:
     if not is_shared(block):
         return _ForwardSums(first, None, first)
     # One decision for all blocks and devices: it costs one collective and, on GPUs, one host synchronization.
-    exact = all_within_range(block, first, 1 if axis_name is None else lax.axis_size(axis_name))
+    exact = all_within_range(block, first, counts, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
     return _ForwardSums(first, exact, _unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
@@ -107,8 +115,14 @@ def _unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[], T
     return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), recompute()), (exact, value))[1]
 
 
-def _logarithms(sums: Sums) -> tuple[Float[Array, "bx"], Float[Array, "by"] | None, Float[Array, "bx"]]:
-    return sums.row.log(), None if sums.column is None else sums.column.log(), sums.positive
+def _logarithms(block: Block, sums: Sums) -> Results:
+    row, column = sums.row.log(), None if sums.column is None else sums.column.log()
+    if sums.row_positives is None:
+        return row, column, sums.positive
+    y_scale = block.x_scale if block.y_scale is None else block.y_scale
+    sides = ((block.x_scale, sums.row_positives), (y_scale, sums.column_positives))
+    rows, columns = (None if p is None else PositiveLogits(p.lse.log(), scale * p.similarity) for scale, p in sides)
+    return row, column, (rows, columns)
 
 
 @jax.tree_util.register_static
@@ -120,23 +134,24 @@ class _StaticNeedsGrad:
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
-    block = Block(*jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal))
+    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+    block = Block(*fields)
     needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
-    sums = _sums(plan, block)
-    return _logarithms(sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
+    sums = _sums(plan, block, (x_count, y_count))
+    return _logarithms(block, sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     block, sums, static = residuals
-    d_row, d_column, d_positive = (_instantiate(c, block.x) for c in cotangents)
-    grad_scale = _power_of_two_bound((d_row, d_column, d_positive), plan.axis_name)
-    d_row, d_column, d_positive = (None if d is None else d / grad_scale for d in (d_row, d_column, d_positive))
+    cotangents = jax.tree.map(lambda c: _instantiate(c, block.x), cotangents)
+    grad_scale = _power_of_two_bound(cotangents, plan.axis_name)
+    cotangents = jax.tree.map(lambda d: d / grad_scale, cotangents)
 
     def gradient(block: Block, sums: Sums, needs_grad: NeedsGrad) -> Gradient:
         grads = plan.strategy.backward(
             plan.backend,
             block,
-            Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive),
+            _with_sums(cotangents, sums),
             axis_name=plan.axis_name,
             exclude=plan.exclude,
             needs_grad=needs_grad,
@@ -161,7 +176,17 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
         grads = _unless_exact(sums.exact, grads, recompute)
-    return *grads, None, None, None
+    return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
+
+
+def _with_sums(cotangents: Results, sums: Sums) -> Cotangents:
+    """Join the forward results with their cotangents."""
+    d_row, d_column, d_positive = cotangents
+    if sums.row_positives is None:
+        return Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, d_positive)
+    sides = zip((sums.row_positives, sums.column_positives), d_positive, strict=True)
+    positives = (None if p is None else PositiveCotangents(p.lse, d.lse, d.sum) for p, d in sides)
+    return Cotangents(sums.row, d_row, sums.column, d_column, sums.positive, None, *positives)
 
 
 blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -171,7 +196,7 @@ def _is_primal(value: object) -> bool:
     return isinstance(value, CustomVJPPrimal)
 
 
-def _instantiate(cotangent: Array | SymbolicZero | None, like: Array) -> Array | None:
+def _instantiate(cotangent: Array | SymbolicZero, like: Array) -> Array:
     if isinstance(cotangent, SymbolicZero):
         return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
     return cotangent
@@ -192,14 +217,12 @@ def _scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dty
     return loop_over_slices(array.shape[0], min(array.shape[0], SCALED_ROWS), multiply, array)
 
 
-def _power_of_two_bound(
-    cotangents: tuple[Float[Array, "_"] | None, ...], axis_name: AxisName | None
-) -> Float[Array, ""]:
+def _power_of_two_bound(cotangents: Results, axis_name: AxisName | None) -> Float[Array, ""]:
     """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.
     """
-    largest = jnp.stack([jnp.abs(c).max() for c in cotangents if c is not None]).max()
+    largest = jnp.stack([jnp.abs(c).max() for c in jax.tree.leaves(cotangents)]).max()
     if axis_name is not None:
         largest = lax.pmax(varying_over(largest, axis_name), axis_name)
     power = jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1])

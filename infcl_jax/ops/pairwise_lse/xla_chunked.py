@@ -4,6 +4,7 @@ It computes one exponential per pair with a shared scale, else up to two (see `s
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from infcl_jax.ops.pairwise_lse.base import (
     Gradient,
     LogSum,
     NeedsGrad,
+    PositiveCotangents,
+    PositiveSums,
     Sums,
     accumulation_dtype,
     accumulator_bytes,
@@ -36,6 +39,7 @@ from infcl_jax.ops.pairwise_lse.chunking import (
     scan_strips,
     valid_pairs,
 )
+from infcl_jax.ops.pairwise_lse.positives import is_match, positive_sums, with_positives
 from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum
 
 
@@ -77,25 +81,42 @@ class XlaStrips:
     def _shared_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
         shift = shared_shift(block.x_scale)
 
-        def strip(column: Array, rows: _Rows) -> tuple[Array, tuple[Array, Array]]:
-            s, e = _shared_exponentials(block, rows, shift, exclude)
-            return column + e.sum(0), (e.sum(1), _positives(s, rows.labels))
+        def strip(carry: tuple, rows: _Rows) -> tuple[tuple, tuple]:
+            column, column_positives = carry
+            s, e = _shared_exponentials(block, rows, shift)
+            match = _match(block, rows)
+            row_positives, strip_positives = positive_sums(
+                match, s, lambda axis: shifted_log_sum(shift, _where(match, e).sum(axis)), columns=columns
+            )
+            e = _where(_valid(block, rows, exclude), e)
+            carry = column + e.sum(0), _merge(column_positives, strip_positives)
+            return carry, (e.sum(1), _positives(s, rows.labels), row_positives)
 
-        column, (row, positive) = scan_strips(strip, _column_zeros(block), _rows(block), self.rows)
-        return Sums(shifted_log_sum(shift, row), shifted_log_sum(shift, column) if columns else None, positive)
+        start = _column_zeros(block), _no_positives(block, columns)
+        (column, column_positives), results = scan_strips(strip, start, _rows(block), self.rows)
+        row, positive, row_positives = results
+        row, column = shifted_log_sum(shift, row), shifted_log_sum(shift, column) if columns else None
+        return Sums(row, column, positive, row_positives, column_positives)
 
     def _general_forward(self, block: Block, exclude: bool, columns: bool) -> Sums:
-        def strip(column: LogSum | None, rows: _Rows) -> tuple[LogSum | None, tuple[LogSum, Array]]:
+        def strip(carry: tuple, rows: _Rows) -> tuple[tuple, tuple]:
+            column, column_positives = carry
             s = similarities(rows.x, block.y)
             valid = _valid(block, rows, exclude)
             row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
             if column is not None:
                 column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
-            return column, (row, _positives(s, rows.labels))
+            match, scales = _match(block, rows), _pair_scales(block, rows)
+            row_positives, strip_positives = positive_sums(
+                match, s, lambda axis: _log_sum(scales[axis] * s, match, axis), columns=columns
+            )
+            carry = column, _merge(column_positives, strip_positives)
+            return carry, (row, _positives(s, rows.labels), row_positives)
 
-        start = empty_log_sum(_column_zeros(block)) if columns else None
-        column, (row, positive) = scan_strips(strip, start, _rows(block), self.rows)
-        return Sums(row, column, positive)
+        start = empty_log_sum(_column_zeros(block)) if columns else None, _no_positives(block, columns)
+        (column, column_positives), results = scan_strips(strip, start, _rows(block), self.rows)
+        row, positive, row_positives = results
+        return Sums(row, column, positive, row_positives, column_positives)
 
     def _shared_backward(self, block: Block, cotangents: Cotangents, exclude: bool, needs_grad: NeedsGrad) -> Gradient:
         scale, shift = block.x_scale, shared_shift(block.x_scale)
@@ -103,11 +124,15 @@ class XlaStrips:
 
         def strip(carry: tuple, rows: _BackwardRows) -> tuple[tuple, Array | None]:
             d_y, d_scale = carry
-            s, e = _shared_exponentials(block, rows.operands, shift, exclude)
+            s, e_all = _shared_exponentials(block, rows.operands, shift)
+            e = _where(_valid(block, rows.operands, exclude), e_all)
             row_col_factor = factor(rows.sums, rows.d_row)[:, None]
             if column_factor is not None:
                 row_col_factor = row_col_factor + column_factor[None, :]
             p = e * row_col_factor
+            for side, axis in ((rows.positives, 1), (cotangents.column_positives, 0)):
+                weights = functools.partial(_weighted_exponentials, e_all, axis=axis)
+                p = with_positives(p, _match(block, rows.operands), side, weights, axis)
             d_s = _with_positive(block, rows, scale * p)
             if d_scale is not None:
                 d_scale = d_scale + (p * s).sum()
@@ -128,12 +153,21 @@ class XlaStrips:
             d_y, d_y_scale = carry
             s = similarities(rows.operands.x, block.y)
             valid = _valid(block, rows.operands, exclude)
+            match = _match(block, rows.operands)
             alpha = rows.operands.scale[:, None]
+
+            def positive_softmax(side: PositiveCotangents, scale: Array, axis: int) -> Array:
+                return _weighted_softmax(scale * s, side.lse, side.d_lse, match, axis)
+
             p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, valid, axis=1)
+            row_softmax = functools.partial(positive_softmax, scale=alpha, axis=1)
+            p_row = with_positives(p_row, match, rows.positives, row_softmax, axis=1)
             d_s = alpha * p_row
             if column is not None:
                 beta = block.y_scale[None, :]
                 p_column = _weighted_softmax(beta * s, column, cotangents.d_column, valid, axis=0)
+                column_softmax = functools.partial(positive_softmax, scale=beta, axis=0)
+                p_column = with_positives(p_column, match, cotangents.column_positives, column_softmax, axis=0)
                 d_s = d_s + beta * p_column
                 if d_y_scale is not None:
                     d_y_scale = d_y_scale + (p_column * s).sum(0)
@@ -156,6 +190,7 @@ class _Rows(NamedTuple):
     scale: Float[Array, "rows"] | None
     mask: Bool[Array, "rows"] | None
     labels: Int32[Array, "rows"] | None
+    ids: Int32[Array, "rows"] | None
 
 
 class _BackwardRows(NamedTuple):
@@ -165,29 +200,60 @@ class _BackwardRows(NamedTuple):
     sums: LogSum
     d_row: Float[Array, "rows"]
     d_positive: Float[Array, "rows"] | None
+    positives: PositiveCotangents | None
 
 
 def _rows(block: Block) -> _Rows:
-    return _Rows(block.x, None if is_shared(block) else block.x_scale, block.x_mask, block.labels)
+    return _Rows(block.x, None if is_shared(block) else block.x_scale, block.x_mask, block.labels, block.x_ids)
 
 
 def _backward_rows(block: Block, cotangents: Cotangents) -> _BackwardRows:
     d_positive = None if block.labels is None else cotangents.d_positive
-    return _BackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive)
+    return _BackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive, cotangents.row_positives)
 
 
 def _shared_exponentials(
-    block: Block, rows: _Rows, shift: Float[Array, ""], exclude: bool
+    block: Block, rows: _Rows, shift: Float[Array, ""]
 ) -> tuple[Float[Array, "rows by"], Float[Array, "rows by"]]:
     s = similarities(rows.x, block.y)
-    e = jnp.exp(block.x_scale * s - shift)
-    valid = _valid(block, rows, exclude)
-    return s, e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
+    return s, jnp.exp(block.x_scale * s - shift)
+
+
+def _where(valid: Bool[Array, "#rows #by"] | None, e: Float[Array, "rows by"]) -> Float[Array, "rows by"]:
+    return e if valid is None else jnp.where(valid, e, jnp.zeros_like(e))
+
+
+def _match(block: Block, rows: _Rows) -> Bool[Array, "rows by"] | None:
+    return None if rows.ids is None else is_match(rows.ids, block.y_ids)
 
 
 def _valid(block: Block, rows: _Rows, exclude: bool) -> Bool[Array, "#rows #by"] | None:
-    not_positive = ~is_positive(rows.labels, block.y) if exclude and rows.labels is not None else None
-    return valid_pairs(rows.mask, block.y_mask, not_positive)
+    positive = None
+    if exclude:
+        positive = _match(block, rows) if rows.labels is None else is_positive(rows.labels, block.y)
+    return valid_pairs(rows.mask, block.y_mask, None if positive is None else ~positive)
+
+
+def _pair_scales(block: Block, rows: _Rows) -> tuple[Array | None, Array]:
+    """Return the scales of a strip, by the axis over which sums reduce."""
+    return None if block.y_scale is None else block.y_scale[None, :], rows.scale[:, None]
+
+
+def _merge(a: PositiveSums | None, b: PositiveSums | None) -> PositiveSums | None:
+    return None if a is None or b is None else a.merge(b)
+
+
+def _no_positives(block: Block, columns: bool) -> PositiveSums | None:
+    if block.x_ids is None or not columns:
+        return None
+    zeros = _column_zeros(block)
+    return PositiveSums(empty_log_sum(zeros), zeros)
+
+
+def _weighted_exponentials(e: Float[Array, "rows by"], side: PositiveCotangents, axis: int) -> Float[Array, "rows by"]:
+    """Multiply by `d_lse / sumexp`; an infinite exponential with the weight 0 gives 0."""
+    weight = jnp.expand_dims(factor(side.lse, side.d_lse), axis)
+    return jnp.where(weight == 0, jnp.zeros_like(e), weight * e)
 
 
 def _positives(s: Float[Array, "rows by"], labels: Int32[Array, "rows"] | None) -> Float[Array, "rows"]:

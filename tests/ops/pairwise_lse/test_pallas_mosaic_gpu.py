@@ -141,7 +141,7 @@ def run(backend, block, weights, *, exclude=False, columns=True, needs_grad=EVER
 
 def assert_sums(block, sums, expected_sums):
     """Checks non-empty sums to a relative error of 1e-6."""
-    for got, want, mask in zip(sums, expected_sums, (block.x_mask, block.y_mask, block.x_mask), strict=True):
+    for got, want, mask in zip(sums[:3], expected_sums, (block.x_mask, block.y_mask, block.x_mask), strict=True):
         if want is None:
             assert got is None
             continue

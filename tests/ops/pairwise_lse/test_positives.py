@@ -1,0 +1,114 @@
+"""Positives by id of `pairwise_lse`, with every option; `tests/losses/test_ids.py` has the losses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from infcl_jax import pairwise_lse
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations, implementations
+from infcl_jax.ops.pairwise_lse.implementations import TABLE, best_implementation
+from infcl_jax.ops.pairwise_lse.positives import match_ids
+
+BY_ID = [name for name in available_implementations() if TABLE[name].by_id]
+DEVICES, BX, BY, DIM = 4, 20, 28, 19
+OPTIONS = [
+    {"positives": "exclude", "multi_positive": "mean", "scale": "shared", "columns": True},
+    {"positives": "include", "multi_positive": "mean", "scale": "per_sample", "columns": True},
+    {"positives": "include", "multi_positive": "any", "scale": "shared", "columns": False},
+    {"positives": "exclude", "multi_positive": "any", "scale": "long", "columns": True},  # beyond the shared shift
+]
+
+
+def weighted_sum(result, axis_name):
+    """A scalar with a different cotangent for every output of every row, for finite outputs."""
+    row, col, positive = result
+    outputs = [row, col, *positive.row[:2], *(positive.col or (None, None))[:2]]
+    total = jnp.zeros_like(row, shape=())
+    for i, output in enumerate(a for a in outputs if a is not None):
+        finite = jnp.where(jnp.isfinite(output), output, jnp.zeros_like(output))
+        first = jax.lax.axis_index(axis_name) * len(output) if axis_name else 0
+        total += (
+            finite * jnp.cos((i + 1) * (first + jnp.arange(len(output), dtype=jnp.int32))).astype(output.dtype)
+        ).sum()
+    return jax.lax.psum(total, axis_name) if axis_name else total
+
+
+@functools.cache
+def case(scale):
+    rng = np.random.default_rng(1)
+    x, y = oracle.features("random", BX, BY, DIM, np.float64)
+    ids = rng.integers(0, 12, (BX, 2)).astype(np.int32), rng.integers(0, 12, (BY, 2)).astype(np.int32)
+    ids[0][:, 0] = ids[1][:, 0] = 3
+    masks = rng.random(BX) < 0.8, rng.random(BY) < 0.8
+    scales = (rng.uniform(5, 30, BX), rng.uniform(5, 30, BY)) if scale == "per_sample" else (np.float64(14.3), None)
+    return (9 * x if scale == "long" else x, y, *scales), ids, masks
+
+
+def value(args, ids, masks, options, axis_name, implementation):
+    x, y, x_scale, y_scale = args
+    result = pairwise_lse(
+        x,
+        y,
+        x_scale,
+        y_scale,
+        axis_name=axis_name,
+        positives=options["positives"],
+        multi_positive=options["multi_positive"],
+        x_ids=ids[0],
+        y_ids=ids[1],
+        x_mask=masks[0],
+        y_mask=masks[1],
+        columns=options["columns"],
+        implementation=implementation,
+    )
+    return weighted_sum(result, axis_name)
+
+
+@pytest.mark.parametrize("implementation", [name for name in BY_ID if name != "dense"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_equals_dense_on_one_device(implementation, options):
+    args, ids, masks = case(options["scale"])
+
+    def sharded(args):
+        specs = jax.tree.map(lambda a: P("data") if a.ndim else P(), (args, ids, masks))
+        inside = functools.partial(value, options=options, axis_name="data", implementation=implementation)
+        return jax.shard_map(inside, mesh=oracle.mesh_of(DEVICES), in_specs=specs, out_specs=P())(args, ids, masks)
+
+    with jax.enable_x64(True):
+        dense = functools.partial(value, options=options, axis_name=None, implementation="dense")
+        want, expected = jax.jit(jax.value_and_grad(lambda args: dense(args, ids, masks)))(args)
+        got, gradients = jax.jit(jax.value_and_grad(sharded))(args)
+    assert float(got) == pytest.approx(float(want), rel=1e-12)
+    for g, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert oracle.relative_error(g, w) <= 1e-12
+
+
+def test_groups_are_equal_ids_of_unmasked_rows():
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(-2, 3, (n, 2)).astype(np.int32) for n in (30, 40)]
+    masks = [rng.random(n) < 0.7 for n in (30, 40)]
+    match = (ids[0][:, None] == ids[1][None]).all(2) & np.outer(*masks)
+    groups = match_ids(*map(jnp.asarray, (*ids, *masks)), None)
+    np.testing.assert_array_equal(groups.x[:, None] == groups.y[None], match)
+    np.testing.assert_array_equal(groups.x_count, match.sum(1))
+    np.testing.assert_array_equal(groups.y_count, match.sum(0))
+
+
+def test_int64_ids_are_refused():
+    ids = np.arange(8)
+    with pytest.raises(ValueError, match=r"x_ids to be int32 .* got int64\[8\]; pass 64-bit ids as"):
+        pairwise_lse(np.eye(8, dtype=np.float32), np.eye(8, dtype=np.float32), 1.0, x_ids=ids, y_ids=ids)
+
+
+def test_default_for_ids_is_the_best_that_supports_them(monkeypatch):
+    monkeypatch.setattr(implementations, "compute_capability", lambda: "9.0")
+    assert best_implementation() == "mosaic_gpu"
+    assert best_implementation(by_id=True) == "xla"
+    assert {name for name in IMPLEMENTATIONS if not TABLE[name].by_id} == {"mosaic_gpu", "triton"}
+    with pytest.raises(ValueError, match=r"'mosaic_gpu' expects labels, got ids; use one of .*'xla'.* or None"):
+        implementations.check_device("mosaic_gpu", jnp.float32, by_id=True)

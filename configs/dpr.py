@@ -25,7 +25,8 @@ Expected top-20 and top-100 accuracy on the test questions, in %:
 | DPR | 8 | 78.4 | 85.4 | about a day |
 | GradCache | 1 (11 GB) | 79.9 | 86.1 | 40 hours |
 
-The accuracy is measured once, at the end. Times are those of the papers; this recipe has not been run at full size. A
+The accuracy is measured once, at the end. GradCache trained in mixed precision; here that is
+`--config.model_overrides=dtype=bfloat16`. Times are those of the papers; this recipe has not been run at full size. A
 data file in tevatron's layout needs no other setting. For MS MARCO, set `text_retrieval.judgments` too:
 
     python -m experiments.train --config=configs/dpr.py --workdir=runs/marco --config.dataset=train.jsonl \\

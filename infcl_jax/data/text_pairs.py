@@ -37,7 +37,7 @@ class PairTexts:
 
     Attributes:
       tokenizer: tokenizer whose context length is that of the passages.
-      query_length: tokens of a query, special tokens included; None: as many as of a passage.
+      query_length: tokens of a query, special tokens included; None: those of a passage.
       separator: text between the title and the text of a passage, such as " [SEP] ", which a tokenizer of BERT reads as
         its separator token.
     """

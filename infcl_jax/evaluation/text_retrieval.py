@@ -1,4 +1,4 @@
-"""Evaluation of dense text retrieval: encode a corpus, search it exactly and score the results."""
+"""Evaluation of dense text retrieval by exact search of a corpus."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ class TextRetrievalSuite:
                 for question, rows in zip(self.questions, row, strict=True)
                 if (relevant := self.judgments.get(question.key))
             ]
-            found = [np.array([self._passage(i).key in relevant for i in rows]) for relevant, rows in pairs]
-            metrics[f"mrr{MRR}"] = float(np.mean([1 / (1 + h.argmax()) if (h := x[:MRR]).any() else 0 for x in found]))
-            recall = [x[:RECALL].sum() / len(relevant) for x, (relevant, _) in zip(found, pairs, strict=True)]
+            hits = [np.array([self._passage(i).key in relevant for i in rows]) for relevant, rows in pairs]
+            metrics[f"mrr{MRR}"] = float(np.mean([1 / (1 + h.argmax()) if (h := x[:MRR]).any() else 0 for x in hits]))
+            recall = [x[:RECALL].sum() / len(relevant) for x, (relevant, _) in zip(hits, pairs, strict=True)]
             metrics[f"recall{RECALL}"] = float(np.mean(recall))
         return metrics
 
     def _first_hit(self, question: Question, rows: np.ndarray) -> float:
-        """Return the rank of the first passage with an answer, from 0; infinity without one."""
+        """Return the rank of the first passage with an answer, else infinity."""
         hits = (rank for rank, i in enumerate(rows[: max(HITS)]) if has_answer(question.answers, self._passage(i).text))
         return next(hits, np.inf)
 

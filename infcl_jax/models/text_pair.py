@@ -22,7 +22,7 @@ TIED_TOWERS = {"query": "text", "passage": "text"}
 
 
 def towers_of(params: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameter subtree of each encoder of a model, by the name of its batch entry.
+    """Return the parameter subtree of each encoder, by its batch entry.
 
     Examples:
       >>> shapes = variable_shapes(build_model(text_pair_config("bert-tiny")))
@@ -178,9 +178,10 @@ class TextPair(nn.Module):
 
 
 def text_pair_config(name: str) -> TextPairConfig | None:
-    """Return the configuration of DPR's dual encoder with a BERT; None if no BERT has the name.
+    """Return the configuration of DPR's dual encoder with a BERT.
 
-    Both encoders pool the first token without projection, and have dropout 0.1 and 256 tokens per text.
+    The result is None if no BERT has the name. Both encoders pool the first token without projection, and have dropout
+    0.1 and 256 tokens per text.
 
     Examples:
       >>> text_pair_config("bert-base-uncased").embed_dim

@@ -53,8 +53,14 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
       16
 
     Raises:
-      ValueError: the model or an override is unknown, or an override has the wrong type.
+      ValueError: the model or an override is unknown, an override has the wrong type, or the model encodes queries and
+        passages.
     """
+    if text_pair_config(config.model) is not None:
+        raise ValueError(
+            f"expected a model of images and texts, got model={config.model!r} of queries and passages; see "
+            "docs/dense_retrieval.md"
+        )
     overrides = parse_overrides(config.model_overrides)
     check_model_overrides(model_config(config.model), overrides)
     return model_config(config.model, **overrides)

@@ -36,7 +36,9 @@ BATCH = ("query", "passage", "passage_mask")
 
 
 def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
-    """Return the model configuration of a run of text retrieval, with its overrides; None for other runs.
+    """Return the model configuration of a run of text retrieval.
+
+    It includes the overrides. The result is None for other runs.
 
     Raises:
       ValueError: an override is unknown or has the wrong type.
@@ -112,7 +114,7 @@ def pair_suite(
 
 
 def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
-    """Replace the initial parameters of both encoders by those of a BERT of Hugging Face.
+    """Initialize both encoders from a BERT of Hugging Face.
 
     A projection keeps its initial values.
 

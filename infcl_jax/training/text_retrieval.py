@@ -23,7 +23,7 @@ class TextRetrievalConfig:
     Attributes:
       hard_negatives: hard negatives of each query in a batch; those that a query lacks are masked.
       positive: positive and hard negatives of a query: the "first" ones of the file, or drawn at "random".
-      query_length: tokens of a query; None: as many as of a passage.
+      query_length: tokens of a query; None: those of a passage.
       separator: text between the title and the text of a passage.
       corpus: path of the passages to search in evaluations; None: no evaluation.
       questions: path of the questions of evaluations.

@@ -13,10 +13,11 @@ _NEWLINE, _QUOTE, _BACKSLASH = (ord(character) for character in '\n"\\')
 
 
 class RecordFile:
-    """Records of a file, read one by one at offsets that one scan of the file finds.
+    """Random access to the records of a file by byte offsets.
 
-    Records are the lines of a file, or the objects of a JSON array such as DPR's training data. Memory is 16 bytes per
-    record, whatever the file's size. It can be pickled and shared by threads.
+    One scan of the file finds the offsets. Records are the lines of a file, or the objects of a JSON array such as
+    DPR's training data. Memory is 16 bytes per record, whatever the file's size. It can be pickled and shared by
+    threads.
 
     Args:
       path: file in UTF-8. A file whose first byte other than white space is "[" is a JSON array.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,12 +49,17 @@ class PairTexts:
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """Encode n queries as int32 [n, query_length]."""
-        tokenizer = self.tokenizer
-        if self.query_length is not None:
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.context_length = self.query_length
         # DPR replaces the typographic apostrophe, in training and in evaluation.
-        return tokenizer([text.replace("\u2019", "'") for text in texts])
+        return self._query_tokenizer([text.replace("\u2019", "'") for text in texts])
+
+    @functools.cached_property
+    def _query_tokenizer(self) -> BaseTokenizer:
+        """Tokenizer of the queries; one object, which warns of cut texts once."""
+        if self.query_length is None:
+            return self.tokenizer
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.context_length = self.query_length
+        return tokenizer
 
     def passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """Encode n passages, with their titles in front, as int32 [n, context_length]."""

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
+from infcl_jax.data import PairTexts, load_tokenizer
 from infcl_jax.data.sources import text_records
 from infcl_jax.data.sources.base import BadRecordError
 from infcl_jax.data.sources.text_retrieval import (
@@ -130,3 +131,11 @@ def test_questions_and_judgments(tmp_path):
     assert read_questions(tmp_path / "q.jsonl") == [Question("who", "7")]
     assert read_judgments(tmp_path / "qrels") == {"7": {"3", "5"}}
     np.testing.assert_raises(ValueError, read_judgments, tmp_path / "qa.csv")
+
+
+def test_queries_are_cut_with_one_warning(caplog):
+    texts = pickle.loads(pickle.dumps(PairTexts(load_tokenizer("bytes", 12), query_length=6)))
+    for _ in range(2):
+        assert texts.queries(["who wrote faust?"]).shape == (1, 6)
+    assert texts.passages([Passage("b", "a")]).tolist() == texts.tokenizer(["a b"]).tolist()
+    assert len(caplog.records) == 1

@@ -107,9 +107,9 @@ class _PairChunk:
 
     def _passages(self, row: int, example: RetrievalExample) -> list[Passage]:
         """Choose the positive and the hard negatives of a row."""
-        rng = np.random.Generator(np.random.Philox(key=np.array([_STREAM + self.seed, row], np.uint64)))
         if self.positive == "first":
             return [example.positives[0], *example.negatives[: self.hard_negatives]]
+        rng = np.random.Generator(np.random.Philox(key=np.array([_STREAM + self.seed, row], np.uint64)))
         chosen = rng.permutation(len(example.negatives))[: self.hard_negatives]
         return [example.positives[int(rng.integers(len(example.positives)))], *(example.negatives[i] for i in chosen)]
 

@@ -54,8 +54,17 @@ def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
 
 
 def pair_texts(config: ConfigDict, tokenizer: Tokenizer) -> PairTexts:
-    """Return the tokenization of queries and passages."""
+    """Return the tokenization of queries and passages.
+
+    Raises:
+      ValueError: queries have more tokens than the context length.
+    """
     settings = TextRetrievalConfig(**config.text_retrieval)
+    if settings.query_length is not None and settings.query_length > tokenizer.context_length:
+        raise ValueError(
+            f"expected text_retrieval.query_length <= text.context_length={tokenizer.context_length}, got "
+            f"{settings.query_length}"
+        )
     return PairTexts(cast(BaseTokenizer, tokenizer), settings.query_length, settings.separator)
 
 
@@ -63,7 +72,7 @@ def pair_data(config: ConfigDict, source: QuerySource, tokenizer: Tokenizer) -> 
     """Create the endless iterator over this process's rows of training batches.
 
     Raises:
-      ValueError: see `pair_iterator`.
+      ValueError: see `pair_iterator` and `pair_texts`.
     """
     settings = TextRetrievalConfig(**config.text_retrieval)
     return pair_iterator(
@@ -89,7 +98,7 @@ def pair_suite(
 
     Raises:
       FileNotFoundError: a file does not exist.
-      ValueError: a file is damaged, or questions have neither answers nor judgments.
+      ValueError: a file is damaged, questions have neither answers nor judgments, or see `pair_texts`.
     """
     settings = TextRetrievalConfig(**config.text_retrieval)
     suite = TextRetrievalSuite(build_model(model), pair_texts(config, tokenizer), flat_mesh(mesh))

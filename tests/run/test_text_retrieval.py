@@ -169,6 +169,12 @@ def test_weights_of_another_architecture_are_refused(folder, tmp_path, change):
         initialize_pair(hugging_face_folder(path, tensors("query/weight/")), read_text_pair(config), None)
 
 
+def test_queries_longer_than_the_context_are_refused(folder):
+    config = settings(folder, **{"text_retrieval.query_length": 25})
+    with pytest.raises(ValueError, match=r"expected text_retrieval.query_length <= text.context_length=24, got 25"):
+        run.training_data(config, run.training_source(config), mesh=oracle.mesh_of(1))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_bert_initializes_both_encoders_but_no_projection(folder, tmp_path, tied):
     overrides = f"{GOLDEN_MODEL},text.projection=linear,embed_dim=8,tied={tied}"

@@ -81,8 +81,13 @@ def _check_text_retrieval(config: ConfigDict) -> None:
         expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
         raise ValueError(f"expected {expected}, got model={config.model!r} and loss={config.loss!r}")
     if not is_pair:
-        if settings.corpus is not None or config.grad_cache.passage_chunk_size is not None:
-            raise ValueError("expected text_retrieval.corpus and grad_cache.passage_chunk_size with a BERT, got others")
+        passages = {
+            "text_retrieval.corpus": settings.corpus,
+            "grad_cache.passage_chunk_size": config.grad_cache.passage_chunk_size,
+        }
+        for name, value in passages.items():
+            if value is not None:
+                raise ValueError(f"expected {name}=None with loss={config.loss!r}, got {value!r}")
         return
     for name, default in _IMAGES_ONLY.items():
         group, _, field = name.rpartition(".")

@@ -127,6 +127,10 @@ def test_every_group_has_a_dataclass():
         ({"optimizer.warmup_steps": 1000}, "expected optimizer.warmup_steps < total_steps"),
         ({"optimizer.cooldown_steps": 950}, "expected optimizer.warmup_steps [+] optimizer.cooldown_steps <= total"),
         ({"text_retrieval.corpus": "a.tsv"}, "expected text_retrieval.corpus and text_retrieval.questions together"),
+        (
+            {"grad_cache.passage_chunk_size": 8, "grad_cache.chunk_size": 8},
+            "expected grad_cache.passage_chunk_size=None",
+        ),
         ({"text_retrieval.judgments": "a"}, "expected text_retrieval.corpus with text_retrieval.judgments"),
         ({"grad_cache.keep": 1}, "expected grad_cache.chunk_size with keep=1"),
         ({"grad_cache.chunk_size": 512}, "expected grad_cache.chunk_size <= batch_size=256"),

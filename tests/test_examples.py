@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import json
 import shutil
 
 import captioned
@@ -52,9 +53,23 @@ def folder(tmp_path_factory):
     (folder / "classnames.txt").write_text("robin\nwren\n")
     (folder / "templates.txt").write_text("a photo of a {c}.\n")
     runs.save(folder / "runs" / "digits", {1: 1.0})
+    write_retrieval(folder / "dpr")
     rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])
     write_shard(folder / "photos.safetensors", rows, {})
     return folder
+
+
+def write_retrieval(folder):
+    """Write questions with passages, a corpus, questions with answers, and judgments."""
+    folder.mkdir()
+    passages = [{"title": f"Book {i}", "text": f"by author {i}"} for i in range(8)]
+    queries = [f"who wrote book {i}?" for i in range(8)]
+    pairs = zip(queries, passages, strict=True)
+    (folder / "train.json").write_text(json.dumps([{"question": q, "positive_ctxs": [p]} for q, p in pairs]))
+    rows = [f"{i}\t{p['text']}\t{p['title']}" for i, p in enumerate(passages)]
+    (folder / "corpus.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]))
+    (folder / "qa.csv").write_text("\n".join(f"{q}\t['author {i}']" for i, q in enumerate(queries)))
+    (folder / "qrels.tsv").write_text("\n".join(f"{i} 0 {i} 1" for i in range(8)))
 
 
 @pytest.fixture(scope="module")

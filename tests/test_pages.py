@@ -58,8 +58,12 @@ def test_examples_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", commands(r"experiments\.train"), ids=" ".join)
-def test_training_commands_have_right_settings(flags):
+def test_training_commands_have_right_settings(flags, tmp_path):
     # The data of the commands is not here; a batch of this one is small.
-    present = ("--config.dataset=digits", "--config.split=train", "--config.batch_size=64")
+    dataset = "digits"
+    if any(flag.startswith("--config=configs/dpr.py") for flag in flags):
+        dataset = tmp_path / "train.jsonl"
+        dataset.write_text('{"query": "who?", "pos": ["she"]}\n' * 4096)  # warm-up is shorter than training
+    present = (f"--config.dataset={dataset}", "--config.split=train", "--config.batch_size=64")
     status, output, errors = runs.command("experiments.train", *flags, *present, "--print_config")
     assert status == 0 and "get_config" in output, errors

@@ -1,4 +1,4 @@
-"""Captioned images: sources, tokenizers, transforms, and batches for training and evaluation."""
+"""Captioned images and text pairs: sources, tokenizers, transforms, and batches for training and evaluation."""
 
 from infcl_jax.data.cached_features import TowerInput, cache_features, check_deterministic, feature_key
 from infcl_jax.data.convert import convert
@@ -9,6 +9,15 @@ from infcl_jax.data.pipeline import train_iterator
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
 from infcl_jax.data.sources import SOURCES, BadRecordError, Classes, Example, Source, classes, load_source
+from infcl_jax.data.sources.text_retrieval import (
+    Corpus,
+    Passage,
+    QuerySource,
+    Question,
+    read_judgments,
+    read_questions,
+)
+from infcl_jax.data.text_pairs import PairTexts, pair_iterator
 from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from infcl_jax.data.transforms import Augmentation
 
@@ -19,9 +28,14 @@ __all__ = [
     "BatchReader",
     "ByteTokenizer",
     "Classes",
+    "Corpus",
     "EvalBatches",
     "Example",
     "FeatureStore",
+    "PairTexts",
+    "Passage",
+    "QuerySource",
+    "Question",
     "Source",
     "Tokenizer",
     "TowerInput",
@@ -35,8 +49,11 @@ __all__ = [
     "feature_key",
     "load_source",
     "load_tokenizer",
+    "pair_iterator",
     "prepare",
     "prepare_tokenizer",
+    "read_judgments",
+    "read_questions",
     "train_bpe",
     "train_iterator",
 ]

@@ -189,7 +189,7 @@ class _EncodedChunk:
         return self.host.image(row, example)
 
 
-class _ProcessRows(grain.MapDataset):
+class ProcessRows(grain.MapDataset):
     """Rows of one process as (global row, sample index) pairs.
 
     A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch.
@@ -312,7 +312,7 @@ def train_iterator(
     else:
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
-    rows = _ProcessRows(order, batch_size, process_index, process_count)
+    rows = ProcessRows(order, batch_size, process_index, process_count)
     features = features or {}
     reader = RecordReader(PrecomputedSource(source, features) if features else source)
     encode = np.stack if "text" in features else tokenizer

@@ -16,6 +16,7 @@ from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
 from infcl_jax.evaluation.tasks import Task
+from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
 from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
@@ -30,6 +31,7 @@ __all__ = [
     "Suite",
     "Task",
     "TaskResult",
+    "TextRetrievalSuite",
     "adamw_probe",
     "append_csv",
     "batch_loss",

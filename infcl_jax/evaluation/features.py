@@ -223,12 +223,15 @@ def encode_texts(
         float32 [N, D], on every process.
     """
     rows = padded_size(len(texts), batch_size, mesh.size)
-    features = []
+    features, pending = [], None
     for start in range(0, len(texts), rows):
-        ids = tokenize(texts[start : start + rows])
+        ids = tokenize(texts[start : start + rows])  # while the devices encode the previous texts
         encoded = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, rows)))
-        features.append(to_host(encoded)[: len(ids)])
-    return np.concatenate(features)
+        if pending is not None:
+            features.append(to_host(pending))
+        pending = encoded
+    features.append(to_host(pending))
+    return np.concatenate(features)[: len(texts)]
 
 
 def padded_size(count: int, batch_size: int, multiple: int) -> int:

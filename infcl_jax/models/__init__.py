@@ -19,6 +19,14 @@ from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.registry import build_model, create_model, model_config, model_names
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
+from infcl_jax.models.text_pair import (
+    TEXT_TOWERS,
+    TextPair,
+    TextPairConfig,
+    TextPairOutput,
+    text_pair_config,
+    towers_of,
+)
 from infcl_jax.models.transformer import RESIDUAL
 from infcl_jax.models.vit import VisionTransformer
 
@@ -28,6 +36,7 @@ __all__ = [
     "OPENAI_IMAGE_MEAN",
     "OPENAI_IMAGE_STD",
     "RESIDUAL",
+    "TEXT_TOWERS",
     "TOWERS",
     "Bert",
     "BertConfig",
@@ -37,6 +46,9 @@ __all__ = [
     "ResNet",
     "ResNetConfig",
     "TextConfig",
+    "TextPair",
+    "TextPairConfig",
+    "TextPairOutput",
     "TextTransformer",
     "VisionConfig",
     "VisionTransformer",
@@ -51,5 +63,7 @@ __all__ = [
     "normalize_image",
     "read_open_clip_config",
     "save_pretrained",
+    "text_pair_config",
+    "towers_of",
     "variable_shapes",
 ]

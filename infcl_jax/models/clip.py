@@ -225,7 +225,7 @@ class CLIP(nn.Module):
 
 
 @functools.lru_cache(maxsize=32)
-def variable_shapes(model: CLIP) -> Any:
+def variable_shapes(model: nn.Module) -> Any:
     """Return the shapes and dtypes of a model's variables: parameters and running statistics.
 
     The result is cached, since tracing takes seconds.
@@ -235,11 +235,19 @@ def variable_shapes(model: CLIP) -> Any:
       >>> shapes["params"]["logit_scale"].dtype
       dtype('float32')
     """
-    size = model.visual.image_size  # type: ignore[attr-defined]
-    image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.uint8)
-    text = jax.ShapeDtypeStruct((1, model.text.context_length), jnp.int32)  # type: ignore[attr-defined]
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(model.init, key, image, text)
+    return jax.eval_shape(model.init, key, *row_shapes(model, 1).values())
+
+
+def row_shapes(model: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch: uint8 images and int32 token ids, or token ids of queries and passages."""
+    text = jax.ShapeDtypeStruct(
+        (rows, model.text.context_length if isinstance(model, CLIP) else model.context_length), jnp.int32
+    )
+    if not isinstance(model, CLIP):
+        return {"query": text, "passage": text}
+    size = model.visual.image_size  # type: ignore[attr-defined]
+    return {"image": jax.ShapeDtypeStruct((rows, size, size, 3), jnp.uint8), "text": text}
 
 
 def _check_image(image: jax.Array, size: int) -> None:

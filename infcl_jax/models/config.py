@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.bert import BertPool, BertProjection
@@ -14,6 +14,9 @@ from infcl_jax.models.vit import Pool, PosEmbed
 from infcl_jax.ops.attention.api import AttentionImplementation
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
+
+if TYPE_CHECKING:
+    from infcl_jax.models.text_pair import TextPairConfig
 
 Interpolation = Literal["bicubic", "bilinear"]
 ResizeMode = Literal["shortest", "longest", "squash"]
@@ -239,7 +242,7 @@ class CLIPConfig:
                 )
 
 
-def transformer_config(config: CLIPConfig, tower: str) -> TransformerConfig:
+def transformer_config(config: "CLIPConfig | TextPairConfig", tower: str) -> TransformerConfig:
     """Return the transformer configuration of one tower.
 
     Args:

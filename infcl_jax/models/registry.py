@@ -9,7 +9,7 @@ Shapes match OpenCLIP's configurations of the same names, so its weights can be 
 import dataclasses
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import CLIP
@@ -18,6 +18,7 @@ from infcl_jax.models.names import CONFIGS
 from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
+from infcl_jax.models.text_pair import TextPair, TextPairConfig
 from infcl_jax.models.vit import VisionTransformer
 
 
@@ -55,7 +56,7 @@ def model_config(name: str, **overrides: Any) -> CLIPConfig:
     return change_config(_base_config(name), **overrides)
 
 
-def change_config(config: CLIPConfig, **overrides: Any) -> CLIPConfig:
+def change_config[Config: (CLIPConfig, TextPairConfig)](config: Config, **overrides: Any) -> Config:
     """Return a configuration with overrides, see `model_config`.
 
     Raises:
@@ -67,7 +68,7 @@ def change_config(config: CLIPConfig, **overrides: Any) -> CLIPConfig:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"expected model overrides among {', '.join(known)}, got {unknown[0]!r}{hint}")
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
-    for tower in ("vision", "text"):
+    for tower in ("vision", "text") if isinstance(config, CLIPConfig) else ("text",):
         prefix = f"{tower}."
         fields = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
         changes[tower] = dataclasses.replace(getattr(config, tower), **fields)
@@ -86,7 +87,7 @@ def _base_config(name: str) -> CLIPConfig:
     )
 
 
-def _override_keys(config: CLIPConfig) -> list[str]:
+def _override_keys(config: CLIPConfig | TextPairConfig) -> list[str]:
     """Return the keys of `model_config`'s overrides: fields, and prefixed fields of the towers."""
     keys: list[str] = []
     for field in dataclasses.fields(config):
@@ -117,7 +118,7 @@ def _image_tower(config: CLIPConfig) -> VisionTransformer | ResNet:
     )
 
 
-def _text_tower(config: CLIPConfig) -> TextTransformer | Bert:
+def _text_tower(config: CLIPConfig | TextPairConfig) -> TextTransformer | Bert:
     text, transformer = config.text, transformer_config(config, "text")
     if isinstance(text, BertConfig):
         return Bert(
@@ -144,7 +145,11 @@ def _text_tower(config: CLIPConfig) -> TextTransformer | Bert:
     )
 
 
-def build_model(config: CLIPConfig) -> CLIP:
+@overload
+def build_model(config: CLIPConfig) -> CLIP: ...
+@overload
+def build_model(config: TextPairConfig) -> TextPair: ...
+def build_model(config: CLIPConfig | TextPairConfig) -> CLIP | TextPair:
     """Build the module of a configuration.
 
     Equal configurations give equal modules, so they share the functions that `jax.jit` compiled.
@@ -153,6 +158,15 @@ def build_model(config: CLIPConfig) -> CLIP:
       >>> build_model(model_config("tiny")) == create_model("tiny")
       True
     """
+    if isinstance(config, TextPairConfig):
+        return TextPair(
+            text=_text_tower(config) if config.tied else None,
+            query=None if config.tied else _text_tower(config),
+            passage=None if config.tied else _text_tower(config),
+            feature_dtype=config.feature_dtype or config.dtype,
+            normalize=config.normalize,
+            scale=config.logit_scale,
+        )
     return CLIP(
         visual=_image_tower(config),
         text=_text_tower(config),

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from infcl_jax.models import CLIP, RESIDUAL, TOWERS, variable_shapes
+from infcl_jax.models import CLIP, RESIDUAL, TextPair, towers_of, variable_shapes
+from infcl_jax.models.clip import row_shapes
 from infcl_jax.ops.common.gpu import compute_capability
 from infcl_jax.training.frozen import frozen_towers, merge, module_modes, partition
 
@@ -73,22 +73,13 @@ class EncoderMemory(NamedTuple):
         return max(0, self.peak(rows) - self.stored(rows))
 
 
-def row_shapes(model: CLIP, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch: uint8 images and int32 token ids."""
-    size = model.visual.image_size  # type: ignore[attr-defined]
-    return {
-        "image": jax.ShapeDtypeStruct((rows, size, size, 3), jnp.uint8),
-        "text": jax.ShapeDtypeStruct((rows, model.text.context_length), jnp.int32),  # type: ignore[attr-defined]
-    }
-
-
-def parameter_shapes(model: CLIP) -> Any:
+def parameter_shapes(model: CLIP | TextPair) -> Any:
     """Shapes of the model's parameters."""
     return variable_shapes(model)["params"]
 
 
-def encoder_memory(model: CLIP, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:
-    """Memory of the image and the text encoder on the device of the trace.
+def encoder_memory(model: CLIP | TextPair, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:
+    """Memory of both encoders on the device of the trace.
 
     Args:
       model: model of the encoders.
@@ -96,14 +87,17 @@ def encoder_memory(model: CLIP, frozen: frozenset[str] = frozenset()) -> tuple[E
         parameters is traced as if it were trained; its `forward` does not depend on that.
     """
     towers = frozen_towers(parameter_shapes(model), frozen)
-    prefixes = tuple(f"{TOWERS[name]}/" for name in towers)
+    subtrees = towers_of(parameter_shapes(model))
+    prefixes = tuple(f"{subtrees[name]}/" for name in towers)
     return _encoder_memory(model, frozenset(n for n in frozen if not n.startswith(prefixes)), compute_capability())
 
 
 @functools.lru_cache(maxsize=32)
-def _encoder_memory(model: CLIP, frozen: frozenset[str], capability: str | None) -> tuple[EncoderMemory, ...]:
+def _encoder_memory(
+    model: CLIP | TextPair, frozen: frozenset[str], capability: str | None
+) -> tuple[EncoderMemory, ...]:
     """Cache per compute capability, which selects the traced kernels."""
-    return tuple(_trace_encoder(model, name, frozen) for name in TOWERS)
+    return tuple(_trace_encoder(model, name, frozen) for name in row_shapes(model, 1))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -116,10 +110,11 @@ def tree_bytes(tree: Any) -> int:
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _trace_encoder(model: CLIP, name: str, frozen: frozenset[str]) -> EncoderMemory:
+def _trace_encoder(model: CLIP | TextPair, name: str, frozen: frozenset[str]) -> EncoderMemory:
     """Trace one encoder at two batch sizes and fit its memory to the rows."""
     variables, key = variable_shapes(model), _key()
-    params, fixed = partition({TOWERS[name]: variables["params"][TOWERS[name]]}, frozen)
+    subtree = towers_of(variables["params"])[name]
+    params, fixed = partition({subtree: variables["params"][subtree]}, frozen)
     constants = {**variables, "params": fixed}
 
     def encode(params: Any, constants: Any, rows: Any, key: jax.Array) -> Any:

@@ -1,14 +1,15 @@
 """Memory plan of one training step."""
 
 import dataclasses
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from infcl_jax.checks import check_choice
-from infcl_jax.models import CLIP, TOWERS, CLIPConfig, build_model
+from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model
+from infcl_jax.models.clip import row_shapes
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import EncoderMemory, encoder_memory, parameter_shapes
 from infcl_jax.planner.devices import planned_device
@@ -29,7 +30,7 @@ class Workload:
       8
 
     Attributes:
-      model: `CLIP` module, or its configuration.
+      model: `CLIP` or `TextPair` module, or its configuration.
       optimizer: optimizer, for the sizes of its state and updates.
       batch_size: global batch size b.
       devices: number of devices n over which the batch is sharded. The train state is replicated, except with "fsdp".
@@ -43,12 +44,13 @@ class Workload:
       precomputed: frozen towers whose features are read in place of their images or texts.
       ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
+      passages: passages of each query of a `TextPair`.
 
     Raises:
       ValueError: a name is unknown, a number is out of range, or the batch or chunk size does not fit the devices.
     """
 
-    model: CLIP | CLIPConfig
+    model: CLIP | CLIPConfig | TextPair | TextPairConfig
     optimizer: optax.GradientTransformation
     batch_size: int
     devices: int = 1
@@ -61,6 +63,7 @@ class Workload:
     precomputed: tuple[str, ...] = ()
     ema: bool = False
     sample_bytes: int = 0
+    passages: int = 1
 
     def __post_init__(self) -> None:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
@@ -75,7 +78,7 @@ class Workload:
                 f"expected batch_size to be a multiple of the {self.devices} devices, got {self.batch_size}"
             )
         self.cache.check_batch(self.batch_size, self.devices)
-        if isinstance(self.model, CLIPConfig):
+        if isinstance(self.model, CLIPConfig | TextPairConfig):
             object.__setattr__(self, "model", build_model(self.model))
 
     def with_cache(self, **changes: Any) -> Self:
@@ -86,6 +89,13 @@ class Workload:
     def frozen_parameters(self) -> frozenset[str]:
         """Names of the frozen parameters."""
         return frozen_parameters(parameter_shapes(cast(CLIP, self.model)), self.frozen, self.unlocked_groups)
+
+    def rows(self, name: str) -> "EncoderRows":
+        """Return the rows of an encoder on one device; a `TextPair` has `passages` of each query."""
+        block = self.block_rows * (self.passages if name == "passage" else 1)
+        chunk = self.cache.chunk_of(name)
+        shard = block if chunk is None else min(chunk // self.devices, block)
+        return EncoderRows(block, shard, block if chunk is None else min(block, self.cache.keep * shard))
 
     @property
     def block_rows(self) -> int:
@@ -102,6 +112,20 @@ class Workload:
         """Rows on one device that are not recomputed; all of its rows without caching."""
         stored_chunks = 1 if self.cache.chunk_size is None else self.cache.keep
         return min(self.block_rows, stored_chunks * self.shard_rows)
+
+
+class EncoderRows(NamedTuple):
+    """Rows of one encoder on one device.
+
+    Attributes:
+      block: its rows of the batch.
+      shard: rows of a full chunk; all rows without caching.
+      stored: rows that are not recomputed; all rows without caching.
+    """
+
+    block: int
+    shard: int
+    stored: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,22 +232,21 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
       memory_limit: bytes that JAX may use on a device, such as `device_memory_limit()` or
         `device_named("H100").memory_limit`.
     """
-    model, cache = cast(CLIP, workload.model), workload.cache
-    block, shard, stored_rows = workload.block_rows, workload.shard_rows, workload.stored_rows
-    width, dtype = model.visual.embed_dim, jnp.dtype(model.feature_dtype)  # type: ignore[attr-defined]
+    model, cache = cast(CLIP | TextPair, workload.model), workload.cache
+    tower: Any = model.visual if isinstance(model, CLIP) else model
+    width, dtype = tower.embed_dim, jnp.dtype(model.feature_dtype)
     names = workload.frozen_parameters
     state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, names)
     with planned_device():
-        encoders = dict(zip(TOWERS, encoder_memory(model, names), strict=True))
+        encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names), strict=True))
     frozen = frozen_towers(parameter_shapes(model), names)
-    trained = [encoder for name, encoder in encoders.items() if name not in frozen]
-    row_bytes = sum(
-        width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
+    trained = {name: encoder for name, encoder in encoders.items() if name not in frozen}
+    rows = {name: workload.rows(name) for name in encoders}
+    row_bytes = {
+        name: width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
         for name, encoder in encoders.items()
-    )
+    }
     on_device = cache.residency == "device"
-    recomputes = stored_rows < block
-    residual_rows = block - stored_rows if cache.keep_residual else 0
     return MemoryPlan(
         workload=workload,
         parameters=state.parameter_shard,
@@ -232,16 +255,22 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         samples=workload.sample_bytes,
         gradients=state.gradients(on_device),
         updates=state.updates,
-        batch=row_bytes * (block if on_device else min(block, 2 * shard)),
-        next_batch=row_bytes * (block if on_device else shard),
-        features=2 * len(encoders) * block * width * dtype.itemsize,
-        stored=sum(encoder.stored(stored_rows) + encoder.residual(residual_rows) for encoder in trained),
+        batch=sum(row_bytes[name] * (r.block if on_device else min(r.block, 2 * r.shard)) for name, r in rows.items()),
+        next_batch=sum(row_bytes[name] * (r.block if on_device else r.shard) for name, r in rows.items()),
+        features=2 * sum(r.block for r in rows.values()) * width * dtype.itemsize,
+        stored=sum(
+            encoder.stored(rows[name].stored)
+            + encoder.residual(rows[name].block - rows[name].stored if cache.keep_residual else 0)
+            for name, encoder in trained.items()
+        ),
         transient=max(
-            *(_transient(encoder, shard, recomputes, cache.keep_residual) for encoder in trained),
-            *(encoders[name].forward(shard) for name in frozen if name not in workload.precomputed),
+            *(_transient(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
+            *(encoders[name].forward(rows[name].shard) for name in frozen if name not in workload.precomputed),
             0,
         ),
-        loss=loss_workspace(workload.implementation, workload.batch_size, width, dtype, workload.devices),
+        loss=loss_workspace(
+            workload.implementation, workload.batch_size * workload.passages, width, dtype, workload.devices
+        ),
         memory_limit=memory_limit,
     )
 
@@ -261,12 +290,12 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     return arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def _transient(encoder: EncoderMemory, rows: int, recomputes: bool, residual_stored: bool) -> int:
+def _transient(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:
     """Bytes of one chunk's backward pass beyond `MemoryPlan.stored`.
 
     A recomputed chunk adds all its activations, except a stored residual stream. The activations of a stored chunk are
     already part of `MemoryPlan.stored`.
     """
-    if not recomputes:
-        return encoder.transient(rows)
-    return encoder.peak(rows) - (encoder.residual(rows) if residual_stored else 0)
+    if rows.stored == rows.block:
+        return encoder.transient(rows.shard)
+    return encoder.peak(rows.shard) - (encoder.residual(rows.shard) if residual_stored else 0)

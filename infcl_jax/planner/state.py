@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from infcl_jax.models import CLIP
+from infcl_jax.models import CLIP, TextPair
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
 from infcl_jax.planner.activations import parameter_shapes, tree_bytes
 from infcl_jax.training.ema import initial_ema
@@ -52,7 +52,7 @@ class StateBytes(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def state_bytes(
-    model: CLIP,
+    model: CLIP | TextPair,
     optimizer: optax.GradientTransformation,
     devices: int,
     parameter_sharding: str,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import cast
 
-from infcl_jax.models import CLIP
+from infcl_jax.models import CLIP, TextPair
 from infcl_jax.models.convert import config_of
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner.api import Workload
@@ -77,10 +77,11 @@ def utilization(workload: Workload, device_kind: str) -> Callable[[float], float
       device_kind: name of the devices, from `jax.Device.device_kind`.
 
     Returns:
-      Function from pairs per second, over all devices, to the MFU in [0, 1]; to None if the devices' peak is unknown.
+      Function from pairs per second, over all devices, to the MFU in [0, 1]; to None if the devices' peak is unknown
+      or the model is a `TextPair`.
     """
     peak = peak_flops(device_kind)
-    if peak is None:
+    if peak is None or isinstance(workload.model, TextPair):
         return lambda rate: None
     per_pair = flops_per_pair(workload)
     return lambda rate: rate * per_pair / (workload.devices * peak)

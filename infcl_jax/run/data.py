@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -24,9 +24,12 @@ from infcl_jax.data import (
 from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.sources.text_retrieval import QuerySource
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
+from infcl_jax.models import text_pair_config
 from infcl_jax.ops.color import with_colors
 from infcl_jax.run.model import read_model_config, text_tokenizer
+from infcl_jax.run.text_retrieval import BATCH, pair_data
 from infcl_jax.training import loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
 
@@ -47,6 +50,8 @@ def training_source(config: ConfigDict) -> Source:
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
     """
+    if text_pair_config(config.model) is not None:
+        return cast(Source, QuerySource(config.dataset, config.split))
     return load_source(config.dataset, config.split, config.data_dir)
 
 
@@ -99,6 +104,8 @@ def training_data(
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
+    if isinstance(source, QuerySource):
+        return pair_data(config, source, tokenizer or text_tokenizer(config))
     mesh = data_mesh() if mesh is None else mesh
     decoders = None if features and "image" in features else _device_decoders(config, source, mesh)
     local = local_processes()
@@ -173,14 +180,18 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
       >>> data.close()
 
     Returns:
-      "image" (`ColorBatch` if colors are augmented), "text", for losses with sample state "index" (int32 sample
-      indices), and for positives by id "ids" (int32 `[b, 2]`). Towers with cached features have
-      `PrecomputedFeatures`. The values are global arrays on the devices, this process's NumPy arrays, or `Replay`.
+      "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
+      augmented), "text", for losses with sample state "index" (int32 sample indices), and for positives by id "ids"
+      (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the
+      devices, this process's NumPy arrays, or `Replay`.
     """
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)
     batch = next(data)
+    if text_pair_config(config.model) is not None:
+        texts = {name: batch[name] for name in BATCH}
+        return texts if cache.residency == "host" else {name: shard_batch(mesh, array) for name, array in texts.items()}
     pairs = {"image": with_colors(batch), "text": batch["text"]}
     pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
     if loss_takes(config, "index"):

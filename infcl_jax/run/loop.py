@@ -13,7 +13,7 @@ from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.distributed import is_lead, to_host, union
-from infcl_jax.evaluation import Suite
+from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
@@ -72,7 +72,7 @@ class TrainLoop:
     mesh: Mesh
     data: TrainIterator
     data_wait: DataWait
-    suite: Suite
+    suite: Suite | TextRetrievalSuite
     step_fn: TrainStep
     checkpoints: Checkpointer
     writer: MetricWriter
@@ -150,7 +150,14 @@ class TrainLoop:
             eval_every=config.eval_every,
             checkpoint_every=config.checkpoint_every,
             saves_evaluated=config.keep_best is not None,
-            evaluates=any((*config.evaluations, evaluation.retrieval_dataset, evaluation.zero_shot_dataset)),
+            evaluates=any(
+                (
+                    *config.evaluations,
+                    evaluation.retrieval_dataset,
+                    evaluation.zero_shot_dataset,
+                    config.text_retrieval.corpus,
+                )
+            ),
         )
         return TrainProgress(
             self.console,
@@ -159,6 +166,7 @@ class TrainLoop:
             devices=self.mesh.size,
             every=config.log_every,
             utilization=self.utilization,
+            unit="queries" if isinstance(self.suite, TextRetrievalSuite) else "images",
         )
 
     def next_batch(self) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
-from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, model_config
+from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, model_config, text_pair_config
+from infcl_jax.run.text_retrieval import read_text_pair
 from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
 from infcl_jax.training import load_config
 
@@ -52,8 +53,14 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
       16
 
     Raises:
-      ValueError: the model or an override is unknown, or an override has the wrong type.
+      ValueError: the model or an override is unknown, an override has the wrong type, or the model encodes queries and
+        passages.
     """
+    if text_pair_config(config.model) is not None:
+        raise ValueError(
+            f"expected a model of images and texts, got model={config.model!r} of queries and passages; see "
+            "docs/dense_retrieval.md"
+        )
     overrides = parse_overrides(config.model_overrides)
     check_model_overrides(model_config(config.model), overrides)
     return model_config(config.model, **overrides)
@@ -85,7 +92,9 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
       ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
       ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
     """
-    text, default = read_model_config(config).text, model_config(config.model).text
+    pair = text_pair_config(config.model)
+    text = (read_model_config(config) if pair is None else read_text_pair(config)).text  # type: ignore[union-attr]
+    default = model_config(config.model).text if pair is None else pair.text
     spec = config.tokenizer or {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(default.vocab_size)
     if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
         spec = str(copy)

@@ -9,15 +9,16 @@ from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, Tokenizer
 from infcl_jax.distributed import flat_mesh
-from infcl_jax.evaluation import EvaluationConfig, Suite
+from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
 from infcl_jax.losses.base import Targets
-from infcl_jax.models import build_model
+from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.run.data import num_samples, precomputed_towers
 from infcl_jax.run.model import image_resize, read_model_config, text_tokenizer
+from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
 from infcl_jax.settings import total_steps
 from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (
@@ -41,7 +42,7 @@ def evaluation_suite(
     tokenizer: Tokenizer | None = None,
     say: Callable[[str], None] | None = None,
     check: Callable[[], None] | None = None,
-) -> Suite:
+) -> Suite | TextRetrievalSuite:
     """Create the evaluation suite of a run.
 
     Examples:
@@ -60,6 +61,8 @@ def evaluation_suite(
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
     """
+    if (pair := read_text_pair(config)) is not None:
+        return pair_suite(config, pair, mesh, tokenizer or text_tokenizer(config), check)
     model = read_model_config(config)
     return Suite(
         EvaluationConfig(**config.evaluation),
@@ -107,10 +110,15 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
     )
 
 
+def _model(config: ConfigDict) -> CLIPConfig | TextPairConfig:
+    """Return the model configuration of a run."""
+    return read_text_pair(config) or read_model_config(config)
+
+
 def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
     """Create the optimizer of a run, and check that its rules fit the model."""
     settings = OptimizerConfig(**config.optimizer)
-    check_optimizer(settings, parameter_shapes(build_model(read_model_config(config))))
+    check_optimizer(settings, parameter_shapes(build_model(_model(config))))
     return make_optimizer(settings, total_steps(config, source))
 
 
@@ -133,8 +141,8 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
-    model = read_model_config(config)
-    sizes = model.vision.image_size, model.text.context_length
+    model = _model(config)
+    sizes = model.vision.image_size if isinstance(model, CLIPConfig) else 0, model.text.context_length
     state = create_state(
         build_model(model),
         _optimizer(config, source),
@@ -146,6 +154,8 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         ema=ema_config(config),
     )
+    if not isinstance(model, CLIPConfig):
+        return state
     samples = loss(config, mesh, source).init_samples(num_samples(config, source), model.init_logit_scale)
     return state.replace(samples=samples)
 
@@ -175,8 +185,8 @@ def workload(
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    model, loss_fn = read_model_config(config), loss(config, None, source)
-    sizes = num_samples(config, source), model.init_logit_scale
+    model, loss_fn = _model(config), loss(config, None, source)
+    sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     best = implementation or best_implementation(by_id=loss_fn.targets.by_id)
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
@@ -197,6 +207,7 @@ def workload(
         frozen=config.frozen,
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         precomputed=precomputed_towers(config),
+        passages=1 if isinstance(model, CLIPConfig) else 1 + config.text_retrieval.hard_negatives,
     )
     if not stores_most:
         return unresolved

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from infcl_jax.console import say
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation import Suite, format_table, plot_curves
+from infcl_jax.evaluation import Suite, TextRetrievalSuite, format_table, plot_curves
 from infcl_jax.training import METRICS_FILE
 
 CURVES_FILE = "curves.png"
 
 
-def save_curves(workdir: Path, suite: Suite) -> None:
+def save_curves(workdir: Path, suite: Suite | TextRetrievalSuite) -> None:
     """Plot loss and accuracy over the steps, from the run's metrics."""
     if is_lead():
         plot_curves(workdir / METRICS_FILE, workdir / CURVES_FILE, chance=suite.chance_losses)

@@ -32,6 +32,7 @@ from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import TrainLoop
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -167,7 +168,11 @@ def _train_on(
         suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
         state = run.initial_state(config, mesh, source)
         if not resumed:
-            state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
+            pair = read_text_pair(config)
+            if pair is None:
+                state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
+            elif config.init.text is not None:
+                state = initialize_pair(config.init.text, pair, state)
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state)
         start = int(state.step)

@@ -1,15 +1,18 @@
 """Checks of settings that belong together, before data is read or anything is compiled."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from infcl_jax.data.transforms import Augmentation
-from infcl_jax.models import TOWERS
+from infcl_jax.models import TOWERS, text_pair_config
 from infcl_jax.settings.length import total_steps
 from infcl_jax.training import (
     EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
+    TextRetrievalConfig,
     UnlockedGroups,
     learning_rate_schedule,
 )
@@ -26,6 +29,7 @@ def check_consistency(config: ConfigDict) -> None:
     """
     Augmentation(**config.augmentation)
     GlobalContrastiveConfig(**config.global_contrastive)
+    _check_text_retrieval(config)
     _check_targets(config)
     _check_frozen(config)
     _check_grad_cache(config)
@@ -53,6 +57,45 @@ def ema_config(config: ConfigDict) -> EMAConfig | None:
     if config.ema_warmup:
         raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
     return None
+
+
+# Settings that text retrieval does not support, with the values that leave them out.
+_IMAGES_ONLY: dict[str, Any] = {
+    "frozen": (),
+    "cache_frozen": None,
+    "export": False,
+    "evaluations": (),
+    "init.model": None,
+    "init.image": None,
+    "init.rules": (),
+    "evaluation.retrieval_dataset": None,
+    "evaluation.zero_shot_dataset": None,
+    "optimizer.layer_decay": (1.0, 1.0),
+}
+
+
+def _check_text_retrieval(config: ConfigDict) -> None:
+    """Check that loss, model and the other settings are all of text retrieval, or none is."""
+    is_pair, settings = text_pair_config(config.model) is not None, TextRetrievalConfig(**config.text_retrieval)
+    if is_pair != (config.loss == "retrieval"):
+        expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
+        raise ValueError(f"expected {expected}, got model={config.model!r} and loss={config.loss!r}")
+    if not is_pair:
+        passages = {
+            "text_retrieval.corpus": settings.corpus,
+            "grad_cache.passage_chunk_size": config.grad_cache.passage_chunk_size,
+        }
+        for name, value in passages.items():
+            if value is not None:
+                raise ValueError(f"expected {name}=None with loss={config.loss!r}, got {value!r}")
+        return
+    for name, default in _IMAGES_ONLY.items():
+        group, _, field = name.rpartition(".")
+        value = (config[group] if group else config)[field]
+        if (tuple(value) if isinstance(default, tuple) else value) != default:
+            raise ValueError(f"expected {name}={default!r} with loss 'retrieval', got {value!r}")
+    if config.grad_cache.residency == "replay":
+        raise ValueError("expected grad_cache.residency 'device' or 'host' with loss 'retrieval', got 'replay'")
 
 
 def _check_targets(config: ConfigDict) -> None:

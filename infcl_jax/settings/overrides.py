@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from infcl_jax.models import CLIPConfig
+from infcl_jax.models import CLIPConfig, TextPairConfig
 from infcl_jax.settings.setting import is_a
 
 
@@ -40,7 +40,7 @@ def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
     return overrides
 
 
-def check_model_overrides(model: CLIPConfig, overrides: Mapping[str, Any]) -> None:
+def check_model_overrides(model: CLIPConfig | TextPairConfig, overrides: Mapping[str, Any]) -> None:
     """Check the types of overrides against the model's fields.
 
     `infcl_jax.models.model_config` rejects unknown keys; this function ignores them.

@@ -16,6 +16,7 @@ from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
 from infcl_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, TEMPERATURE_SCHEDULES, WARMUP_STARTS
 from infcl_jax.training.rules import Rules
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
+from infcl_jax.training.text_retrieval import SELECTIONS
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, above=True)
 _DECAY, _FRACTION = Range(0, 1, below=True), Range(0, 1)
@@ -170,7 +171,8 @@ _MODEL = _shaping(
         str,
         "tiny-shapes",
         "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
-        "of a folder with open_clip_config.json), see docs/training.md",
+        "of a folder with open_clip_config.json), see docs/training.md; for text retrieval, "
+        "bert-tiny or a BERT such as bert-base-uncased",
         fixed=True,
     ),
     Setting(
@@ -309,6 +311,14 @@ _GRAD_CACHE = (
         _COUNT,
     ),
     Setting(
+        "grad_cache.passage_chunk_size",
+        int | None,
+        None,
+        "passages of text retrieval encoded at a time, over all devices; None: as many as queries, "
+        "grad_cache.chunk_size",
+        _COUNT,
+    ),
+    Setting(
         "grad_cache.keep",
         int,
         0,
@@ -327,6 +337,59 @@ _GRAD_CACHE = (
         "device",
         'memory that stores the batch; "replay": none, images are read again in the second pass',
         BATCH_RESIDENCIES,
+    ),
+)
+
+_TEXT_RETRIEVAL = (
+    Setting(
+        "text_retrieval.hard_negatives",
+        int,
+        1,
+        "hard negatives of each query in a batch, also negatives of the other queries; those that a query lacks are "
+        "masked",
+        Range(0, 1024),
+        fixed=True,
+    ),
+    Setting(
+        "text_retrieval.positive",
+        str,
+        "first",
+        'positive and hard negatives of a query: the "first" ones of the file, or drawn at "random" in every epoch',
+        SELECTIONS,
+        fixed=True,
+    ),
+    Setting(
+        "text_retrieval.query_length",
+        int | None,
+        None,
+        "tokens of a query; None: as many as of a passage, text.context_length",
+        Range(3, 2**16),
+    ),
+    Setting(
+        "text_retrieval.separator",
+        str,
+        " ",
+        'text between the title and the text of a passage; " [SEP] " with tokenizers of BERT, as in DPR',
+    ),
+    *_evaluated(
+        Setting(
+            "text_retrieval.corpus",
+            str | None,
+            None,
+            "passages to search in evaluations, .tsv or .jsonl; None: no evaluation",
+        ),
+        Setting(
+            "text_retrieval.questions",
+            str | None,
+            None,
+            "questions of evaluations with answers, or queries with text_retrieval.judgments",
+        ),
+        Setting(
+            "text_retrieval.judgments",
+            str | None,
+            None,
+            "relevant passages of the queries in TREC's columns; None: questions have answers",
+        ),
     ),
 )
 
@@ -546,6 +609,7 @@ SECTIONS = {
     "Loss": _LOSS,
     "Global contrastive losses (SogCLR to FastCLIP)": _GLOBAL_CONTRASTIVE,
     "Gradient caching": _GRAD_CACHE,
+    "Dense text retrieval": _TEXT_RETRIEVAL,
     "Training": _TRAINING,
     "Optimizer": _OPTIMIZER,
     "Evaluation": _EVALUATION,

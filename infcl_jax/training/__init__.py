@@ -23,6 +23,7 @@ from infcl_jax.training.safeguards import Safeguards
 from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import make_train_step
+from infcl_jax.training.text_retrieval import TextRetrievalConfig
 from infcl_jax.training.train_progress import Pauses, TrainProgress
 from infcl_jax.training.workdir import load_config, prepare_workdir, save_config
 from infcl_jax.training.workdir_lock import WorkdirLock
@@ -51,6 +52,7 @@ __all__ = [
     "Profile",
     "RunConsole",
     "Safeguards",
+    "TextRetrievalConfig",
     "TrainProgress",
     "TrainState",
     "UnlockedGroups",

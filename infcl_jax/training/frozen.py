@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.checks import check_choice
 from infcl_jax.distributed import data_mesh
-from infcl_jax.models import TOWERS
+from infcl_jax.models import TOWERS, towers_of
 from infcl_jax.models.depth import distances_to_output
 
 _SEPARATOR = "/"
@@ -133,7 +133,7 @@ def frozen_towers(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[s
       frozen: names of the frozen parameters, see `frozen_parameters`.
     """
     trained, _ = partition(params, frozen)
-    return tuple(name for name, subtree in TOWERS.items() if subtree not in trained)
+    return tuple(name for name, subtree in towers_of(params).items() if subtree not in trained)
 
 
 def partition(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

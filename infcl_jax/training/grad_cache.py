@@ -19,6 +19,8 @@ class GradCacheConfig:
 
     Attributes:
       chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
+      passage_chunk_size: passages of a text retrieval model in memory at a time; None: `chunk_size`, which then counts
+        queries and passages alike.
       keep: number of chunks whose activations are stored in the first pass instead of recomputed in the second.
         `infcl_jax.cached_value_and_grad` describes the memory cost.
       keep_residual: whether the other chunks store their transformers' residual streams, from which the second pass
@@ -31,6 +33,7 @@ class GradCacheConfig:
     """
 
     chunk_size: int | None = None
+    passage_chunk_size: int | None = None
     keep: int = 0
     keep_residual: bool = False
     residency: str = "device"
@@ -41,6 +44,8 @@ class GradCacheConfig:
             raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"expected grad_cache.chunk_size >= 1 or None, got {self.chunk_size}")
+        if self.passage_chunk_size is not None and self.passage_chunk_size < 1:
+            raise ValueError(f"expected grad_cache.passage_chunk_size >= 1 or None, got {self.passage_chunk_size}")
         if self.chunk_size is None and (changes := self.changes()):
             settings = " and ".join(f"{name}={value!r}" for name, value in changes.items())
             raise ValueError(
@@ -74,10 +79,13 @@ class GradCacheConfig:
                 f"expected grad_cache.chunk_size <= batch_size={batch_size}, got {self.chunk_size}; choose a smaller "
                 "chunk, or None for no gradient caching"
             )
-        if self.chunk_size % devices:
-            raise ValueError(
-                f"expected grad_cache.chunk_size to be a multiple of the {devices} devices, got {self.chunk_size}"
-            )
+        for name in ("chunk_size", "passage_chunk_size"):
+            if (size := getattr(self, name)) is not None and size % devices:
+                raise ValueError(f"expected grad_cache.{name} to be a multiple of the {devices} devices, got {size}")
+
+    def chunk_of(self, name: str) -> int | None:
+        """Return the rows of a chunk of an encoder such as "image" or "passage", over all devices."""
+        return (self.passage_chunk_size if name == "passage" else None) or self.chunk_size
 
     @property
     def options(self) -> dict[str, Any]:

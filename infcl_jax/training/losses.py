@@ -8,11 +8,13 @@ from infcl_jax.checks import check_choice
 from infcl_jax.losses import ClipLoss, Loss, SiglipLoss
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.training.global_contrastive import GlobalContrastive
+from infcl_jax.training.text_retrieval import RetrievalLoss
 
 LOSSES: dict[str, type[Loss]] = {
     "clip": ClipLoss,
     "siglip": SiglipLoss,
     **dict.fromkeys(VARIANTS, GlobalContrastive),
+    "retrieval": RetrievalLoss,
 }
 
 

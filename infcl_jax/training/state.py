@@ -12,7 +12,7 @@ from flax.training import train_state
 from jax.sharding import Mesh
 
 from infcl_jax.checks import check_choice
-from infcl_jax.models import clamp_logit_scale
+from infcl_jax.models import TextPair, clamp_logit_scale
 from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
 from infcl_jax.training.frozen import (
     ALL_LOCKED,
@@ -91,7 +91,9 @@ class TrainState(train_state.TrainState):
           **changes: new values of other fields.
         """
         state = super(TrainState, self.replace(params=self.trained)).apply_gradients(grads=grads, **changes)
-        state = state.replace(params=clamp_logit_scale(merge(self.params, state.params)))
+        params = merge(self.params, state.params)
+        # The scale of a `TextPair` is a constant.
+        state = state.replace(params=clamp_logit_scale(params) if "logit_scale" in params else params)
         if state.ema_config is None:
             return state
         return state.replace(ema=updated_ema(state.ema_config, state.ema, state.averaged, state.step))
@@ -120,9 +122,9 @@ def create_state(
       ['visual/class_embedding', 'visual/conv1/kernel']
 
     Args:
-      model: a `CLIP` module.
+      model: a `CLIP` or `TextPair` module.
       tx: optimizer.
-      image_size: side of the square input images, in pixels.
+      image_size: side of the square input images, in pixels; 0 for a `TextPair`, which has none.
       context_length: tokens per text.
       seed: seed of the initial parameters.
       mesh: devices that hold the state.
@@ -140,8 +142,9 @@ def create_state(
     check_frozen(frozen, unlocked_groups)
 
     def init() -> TrainState:
-        image = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
-        variables = model.init(jax.random.key(seed), image, jnp.zeros((1, context_length), jnp.int32))
+        text = jnp.zeros((1, context_length), jnp.int32)
+        first = text if isinstance(model, TextPair) else jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
+        variables = model.init(jax.random.key(seed), first, text)
         params, statistics = variables["params"], variables.get("batch_stats")
         fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
         fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)

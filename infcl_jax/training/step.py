@@ -16,7 +16,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
 from infcl_jax.losses.base import SAMPLE_INPUTS
-from infcl_jax.models import TOWERS, CLIPOutput
+from infcl_jax.models import TEXT_TOWERS, TOWERS, CLIPOutput, TextPairOutput, towers_of
 from infcl_jax.ops.color import adjusted
 from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
@@ -160,18 +160,18 @@ def make_train_step(
     return from_host
 
 
-def evaluate_loss(loss_fn: Loss, output: CLIPOutput, inputs: Mapping[str, Any]) -> tuple[jax.Array, Auxiliary]:
+def evaluate_loss(loss_fn: Loss, output: Any, inputs: Mapping[str, Any]) -> tuple[jax.Array, Auxiliary]:
     """Evaluate the loss and its auxiliary outputs.
 
     Args:
       loss_fn: loss from `make_loss`.
-      output: model output for the global batch, features `[b, D]`.
+      output: `CLIPOutput` or `TextPairOutput` for the global batch.
       inputs: mapping with the entries of `loss_inputs`; other entries are ignored.
 
     Returns:
       The scalar loss and its auxiliary outputs.
     """
-    finite = {name: jnp.isfinite(getattr(output, name)).all() for name in TOWERS}
+    finite = {name: jnp.isfinite(getattr(output, name)).all() for name in output._fields[:2]}
     result = loss_fn(output, **{name: inputs[name] for name in loss_fn.batch_inputs})
     samples = None if result.rows is None else (inputs["index"], result.rows)
     logit_scale = output.logit_scale if result.logit_scale is None else result.logit_scale
@@ -185,20 +185,23 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
       loss_fn: loss from `make_loss`.
       state: train state, with `samples` for losses with sample state.
       batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair;
-        with `"ids"` for positives by id: int32 `[b, 2]`.
+        with `"ids"` for positives by id: int32 `[b, 2]`; with `"passage_mask"` for text retrieval.
 
     Returns:
-      Inputs by name: sample indices, sample state and step, ids, or nothing.
+      Inputs by name: sample indices, sample state and step, ids, the mask of passages, or nothing.
 
     Raises:
       ValueError: an input is not in the state or the batch.
     """
-    available = {name: batch.get(name) for name in ("index", "ids")} | {"samples": state.samples, "step": state.step}
+    available = {name: batch.get(name) for name in ("index", "ids", "passage_mask")}
+    available |= {"samples": state.samples, "step": state.step}
     inputs = {name: available[name] for name in loss_fn.batch_inputs}
     if any(inputs.get(name, 0) is None for name in SAMPLE_INPUTS):
         raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.name}, got none")
     if inputs.get("ids", 0) is None:
         raise ValueError(f"expected a batch with ids for positives={loss_fn.targets.positives!r}, got none")
+    if inputs.get("passage_mask", 0) is None:
+        raise ValueError(f"expected a batch with passage_mask for {loss_fn.name}, got none")
     return inputs
 
 
@@ -206,13 +209,13 @@ def _direct(loss_fn: Loss, mesh: Mesh | None) -> GradientFn:
     """Make a gradient function that encodes the whole batch at once."""
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        inputs = loss_inputs(loss_fn, state, batch)
+        inputs, names = loss_inputs(loss_fn, state, batch), tuple(towers_of(state.params))
 
-        def forward(model: nn.Module) -> CLIPOutput:
-            features = (encode_rows(model, name, batch[name], name in state.frozen_towers) for name in TOWERS)
-            return CLIPOutput(*features, *model.logit_scale_and_bias())  # type: ignore[attr-defined]
+        def forward(model: nn.Module) -> Any:
+            features = {name: encode_rows(model, name, batch[name], name in state.frozen_towers) for name in names}
+            return model_output(features, *model.logit_scale_and_bias())  # type: ignore[attr-defined]
 
-        def model(trained: Any) -> tuple[CLIPOutput, Any]:
+        def model(trained: Any) -> tuple[Any, Any]:
             variables = state.variables | {"params": merge(state.params, trained)}
             with module_modes(state.params, state.frozen):
                 return state.apply_fn(variables, method=forward, rngs={"dropout": key}, mutable=["batch_stats"])
@@ -232,7 +235,9 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
     sharding = None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @functools.cache  # cached by model, so that the functions compiled for host chunks are reused
-    def value_and_grad(apply_fn: Callable, frozen: frozenset[str], towers: tuple[str, ...]) -> Callable:
+    def value_and_grad(
+        apply_fn: Callable, names: tuple[str, ...], frozen: frozenset[str], towers: tuple[str, ...]
+    ) -> Callable:
         def encoder(name: str) -> Callable:
             def encode(variables: tuple[Any, Any], chunk: Any, key: jax.Array) -> jax.Array:
                 whole = _whole_variables(*variables)
@@ -244,20 +249,21 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
 
         def loss(variables: tuple[Any, Any], features: dict[str, Any]) -> tuple[jax.Array, Auxiliary]:
             scalars = apply_fn(_whole_variables(*variables), method="logit_scale_and_bias")
-            return evaluate_loss(loss_fn, CLIPOutput(features["image"], features["text"], *scalars), features)
+            return evaluate_loss(loss_fn, model_output(features, *scalars), features)
 
         return cached_value_and_grad(
-            {name: encoder(name) for name in TOWERS},
+            {name: encoder(name) for name in names},
             loss,
             frozen=towers,
             has_aux=True,
             sharding=sharding,
-            **cache.options,
+            **cache.options | {"chunk_size": {name: cache.chunk_of(name) for name in names}},
         )
 
     def gradients(state: TrainState, batch: Mapping[str, Any], key: jax.Array) -> tuple:
-        pairs = {name: batch[name] for name in TOWERS}
-        cached = value_and_grad(state.apply_fn, state.frozen, state.frozen_towers)
+        names = tuple(towers_of(state.params))
+        pairs = {name: batch[name] for name in names}
+        cached = value_and_grad(state.apply_fn, names, state.frozen, state.frozen_towers)
         trained, fixed = partition(state.params, state.frozen)
         constants = state.variables | {"params": fixed}
         if cache.residency != "device" and mesh is not None:
@@ -272,12 +278,19 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
     return gradients
 
 
+def model_output(features: Mapping[str, jax.Array], scale: jax.Array, bias: jax.Array | None) -> Any:
+    """Return the `CLIPOutput` or `TextPairOutput` of features."""
+    if "image" in features:
+        return CLIPOutput(features["image"], features["text"], scale, bias)
+    return TextPairOutput(features["query"], features["passage"], scale)
+
+
 def encode_rows(model: nn.Module, name: str, rows: Any, frozen: bool) -> jax.Array:
     """Encode images or texts in training mode.
 
     Args:
       model: a `CLIP` module, bound to its variables.
-      name: tower, "image" or "text".
+      name: encoder, such as "image" or "query".
       rows: images, `ColorBatch` or texts `[b, ...]`; `PrecomputedFeatures` are returned as they are.
       frozen: whether the tower is frozen. XLA then compiles it apart from the loss, so that its features have the same
         bits as precomputed ones.
@@ -325,7 +338,7 @@ def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:
         "loss": loss,
         "logit_scale": aux.logit_scale,
         "grad_norm": optax.tree.norm(norms),
-        **{f"grad_norm/{tower}": norms[module] for tower, module in TOWERS.items() if module in norms},
+        **{f"grad_norm/{tower}": norms[module] for tower, module in (TOWERS | TEXT_TOWERS).items() if module in norms},
         **({} if aux.extra_positives is None else {"extra_positives": aux.extra_positives}),
         "finite": finite,
     }

@@ -80,6 +80,7 @@ class TrainProgress:
         devices: int = 1,
         every: int = 1,
         utilization: Callable[[float], float | None] = lambda rate: None,
+        unit: str = "images",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Initialize the measurement.
@@ -91,6 +92,7 @@ class TrainProgress:
           devices: number of devices.
           every: interval of the due steps; the first update and the last step are also due.
           utilization: function from examples per second to the model FLOPs utilization; None if unknown.
+          unit: name of the examples on the console.
           clock: monotonic clock, in seconds.
 
         Raises:
@@ -103,6 +105,7 @@ class TrainProgress:
         self.examples_per_second: float | None = None
         self._console, self._pauses, self._utilization, self._clock = console, pauses, utilization, clock
         self._total_steps, self._batch_size, self._devices, self._every = pauses.total_steps, batch_size, devices, every
+        self._unit = unit
         self._paused_seconds = 0.0
         self._durations: dict[str, float] = {}  # seconds of the last pause of each kind
         self._first: tuple[int, float] | None = None  # step and clock (seconds) without pauses at the first update
@@ -181,7 +184,7 @@ class TrainProgress:
         if left := self._left(step, now):
             fields.append(f"left {left}")
         if (rate := self.examples_per_second or self._mean_rate(step, now)) is not None:
-            fields.append(f"{_rounded(rate)} images/s")
+            fields.append(f"{_rounded(rate)} {self._unit}/s")
             if self._devices > 1:
                 fields.append(f"{_rounded(rate / self._devices)} per device")
         if "mfu" in scalars:

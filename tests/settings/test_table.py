@@ -12,7 +12,13 @@ from infcl_jax.data import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.initialization import InitConfig
 from infcl_jax.settings import SETTINGS, Range, check_config, type_name
-from infcl_jax.training import GlobalContrastiveConfig, GradCacheConfig, OptimizerConfig, UnlockedGroups
+from infcl_jax.training import (
+    GlobalContrastiveConfig,
+    GradCacheConfig,
+    OptimizerConfig,
+    TextRetrievalConfig,
+    UnlockedGroups,
+)
 
 RANGES = [name for name, setting in SETTINGS.items() if setting.values is not None]
 REQUIRED = [name for name, setting in SETTINGS.items() if not setting.optional]
@@ -88,6 +94,7 @@ GROUPS = {
     "grad_cache": GradCacheConfig,
     "init": InitConfig,
     "optimizer": OptimizerConfig,
+    "text_retrieval": TextRetrievalConfig,
     "unlocked_groups": UnlockedGroups,
 }
 NO_SETTING = {"augmentation.ratio"}
@@ -119,6 +126,12 @@ def test_every_group_has_a_dataclass():
         ({"optimizer.final_learning_rate": 1.0}, "expected optimizer.final_learning_rate <= optimizer.learning_rate"),
         ({"optimizer.warmup_steps": 1000}, "expected optimizer.warmup_steps < total_steps"),
         ({"optimizer.cooldown_steps": 950}, "expected optimizer.warmup_steps [+] optimizer.cooldown_steps <= total"),
+        ({"text_retrieval.corpus": "a.tsv"}, "expected text_retrieval.corpus and text_retrieval.questions together"),
+        (
+            {"grad_cache.passage_chunk_size": 8, "grad_cache.chunk_size": 8},
+            "expected grad_cache.passage_chunk_size=None",
+        ),
+        ({"text_retrieval.judgments": "a"}, "expected text_retrieval.corpus with text_retrieval.judgments"),
         ({"grad_cache.keep": 1}, "expected grad_cache.chunk_size with keep=1"),
         ({"grad_cache.chunk_size": 512}, "expected grad_cache.chunk_size <= batch_size=256"),
         ({"grad_cache.chunk_size": 64, "grad_cache.keep": 5}, "expected grad_cache.keep <= 4, the chunks of a batch"),

@@ -1,0 +1,189 @@
+"""Training batches of queries with passages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
+from infcl_jax.data.checks import check_at_least, process_rows
+from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
+from infcl_jax.data.parallelism import choose_parallelism
+from infcl_jax.data.pipeline import ProcessRows
+from infcl_jax.data.sample_order import SampleOrder
+from infcl_jax.data.sources.base import BadRecordError
+from infcl_jax.data.sources.text_retrieval import Passage, QuerySource, RetrievalExample
+from infcl_jax.data.stages import READ, TOKENIZE, take_seconds, timed
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.worker_function import WorkerFunction
+
+_STREAM = 2**34  # offset of the seed in the keys of random generators, see `infcl_jax.data.pipeline`
+_ATTEMPTS = 16  # records tried in a row, as for images
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTexts:
+    """Texts and token ids of queries and passages.
+
+    Examples:
+      >>> texts = PairTexts(load_tokenizer("bytes", 32), query_length=24)
+      >>> texts.queries(["who wrote book 0?"]).shape
+      (1, 24)
+
+    Attributes:
+      tokenizer: tokenizer whose context length is that of the passages.
+      query_length: tokens of a query, special tokens included; None: those of a passage.
+      separator: text between the title and the text of a passage, such as " [SEP] ", which a tokenizer of BERT reads as
+        its separator token.
+    """
+
+    tokenizer: BaseTokenizer
+    query_length: int | None = None
+    separator: str = " "
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Encode n queries as int32 [n, query_length]."""
+        # DPR replaces the typographic apostrophe, in training and in evaluation.
+        return self._query_tokenizer([text.replace("\u2019", "'") for text in texts])
+
+    @functools.cached_property
+    def _query_tokenizer(self) -> BaseTokenizer:
+        """Tokenizer of the queries; one object, which warns of cut texts once."""
+        if self.query_length is None:
+            return self.tokenizer
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.context_length = self.query_length
+        return tokenizer
+
+    def passages(self, passages: Sequence[Passage]) -> np.ndarray:
+        """Encode n passages, with their titles in front, as int32 [n, context_length]."""
+        return self.tokenizer([f"{p.title}{self.separator}{p.text}" if p.title else p.text for p in passages])
+
+
+@dataclasses.dataclass(frozen=True)
+class _PairChunk:
+    """Function that makes one chunk of a batch from (global row, sample index) pairs."""
+
+    source: QuerySource
+    texts: PairTexts
+    hard_negatives: int
+    positive: str
+    seed: int
+
+    def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        take_seconds()  # those of a chunk that raised
+        bad: dict[int, str] = {}
+        with timed(READ):
+            read = [self._read(index, bad) for _, index in rows]
+        passages = [self._passages(row, example) for (row, _), (example, _) in zip(rows, read, strict=True)]
+        size = 1 + self.hard_negatives
+        with timed(TOKENIZE):
+            query = self.texts.queries([example.query for example, _ in read])
+            ids = self.texts.passages([p for group in passages for p in (*group, *[Passage("")] * (size - len(group)))])
+        return {
+            "query": query,
+            "passage": ids,
+            "passage_mask": np.concatenate([np.arange(size) < len(group) for group in passages]),
+            "index": np.array([index for _, index in read], np.int64),
+            BAD_RECORDS: as_array(bad),
+            STATS: take_seconds(),
+        }
+
+    def _read(self, index: int, bad: dict[int, str]) -> tuple[RetrievalExample, int]:
+        """Read a record, or the next good one in place of a bad one."""
+        size = len(self.source)
+        for candidate in (offset % size for offset in range(index, index + min(_ATTEMPTS, size))):
+            try:
+                return self.source[candidate], candidate
+            except BadRecordError as error:
+                bad[candidate] = str(error)
+        raise BadRecordError(f"{bad[candidate]}; the records from {index} on are all bad")
+
+    def _passages(self, row: int, example: RetrievalExample) -> list[Passage]:
+        """Choose the positive and the hard negatives of a row."""
+        if self.positive == "first":
+            return [example.positives[0], *example.negatives[: self.hard_negatives]]
+        rng = np.random.Generator(np.random.Philox(key=np.array([_STREAM + self.seed, row], np.uint64)))
+        chosen = rng.permutation(len(example.negatives))[: self.hard_negatives]
+        return [example.positives[int(rng.integers(len(example.positives)))], *(example.negatives[i] for i in chosen)]
+
+
+def pair_iterator(
+    source: QuerySource,
+    texts: PairTexts,
+    *,
+    batch_size: int,
+    hard_negatives: int,
+    seed: int,
+    positive: str = "first",
+    process_index: int = 0,
+    process_count: int = 1,
+    num_workers: int | None = None,
+    num_threads: int | None = None,
+    prefetch_batches: int | None = None,
+    max_bad_records: int = 100,
+) -> TrainIterator:
+    """Create an endless iterator of training batches of queries with passages.
+
+    Order, epochs and resume are those of `infcl_jax.data.train_iterator`.
+
+    Examples:
+      >>> source, texts = QuerySource("dpr/train.json"), PairTexts(load_tokenizer("bytes", 32))
+      >>> data = pair_iterator(source, texts, batch_size=4, hard_negatives=1, seed=0, num_workers=0)
+      >>> batch = next(data)
+      >>> batch["query"].shape, batch["passage"].shape
+      ((4, 32), (8, 32))
+      >>> data.close()
+
+    Args:
+      source: queries with passages.
+      texts: tokenization of queries and passages.
+      batch_size: queries of the global batch B, over all processes.
+      hard_negatives: hard negatives n of each query; those that a query lacks are padding.
+      seed: seed of order and choice, in [0, 2**32).
+      positive: "first": the first positive and hard negatives of a query; "random": drawn in every epoch.
+      process_index: index of this process.
+      process_count: number of processes that share each batch; each gets b = B / process_count rows.
+      num_workers: number of worker processes; 0: threads; None: chosen from the cores.
+      num_threads: number of reading threads without workers; None: one per core.
+      prefetch_batches: number of batches to prefetch; None: 2.
+      max_bad_records: maximum number of different bad records to replace.
+
+    Returns:
+      An iterator of {"query": int32 [b, Lq], "passage": int32 [b (1 + n), L], "passage_mask": bool [b (1 + n)],
+      "index": int64 [b]}. The passages of a query are consecutive, the positive first.
+
+    Raises:
+      ValueError: batch_size is not a multiple of the number of processes or exceeds the source.
+      BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
+    """
+    local_size = process_rows(batch_size, process_index, process_count)
+    check_at_least(0, hard_negatives=hard_negatives)
+    if batch_size > len(source):
+        raise ValueError(f"batch_size must be at most the {len(source)} queries of {source.name}, got {batch_size}")
+    chunk = chunk_size(local_size)
+    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
+    order = order[: len(source) // batch_size * batch_size]
+    rows = ProcessRows(order, batch_size, process_index, process_count)
+    make_chunk = WorkerFunction(_PairChunk(source, texts, hard_negatives, positive, seed))
+    return TrainIterator(
+        rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
+        chunks_per_batch=local_size // chunk,
+        rows_per_chunk=chunk,
+        identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
+        bad_records=BadRecords(source, max_bad_records),  # type: ignore[arg-type]
+        order=SampleOrder(source, order, batch_size, process_index * local_size, local_size),  # type: ignore[arg-type]
+        finish=None,
+        parallelism=choose_parallelism(
+            batch_bytes=local_size * (2 + hard_negatives) * 4 * texts.tokenizer.context_length,
+            num_workers=num_workers,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+        ),
+    )

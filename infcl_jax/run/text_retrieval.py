@@ -1,0 +1,164 @@
+"""Parts of a run of dense text retrieval, whose model is a `TextPair`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax.data import (
+    Corpus,
+    PairTexts,
+    QuerySource,
+    Tokenizer,
+    TrainIterator,
+    pair_iterator,
+    read_judgments,
+    read_questions,
+)
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.distributed import flat_mesh
+from infcl_jax.evaluation import TextRetrievalSuite
+from infcl_jax.models import TextPairConfig, build_model, text_pair_config, towers_of, variable_shapes
+from infcl_jax.models.convert import open_source
+from infcl_jax.models.convert.bert import read_config, weight_map
+from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
+from infcl_jax.models.registry import change_config
+from infcl_jax.settings import check_model_overrides, parse_overrides
+from infcl_jax.training import TextRetrievalConfig, TrainState
+
+# Entries of a batch that the step takes.
+BATCH = ("query", "passage", "passage_mask")
+
+
+def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
+    """Return the model configuration of a run of text retrieval.
+
+    It includes the overrides. The result is None for other runs.
+
+    Raises:
+      ValueError: an override is unknown or has the wrong type.
+    """
+    base = text_pair_config(config.model)
+    if base is None:
+        return None
+    overrides = parse_overrides(config.model_overrides)
+    check_model_overrides(base, overrides)
+    if base.text.projection == "none" and "text.projection" not in overrides:
+        overrides.setdefault("embed_dim", overrides.get("text.width", base.text.width))
+    return change_config(base, **overrides)
+
+
+def pair_texts(config: ConfigDict, tokenizer: Tokenizer) -> PairTexts:
+    """Return the tokenization of queries and passages.
+
+    Raises:
+      ValueError: queries have more tokens than the context length.
+    """
+    settings = TextRetrievalConfig(**config.text_retrieval)
+    if settings.query_length is not None and settings.query_length > tokenizer.context_length:
+        raise ValueError(
+            f"expected text_retrieval.query_length <= text.context_length={tokenizer.context_length}, got "
+            f"{settings.query_length}"
+        )
+    return PairTexts(cast(BaseTokenizer, tokenizer), settings.query_length, settings.separator)
+
+
+def pair_data(config: ConfigDict, source: QuerySource, tokenizer: Tokenizer) -> TrainIterator:
+    """Create the endless iterator over this process's rows of training batches.
+
+    Raises:
+      ValueError: see `pair_iterator` and `pair_texts`.
+    """
+    settings = TextRetrievalConfig(**config.text_retrieval)
+    return pair_iterator(
+        source,
+        pair_texts(config, tokenizer),
+        batch_size=config.batch_size,
+        hard_negatives=settings.hard_negatives,
+        positive=settings.positive,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        num_workers=config.num_workers,
+        num_threads=config.num_threads,
+        prefetch_batches=config.prefetch_batches,
+        max_bad_records=config.max_bad_records,
+    )
+
+
+def pair_suite(
+    config: ConfigDict, model: TextPairConfig, mesh: Mesh, tokenizer: Tokenizer, check: Callable[[], None] | None
+) -> TextRetrievalSuite:
+    """Open the corpus and the questions of a run; see `infcl_jax.run.evaluation_suite`.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a file is damaged, questions have neither answers nor judgments, or see `pair_texts`.
+    """
+    settings = TextRetrievalConfig(**config.text_retrieval)
+    suite = TextRetrievalSuite(build_model(model), pair_texts(config, tokenizer), flat_mesh(mesh))
+    if settings.corpus is None or settings.questions is None:
+        return suite
+    questions = read_questions(settings.questions)
+    judgments = None if settings.judgments is None else read_judgments(settings.judgments)
+    judged = judgments is not None and any(question.key in judgments for question in questions)
+    if not judged and not any(question.answers for question in questions):
+        raise ValueError(
+            f"expected answers in {settings.questions}, or judgments of its queries, got neither; set "
+            "text_retrieval.judgments"
+        )
+    return dataclasses.replace(
+        suite,
+        corpus=Corpus(settings.corpus),
+        questions=questions,
+        judgments=judgments,
+        batch_size=config.evaluation.batch_size,
+        check=check or (lambda: None),
+    )
+
+
+def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
+    """Initialize both encoders from a BERT of Hugging Face.
+
+    A projection keeps its initial values.
+
+    Args:
+      path: folder, file or Hub name, see `infcl_jax.models.load_pretrained`.
+      model: configuration of the model.
+      state: initial train state.
+
+    Raises:
+      FileNotFoundError: no such source.
+      ValueError: the source is no BERT, or has another architecture.
+    """
+    source = open_source(path)
+    if source.config is None or source.format != "hf":
+        raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
+    theirs = read_config(source.config, model.text)
+    for field in dataclasses.fields(theirs):
+        if field.name in ("dropout", "remat", "attention", "layer_scale"):
+            continue
+        ours = getattr(model.text, field.name)
+        if field.name == "activation" and ours is None:
+            ours = model.activation
+        if ours != (value := getattr(theirs, field.name)):
+            raise ValueError(f"expected text.{field.name}={value!r}, as in {path}, got {ours!r}; set model_overrides")
+    tied = variable_shapes(build_model(dataclasses.replace(model, tied=True)))
+    shapes = {name: shape for name, shape in flat_shapes(tied).items() if "/text_projection/" not in name}
+    tensors = source.tensors()
+    arrays = flat_shapes(to_variables(weight_map(model.text, shapes, tensors), tensors, shapes, source.name))
+    params = dict(flat_shapes(state.params))
+    for subtree in set(towers_of(state.params).values()):
+        for name, array in arrays.items():
+            target = name.replace("params/text/", f"{subtree}/", 1)
+            params[target] = _placed(array, params[target])
+    return state.replace(params=unflatten_dict(params, sep="/"))
+
+
+def _placed(array: np.ndarray, current: Any) -> jax.Array:
+    return jax.device_put(array.astype(current.dtype), current.sharding)

@@ -1,0 +1,66 @@
+"""The DPR recipe: frozen settings and the model that they describe."""
+
+import jax
+import pytest
+import runs
+
+from configs import base, dpr
+from infcl_jax.models import build_model, variable_shapes
+from infcl_jax.run.text_retrieval import read_text_pair
+from infcl_jax.settings import check_config
+
+BERT = 108_891_648  # parameters of bert-base-uncased without its pooler
+PAPER = {
+    "batch_size": 128,
+    "checkpoint_every": 460,
+    "dataset": "data/dpr/biencoder-nq-train.json",
+    "epochs": 40,
+    "eval_every": 0,
+    "evaluation.batch_size": 1024,
+    "init.text": "data/dpr/bert-base-uncased",
+    "loss": "retrieval",
+    "model": "bert-base-uncased",
+    "optimizer.beta2": 0.999,
+    "optimizer.clip_norm": 2.0,
+    "optimizer.eps": 1e-8,
+    "optimizer.learning_rate": 2e-5,
+    "optimizer.schedule": "linear",
+    "optimizer.warmup_steps": 1237,
+    "optimizer.weight_decay": 0.0,
+    "text_retrieval.corpus": "data/dpr/psgs_w100.tsv",
+    "text_retrieval.questions": "data/dpr/nq-test.qa.csv",
+    "text_retrieval.separator": " [SEP] ",
+    "tokenizer": "hf:data/dpr/bert-base-uncased",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ("", (16, 8)),
+        ("query_chunk=32,passage_chunk=4", (32, 4)),
+        ("gpus=4", (64, 32)),
+        ("gpus=8", (None, None)),
+    ],
+)
+def test_settings_are_frozen(changes, chunks):
+    config = dpr.get_config(changes)
+    check_config(config)
+    defaults = runs.flat(base.get_config())
+    changed = {name: value for name, value in runs.flat(config).items() if value != defaults[name]}
+    sizes = dict(zip(("grad_cache.chunk_size", "grad_cache.passage_chunk_size"), chunks, strict=True))
+    assert changed == PAPER | {name: size for name, size in sizes.items() if size is not None}
+    assert config.text_retrieval.hard_negatives == 1 and config.text_retrieval.positive == "first"
+
+
+def test_the_model_has_two_berts():
+    model = read_text_pair(dpr.get_config())
+    assert (model.text.dropout, model.text.context_length, model.text.pool) == (0.1, 256, "cls")
+    shapes = variable_shapes(build_model(model))["params"]
+    assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 2 * BERT
+
+
+@pytest.mark.parametrize("changes", ["steps=3", "gpus=0", "query_chunk=a"])
+def test_a_mistake_in_an_argument_is_named(changes):
+    with pytest.raises(ValueError, match=r"^expected gpus, query_chunk or passage_chunk as a positive number, got "):
+        dpr.get_config(changes)

@@ -51,6 +51,13 @@ _MAX_PIXELS = command_line.pixel_limit_flag()
 _CAPTIONS = flags.DEFINE_bool("captions", False, "Encode the captions instead of the images.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "Images or captions encoded at once, over all devices.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Dtype of activations, such as bfloat16. Default: that of the model.")
+_DIM = flags.DEFINE_integer(
+    "dim",
+    None,
+    "Size of the features' prefix to write, of a model trained with matryoshka. Default: all.",
+    lower_bound=1,
+    allow_override=True,
+)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Tokenizer, see docs/training.md. Default: that of the model.")
 _WORKERS = flags.DEFINE_integer("num_workers", None, "Reading processes; 0: threads. Default: by the CPU cores.")
 _MAX_BAD = flags.DEFINE_integer("max_bad_records", 100, "Largest number of bad records.", lower_bound=0)
@@ -144,7 +151,7 @@ def _encoded_images(
     encoder: Encoder, batches: Iterable[Batch], progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Encode the images of each shard; yield features and indices."""
-    encode = TowerEncoder(encoder.model, "encode_image")
+    encode = TowerEncoder(encoder.model, "encode_image", encoder.dim)
     encoded = encode_image_batches(encode, encoder.variables, batches, encoder.mesh)
 
     def counted() -> Iterator[dict[str, np.ndarray]]:
@@ -160,7 +167,7 @@ def _encoded_captions(
     encoder: Encoder, batches: Iterable[Batch], progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Encode the captions of each shard; yield features and indices of the images."""
-    encode = TowerEncoder(encoder.model, "encode_text")
+    encode = TowerEncoder(encoder.model, "encode_text", encoder.dim)
     for shard in itertools.batched(batches, _SHARD_BATCHES):
         captions = {key: np.concatenate([batch[key] for batch in shard]) for key in ("text", "text_index")}
         rows = len(shard[0]["mask"])
@@ -242,7 +249,9 @@ def main() -> None:
     source = load_source(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
     if _CAPTIONS.value and not is_captioned(source):
         raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
-    encoder = load(_MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value)
+    encoder = load(
+        _MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value, dim=_DIM.value
+    )
     if _MAX_PIXELS.value is not None:
         encoder = dataclasses.replace(encoder, max_image_pixels=_MAX_PIXELS.value)
     options = {"num_workers": _WORKERS.value, "max_bad_records": _MAX_BAD.value}

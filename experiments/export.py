@@ -16,6 +16,7 @@ from infcl_jax import run
 from infcl_jax.console import say
 from infcl_jax.models import Certificate, build_model, save_pretrained, variable_shapes
 from infcl_jax.models.convert import export_stablehlo
+from infcl_jax.models.prefix import prefix_model
 from infcl_jax.run.export import copy_tokenizer
 from infcl_jax.training import restore_variables
 
@@ -24,22 +25,30 @@ FORMATS = ("open_clip", "hf", "stablehlo")
 # Other commands have flags of the same names; all are imported in one process by tests.
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the exported model.", allow_override=True)
 _FORMAT = flags.DEFINE_enum("format", FORMATS[0], FORMATS, "Format of the exported model.", allow_override=True)
+_DIM = flags.DEFINE_integer(
+    "dim",
+    None,
+    "Size of the features' prefix to export, of a model trained with matryoshka. Default: all.",
+    lower_bound=1,
+    allow_override=True,
+)
 
 
-def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -> Certificate:
+def export(workdir: str | Path, output: str | Path, format: str = "open_clip", dim: int | None = None) -> Certificate:
     """Export the latest checkpoint of a run.
 
     Args:
       workdir: directory of the run.
       output: folder of the exported model, created if missing. A folder `tokenizer` is a copy of the run's.
       format: "open_clip", "hf" or "stablehlo".
+      dim: size of the features' prefix; None: the whole features.
 
     Returns:
       The certificate, also written as `certificate.json`.
 
     Raises:
       FileNotFoundError: no run or no checkpoint in `workdir`.
-      ValueError: the format has no such model.
+      ValueError: the format has no such model, or `dim` is too large or the projections are not linear.
     """
     if format not in FORMATS:
         raise ValueError(f"expected format to be one of {FORMATS}, got {format!r}")
@@ -50,6 +59,8 @@ def export(workdir: str | Path, output: str | Path, format: str = "open_clip") -
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), variable_shapes(build_model(config))
     )
     step, variables = restore_variables(workdir, template)
+    if dim is not None:
+        config, variables = prefix_model(config, variables, dim)
     if format == "stablehlo":
         certificate = export_stablehlo(output, config, variables)
     else:
@@ -67,7 +78,7 @@ def export_from_flags(workdir: str) -> None:
     """
     if not _OUTPUT.value:
         raise ValueError("expected --output, the folder of the exported model, got none")
-    export(workdir, _OUTPUT.value, _FORMAT.value)
+    export(workdir, _OUTPUT.value, _FORMAT.value, _DIM.value)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from infcl_jax.losses import (
     clip_loss,
     create_samples,
     global_contrastive_loss,
+    matryoshka,
     retrieval_loss,
     siglip_loss,
 )
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from infcl_jax.encoder import Encoder, load
     from infcl_jax.run.callbacks import Callback
     from infcl_jax.run.train import train
+    from infcl_jax.verification import verify
 
 __all__ = [
     "Callback",
@@ -33,12 +35,14 @@ __all__ = [
     "create_samples",
     "global_contrastive_loss",
     "load",
+    "matryoshka",
     "notebook",
     "pairwise_lse",
     "pairwise_scores_lse",
     "retrieval_loss",
     "siglip_loss",
     "train",
+    "verify",
 ]
 
 try:
@@ -53,6 +57,7 @@ _LAZY = {
     "load": "infcl_jax.encoder",
     "notebook": "infcl_jax.notebook",
     "train": "infcl_jax.run.train",
+    "verify": "infcl_jax.verification",
 }
 
 

@@ -34,6 +34,7 @@ from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_s
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
+from infcl_jax.models.prefix import prefix_model
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     batch_size: int = 256,
+    dim: int | None = None,
 ) -> Encoder:
     """Load a model to encode and classify images and texts.
 
@@ -65,6 +67,7 @@ def load(
       dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
       mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
       batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
+      dim: size of the prefix to which features are cut, for a model trained with `matryoshka`; None: their whole size.
 
     Returns:
       The encoder.
@@ -79,6 +82,20 @@ def load(
       >>> encoder.embed_dim
       16
     """
+    encoder = _load(path, model, step, tokenizer, dtype, mesh, batch_size)
+    return encoder if dim is None else encoder.prefix(dim)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    model: str | None,
+    step: int | None,
+    tokenizer: str | BaseTokenizer | None,
+    dtype: str | None,
+    mesh: Mesh | None,
+    batch_size: int,
+) -> Encoder:
+    """Load a model with its whole features."""
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     mesh = data_mesh() if mesh is None else mesh
@@ -195,6 +212,7 @@ class Encoder:
       batch_size: largest number of images or texts encoded at once, over all devices.
       resize: resize of images before the center crop.
       max_image_pixels: largest number of pixels of an encoded image.
+      dim: size of the prefix to which features are cut, see `prefix`; None: the whole features.
     """
 
     model: CLIP
@@ -204,6 +222,18 @@ class Encoder:
     batch_size: int = 256
     resize: Resize = SHORTEST_BICUBIC
     max_image_pixels: int = MAX_PIXELS
+    dim: int | None = None
+
+    def prefix(self, dim: int) -> Encoder:
+        """Return an encoder of the first `dim` columns of the features, L2-normalized.
+
+        Raises:
+          ValueError: `dim` is not in [1, D].
+        """
+        whole = dataclasses.replace(self, dim=None)
+        if not 1 <= dim <= whole.embed_dim:
+            raise ValueError(f"expected dim between 1 and {whole.embed_dim}, the size of the features, got {dim}")
+        return dataclasses.replace(self, dim=dim)
 
     def __repr__(self) -> str:
         """Describe the model in a line, without its arrays."""
@@ -235,7 +265,7 @@ class Encoder:
         _check_sequence("images", images)
         if len(images) == 0:
             return np.zeros((0, self.embed_dim), np.float32)
-        encode = TowerEncoder(self.model, "encode_image")
+        encode = TowerEncoder(self.model, "encode_image", self.dim)
         batches = encode_image_batches(encode, self.variables, self._image_batches(images), self.mesh)
         return np.concatenate([batch["feature"][np.argsort(batch["index"])] for batch in batches])
 
@@ -254,7 +284,7 @@ class Encoder:
         _check_sequence("texts", texts)
         if len(texts) == 0:
             return np.zeros((0, self.embed_dim), np.float32)
-        encode = TowerEncoder(self.model, "encode_text")
+        encode = TowerEncoder(self.model, "encode_text", self.dim)
         return encode_texts(encode, self.variables, self.tokenizer, list(texts), self.mesh, self.batch_size)
 
     def classifier(self, classes: Sequence[str], templates: Sequence[Template] | None = None) -> np.ndarray:
@@ -271,7 +301,7 @@ class Encoder:
           ValueError: there is no class or no template, or a template lacks "{}".
         """
         return class_embeddings(
-            TowerEncoder(self.model, "encode_text"),
+            TowerEncoder(self.model, "encode_text", self.dim),
             self.variables,
             self.tokenizer,
             classes,
@@ -306,6 +336,8 @@ class Encoder:
     def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> Certificate:
         """Write the model and its tokenizer, for `load` and for other libraries.
 
+        The projections of an encoder of a prefix are cut to its size.
+
         Args:
           path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`.
           format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
@@ -314,7 +346,7 @@ class Encoder:
           The certificate of the files, converted back.
 
         Raises:
-          ValueError: the format has no such model.
+          ValueError: the format has no such model, or the projections of an encoder of a prefix are not linear.
 
         Example:
           encoder = infcl_jax.load("runs/photos")
@@ -323,13 +355,15 @@ class Encoder:
         resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
         config = dataclasses.replace(config_of(self.model), **resize)
         variables = jax.tree.map(to_host, self.variables)
+        if self.dim is not None:
+            config, variables = prefix_model(config, variables, self.dim)
         certificate = save_pretrained(Path(path), config, variables, format)
         self.tokenizer.save(Path(path, run.TOKENIZER_FOLDER))
         return certificate
 
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
-        digest = hashlib.sha256(repr((self.model, self.image_size, self.resize)).encode())
+        digest = hashlib.sha256(repr((self.model, self.image_size, self.resize, *self._cut)).encode())
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
             array = np.ascontiguousarray(to_host(leaf))
             digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
@@ -337,10 +371,14 @@ class Encoder:
         return digest.hexdigest()
 
     @property
+    def _cut(self) -> tuple[int, ...]:
+        return () if self.dim is None else (self.dim,)
+
+    @property
     def embed_dim(self) -> int:
         """Size D of the features."""
         tokens = jax.ShapeDtypeStruct((1, self.tokenizer.context_length), jnp.int32)
-        return jax.eval_shape(TowerEncoder(self.model, "encode_text"), self.variables, tokens).shape[1]
+        return jax.eval_shape(TowerEncoder(self.model, "encode_text", self.dim), self.variables, tokens).shape[1]
 
     @property
     def logit_scale(self) -> float:

@@ -225,3 +225,22 @@ def test_bad_paths_and_arguments_are_named(workdir, states, tmp_path):
 def test_the_losses_do_not_import_the_encoder():
     code = "import infcl_jax, sys; assert 'infcl_jax.data' not in sys.modules; infcl_jax.Encoder"
     subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, check=True)
+
+
+@pytest.mark.parametrize("dim", [5, 16])
+def test_a_prefix_is_the_normalized_cut(workdir, encoder, images, dim, tmp_path):
+    prefix = infcl_jax.load(workdir, batch_size=8, dim=dim)
+    assert prefix.embed_dim == dim
+    for method, inputs in (("encode_images", images[:3]), ("encode_texts", ["a b", "c"])):
+        whole = getattr(encoder, method)(inputs)
+        np.testing.assert_allclose(getattr(prefix, method)(inputs), unit(whole[:, :dim]), atol=1e-5)
+    assert prefix.fingerprint() != encoder.fingerprint()
+    prefix.save(tmp_path)
+    saved = infcl_jax.load(tmp_path, batch_size=8)
+    np.testing.assert_allclose(saved.encode_texts(["a b"]), prefix.encode_texts(["a b"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 17])
+def test_a_prefix_longer_than_the_features_is_an_error(encoder, dim):
+    with pytest.raises(ValueError, match=f"^expected dim between 1 and 16, the size of the features, got {dim}"):
+        encoder.prefix(dim)

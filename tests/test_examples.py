@@ -36,6 +36,7 @@ PACKAGES = (
     "infcl_jax.planner",
     "infcl_jax.settings",
     "infcl_jax.report",
+    "infcl_jax.verification",
     "infcl_jax.distributed",
     "infcl_jax.ops.pairwise_lse",
 )

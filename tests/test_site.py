@@ -26,6 +26,7 @@ PACKAGES = [
             "planner",
             "report",
             "training",
+            "verification",
         )
     ),
 ]

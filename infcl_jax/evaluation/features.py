@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.distributed import shard_batch, to_host
+from infcl_jax.losses.matryoshka import prefix
 
 Encode = Callable[[Any, jax.Array], jax.Array]
 Batch = Mapping[str, np.ndarray]
@@ -33,14 +34,17 @@ class TowerEncoder:
     Attributes:
         model: a `CLIP` module.
         method: "encode_image" or "encode_text".
+        dim: size of the normalized prefix of the features; None: the whole features.
     """
 
     model: nn.Module
     method: str
+    dim: int | None = None
 
     def __call__(self, variables: Any, inputs: jax.Array) -> jax.Array:
         """Encode a batch to [b, D], given the Flax variables of the model."""
-        return cast(jax.Array, self.model.apply(variables, inputs, method=self.method))
+        features = cast(jax.Array, self.model.apply(variables, inputs, method=self.method))
+        return features if self.dim is None else prefix(features, self.dim)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +75,11 @@ class Features:
     def __len__(self) -> int:
         """Number of images N."""
         return len(self.index)
+
+    def prefix(self, dim: int) -> Features:
+        """Cut the features to their first `dim` columns, L2-normalized."""
+        image, text = l2_normalize(self.image[:, :dim]), l2_normalize(self.text[:, :dim])
+        return dataclasses.replace(self, image=image, text=text)
 
     @property
     def first_text(self) -> np.ndarray:

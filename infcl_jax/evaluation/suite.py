@@ -29,6 +29,7 @@ from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.progress import with_progress
 from infcl_jax.evaluation.results import TaskResult
 from infcl_jax.evaluation.scoring import (
+    OpenTask,
     average_results,
     first_images,
     open_task,
@@ -100,6 +101,7 @@ class Suite:
         check: Callable[[], None] | None = None,
         max_bad_records: int = 0,
         max_image_pixels: int = MAX_PIXELS,
+        prefixes: Sequence[int] = (),
     ):
         """Open the datasets.
 
@@ -119,6 +121,8 @@ class Suite:
             processes call it equally often.
           max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
           max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
+          prefixes: sizes of feature prefixes to evaluate besides the whole features: zero-shot classification and
+            retrieval get results of the name "task@size".
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
@@ -131,7 +135,7 @@ class Suite:
         self._mesh, self._implementation = mesh, implementation
         self._check = check or (lambda: None)
         self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
-        self._max_image_pixels = max_image_pixels
+        self._max_image_pixels, self._prefixes = max_image_pixels, tuple(prefixes)
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
@@ -194,7 +198,7 @@ class Suite:
           ValueError: labels, groups or training samples do not fit a task.
         """
         results: dict[str, TaskResult] = {}
-        classifiers = functools.cache(lambda classes: self._classifier(classes, variables))
+        classifiers = functools.cache(lambda classes, dim=None: self._classifier(classes, variables, dim))
         show = self._show if examples else None
         encoded: dict[int, Features] = {}
         last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
@@ -216,12 +220,29 @@ class Suite:
                     results["validation"] = self._losses(features, variables)
                     if grid_path is not None and is_lead():
                         self._draw_grid(opened.source, gallery, grid_path)
+            if opened.train is None:
+                results |= self._prefix_results(opened, features, classifiers)
             for source in opened.sources:
                 if last_use[id(source)] is opened:
                     del encoded[id(source)]  # features of a training split can take gigabytes
-        order = ["validation", *(opened.task.name for opened in self._tasks)]
-        done = [results[name] for name in order if name in results]
+        done = sorted(results.values(), key=lambda result: result.name != "validation")
         return done + [average_results(average, results) for average in self._averages]
+
+    def _prefix_results(
+        self, opened: OpenTask, features: Features, classifiers: Callable[..., np.ndarray]
+    ) -> dict[str, TaskResult]:
+        """Return the results of a task for each shorter prefix, by name."""
+        results = {}
+        for dim in self._prefixes:
+            if dim >= features.image.shape[1]:
+                continue
+            cut, name = features.prefix(dim), f"{opened.task.name}@{dim}"
+            if opened.classes is not None:
+                result = score_classification(opened, cut, classifiers(opened.classes, dim), self._mesh)
+            else:
+                result = score_retrieval(opened, first_images(cut, opened.task.gallery), self._mesh)
+            results[name] = dataclasses.replace(result, name=name)
+        return results
 
     def _losses(self, features: Features, variables: Any) -> TaskResult:
         scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
@@ -240,10 +261,10 @@ class Suite:
         """Decode an image and transform it for the model."""
         return resize_center_crop(self._pixels(example), self._image_size, self._resize)
 
-    def _classifier(self, classes: Classes, variables: Any) -> np.ndarray:
-        size = self._config.batch_size
+    def _classifier(self, classes: Classes, variables: Any, dim: int | None) -> np.ndarray:
+        size, encode = self._config.batch_size, dataclasses.replace(self._encode_text, dim=dim)
         return class_embeddings(
-            self._encode_text, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
+            encode, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
         )
 
     def _encode(self, source: Source, variables: Any) -> Features:

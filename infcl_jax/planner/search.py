@@ -140,7 +140,7 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
     Examples:
       >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
       >>> recommended_cache(run, memory_limit=2**27)
-      GradCacheConfig(chunk_size=2048, keep=2, keep_residual=False, residency='device')
+      GradCacheConfig(chunk_size=2048, passage_chunk_size=None, keep=2, keep_residual=False, residency='device')
 
     Args:
       workload: settings of the step. Of `cache` only the residency is considered.

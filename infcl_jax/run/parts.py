@@ -10,8 +10,9 @@ from ml_collections import ConfigDict
 from infcl_jax.data import Source, Tokenizer
 from infcl_jax.distributed import flat_mesh
 from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
-from infcl_jax.losses import Loss
+from infcl_jax.losses import Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
+from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
@@ -74,6 +75,7 @@ def evaluation_suite(
         implementation=config.implementation,
         train_batch_size=config.batch_size if config.loss == "clip" else None,
         evaluations=config.evaluations,
+        prefixes=_prefixes(config),
         resize=image_resize(model),
         say=say,
         check=check,
@@ -98,7 +100,7 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
-    return make_loss(
+    one = make_loss(
         config.loss,
         mesh,
         config.implementation,
@@ -108,6 +110,19 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
         steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
         optimizer=OptimizerConfig(**config.optimizer),
     )
+    return MatryoshkaLoss.wrap(one, _prefixes(config)) if config.matryoshka else one
+
+
+def _prefixes(config: ConfigDict) -> tuple[int, ...]:
+    """Return the prefix sizes of a run.
+
+    Raises:
+      ValueError: the sizes are not increasing, or larger than the features of the model.
+    """
+    dims, size = checked_dims("matryoshka", tuple(config.matryoshka)), read_model_config(config).embed_dim
+    if dims and dims[-1] > size:
+        raise ValueError(f"expected matryoshka with sizes of at most {size}, the features of the model, got {dims}")
+    return dims
 
 
 def _model(config: ConfigDict) -> CLIPConfig | TextPairConfig:

@@ -5,6 +5,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from infcl_jax.data.transforms import Augmentation
+from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import TOWERS, text_pair_config
 from infcl_jax.settings.length import total_steps
 from infcl_jax.training import (
@@ -17,6 +18,7 @@ from infcl_jax.training import (
     learning_rate_schedule,
 )
 from infcl_jax.training.frozen import check_frozen
+from infcl_jax.training.losses import loss_class
 
 
 def check_consistency(config: ConfigDict) -> None:
@@ -34,6 +36,7 @@ def check_consistency(config: ConfigDict) -> None:
     _check_frozen(config)
     _check_grad_cache(config)
     _check_outputs(config)
+    _check_matryoshka(config)
     optimizer = OptimizerConfig(**config.optimizer)
     if optimizer.final_learning_rate > optimizer.learning_rate:
         raise ValueError(
@@ -138,6 +141,13 @@ def _check_outputs(config: ConfigDict) -> None:
         raise ValueError(f"expected each writer once in writers, got {writers}; leave one out")
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         raise ValueError(f"expected profile=(first step, last step), got {steps}; give two steps such as (100, 110)")
+
+
+def _check_matryoshka(config: ConfigDict) -> None:
+    """Check that the loss can be summed over increasing prefixes."""
+    checked_dims("matryoshka", tuple(config.matryoshka))
+    if config.matryoshka and (config.loss == "retrieval" or loss_class(config.loss).inputs):
+        raise ValueError(f"expected loss clip or siglip with matryoshka, got {config.loss}")
 
 
 def _check_grad_cache(config: ConfigDict) -> None:

@@ -228,6 +228,15 @@ _LOSS = (
         evaluated=True,
     ),
     Setting(
+        "matryoshka",
+        tuple[int, ...],
+        (),
+        "increasing sizes of the feature prefixes over which the loss is summed and which are evaluated, such as "
+        "(64, 128, 256, 512); include the feature size; (): the whole features only",
+        _COUNT,
+        evaluated=True,
+    ),
+    Setting(
         "positives",
         str,
         "pair",

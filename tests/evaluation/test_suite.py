@@ -22,7 +22,7 @@ def params():
     return jax.device_get(jax.jit(runs.model().init)(jax.random.key(0), *arrays)["params"])
 
 
-def make_suite(devices=8, train_batch_size=None, **config):
+def make_suite(devices=8, train_batch_size=None, prefixes=(), **config):
     return Suite(
         EvaluationConfig(batch_size=64, **config),
         runs.model(),
@@ -31,6 +31,7 @@ def make_suite(devices=8, train_batch_size=None, **config):
         data_dir="nowhere",
         mesh=oracle.mesh_of(devices),
         train_batch_size=train_batch_size,
+        prefixes=prefixes,
     )
 
 
@@ -188,3 +189,20 @@ def test_a_source_without_classes_is_named(monkeypatch):
     monkeypatch.setattr(suite, "load_benchmark", lambda *arguments: RaggedSource())
     with pytest.raises(ValueError, match="expected a dataset with classes, got ragged"):
         make_suite(zero_shot_dataset="ragged")
+
+
+def test_prefixes_equal_numpy(params, results, encode):
+    dim = 5
+    variables = replicate(oracle.mesh_of(8), {"params": params})
+    cut = make_suite(gallery=GALLERY, prefixes=(dim, 16), **BOTH)(variables)
+    assert {name: cut[name] for name in results} == results
+    assert {name.split("/")[0] for name in cut.keys() - results.keys()} == {f"retrieval@{dim}", f"zero_shot@{dim}"}
+    image, text, _ = (array[..., :dim] for array in encode[0]("validation"))
+    image, text = oracle.unit(image[:GALLERY]), oracle.unit(text[:GALLERY])
+    assert abs(cut[f"retrieval@{dim}/text_to_image_r1"] - recall(text, image, 1)) <= 1 / GALLERY
+    image, _, label = encode[0]("zero_shot")
+    names, templates = classes(load_source("digits", "zero_shot"))
+    prompts = [np.stack([encode[1]([template.format(name)])[0] for template in templates]) for name in names]
+    embeddings = oracle.unit(np.stack([oracle.unit(prompt[:, :dim]).mean(axis=0) for prompt in prompts]))
+    expected = ((oracle.unit(image[:, :dim]) @ embeddings.T).argmax(axis=1) == label).mean()
+    assert abs(cut[f"zero_shot@{dim}/top1"] - expected) <= 1 / len(label)

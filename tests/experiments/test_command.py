@@ -9,8 +9,8 @@ import runs
 from absl import flags
 from ml_collections import config_flags
 
-from configs import base, digits
 import experiments.command  # noqa: F401  (registers the parsers of settings)
+from configs import base, digits
 from infcl_jax import console, run, train
 from infcl_jax.console import say
 from infcl_jax.run.devices import start_devices

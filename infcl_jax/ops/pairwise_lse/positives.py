@@ -40,6 +40,12 @@ MULTI_POSITIVE = ("mean", "any")
 class Positives(NamedTuple):
     """Positives of each row or column, in fp32 (fp64 for fp64 features).
 
+    Examples:
+      >>> ids = jnp.array([0, 0, 0, 0, 0, 0, 7, 8], jnp.int32)
+      >>> lse = pairwise_lse(image, text, 14.3, x_ids=ids, y_ids=ids)
+      >>> lse.positive.row.number
+      Array([6, 6, 6, 6, 6, 6, 1, 1], dtype=int32)
+
     Attributes:
       lse: `[n]` log-sum-exp of the positives' logits; -inf without a positive.
       gap: `[n]` `lse` minus the mean of the positives' logits; 0 with at most one positive, and with "any".
@@ -53,6 +59,12 @@ class Positives(NamedTuple):
 
 class PositivesByID(NamedTuple):
     """Positives by id of both sides.
+
+    Examples:
+      >>> ids = jnp.arange(8, dtype=jnp.int32) // 2
+      >>> lse = pairwise_lse(image, text, 14.3, x_ids=ids, y_ids=ids, columns=False)
+      >>> lse.positive.row.lse.shape, lse.positive.col
+      ((8,), None)
 
     Attributes:
       row: positives of the rows, `n` = bx.

@@ -1,0 +1,209 @@
+"""Verification of the training step of a configuration."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from infcl_jax.distributed import shard_batch
+from infcl_jax.losses import Loss
+from infcl_jax.models import TOWERS, CLIPConfig, CLIPOutput, ResNetConfig
+from infcl_jax.run.model import read_model_config
+from infcl_jax.run.parts import initial_state, loss
+from infcl_jax.settings import parse_overrides
+from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
+from infcl_jax.training.frozen import merge, module_modes, partition
+from infcl_jax.training.step import encode_rows, evaluate_loss, loss_inputs
+from infcl_jax.verification import Report, verify
+
+_ROWS_PER_DEVICE = 4  # two chunks of two rows
+_CHUNKS = 2
+_HEAD_DIM = 64  # every attention implementation supports it
+_TOKENS = 12
+_STEPS = 1000  # of the learning rate schedule
+
+
+def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
+    """Compare the training step of a configuration with the undivided loss, at small shapes.
+
+    The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
+    sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
+    random pairs for each device. Then one step of the optimizer must move all trained groups and no frozen one.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> report = infcl_jax.run.verify_run(config, mesh)
+      >>> report.verdict
+      'right: loss and gradients agree within 0.001'
+
+    Args:
+      config: settings of the run.
+      mesh: devices over which the batch is sharded.
+      rtol: largest accepted relative error.
+
+    Raises:
+      ValueError: a setting is wrong, or there is more than one process.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(f"expected one process, got {jax.process_count()}; simulate devices with cpu_devices")
+    small = small_config(config, _ROWS_PER_DEVICE * mesh.size)
+    source = range(2 * small.batch_size)
+    state = initial_state(small, mesh, source)  # type: ignore[arg-type]
+    batch = _random_batch(read_model_config(small), small)
+    set_up = _Run(small, mesh, state, loss(small, mesh, source))  # type: ignore[arg-type]
+    reference = small.copy_and_resolve_references()
+    reference.implementation = "dense" if "dense" in set_up.loss.implementations else None
+    towers = [TOWERS[name] for name in state.frozen_towers]
+    with jax.default_matmul_precision("highest"):
+        return verify(
+            set_up.undivided(loss(reference, None, source)),  # type: ignore[arg-type]
+            {name: set_up.encoder(name) for name in TOWERS},
+            jax.device_get(state.params),
+            {name: batch[name] for name in TOWERS} | {n: batch[n] for n in ("index", "ids") if n in set_up.inputs},
+            mesh=mesh,
+            chunk_size=small.grad_cache.chunk_size,
+            value_and_grad=set_up.value_and_grad,
+            update=set_up.update,
+            frozen=towers,
+            rtol=rtol,
+        )
+
+
+def small_config(config: ConfigDict, rows: int) -> ConfigDict:
+    """Return the settings of a run at small shapes.
+
+    Args:
+      config: settings of the run.
+      rows: batch size.
+
+    Raises:
+      ValueError: a setting is wrong.
+    """
+    small = config.copy_and_resolve_references()
+    overrides = parse_overrides(config.model_overrides) | _small_model(config)
+    small.update(
+        model_overrides=",".join(f"{name}={value!r}" for name, value in overrides.items()),
+        batch_size=rows,
+        total_steps=_STEPS,
+        samples_seen=None,
+        epochs=None,
+    )
+    small.optimizer.warmup_steps = 0
+    if config.grad_cache.chunk_size is not None:
+        # Replayed chunks differ from those in host memory by their source alone, which is random data here.
+        residency = "device" if config.grad_cache.residency == "device" else "host"
+        chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
+        small.grad_cache.update(chunk)
+    return small
+
+
+def _small_model(config: ConfigDict) -> dict[str, Any]:
+    """Return model overrides: small shapes, fp32 and no dropout."""
+    model = read_model_config(config)
+    size = _HEAD_DIM * -(-max(config.matryoshka, default=1) // _HEAD_DIM)
+    tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
+    text = tower | {"context_length": min(_TOKENS, model.text.context_length)}
+    if isinstance(model.vision, ResNetConfig):
+        vision: dict[str, Any] = {"width": 8, "layers": (1, 1, 1, 1), "heads": 4, "image_size": 64}
+    else:
+        vision = tower | {"image_size": 2 * model.vision.patch_size, "patch_dropout": 0.0}
+    values = {f"{name}.{key}": v for name, fields in (("vision", vision), ("text", text)) for key, v in fields.items()}
+    dtypes = dict.fromkeys(("dtype", "param_dtype", "feature_dtype"), "float32")
+    return values | dtypes | {"embed_dim": size}
+
+
+def _random_batch(model: CLIPConfig, config: ConfigDict) -> dict[str, np.ndarray]:
+    """Draw images, tokens, sample indices and repeating ids."""
+    rng, rows, side = np.random.default_rng(config.seed), config.batch_size, model.vision.image_size
+    return {
+        "image": rng.integers(0, 256, (rows, side, side, 3), dtype=np.uint8),
+        "text": rng.integers(1, model.text.vocab_size, (rows, model.text.context_length), dtype=np.int32),
+        "index": rng.permutation(2 * rows)[:rows].astype(np.int32),
+        "ids": rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Training step of a run as a function of parameters and batch.
+
+    Attributes:
+      config: settings.
+      mesh: devices.
+      state: state before the step.
+      loss: loss on the mesh.
+    """
+
+    config: ConfigDict
+    mesh: Mesh
+    state: TrainState
+    loss: Loss
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Inputs of the loss besides the model output."""
+        return self.loss.batch_inputs
+
+    def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+        """Run the step with an optimizer that stores the gradients."""
+        cache, host = GradCacheConfig(**self.config.grad_cache), jax.device_get(dict(batch))
+        step = make_train_step(self.loss, self.config.seed, cache, self.mesh, self.config.parameter_sharding)
+        state = self._with_params(params)
+        state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
+        rows = shard_batch(self.mesh, host) if cache.residency == "device" else host
+        state, metrics = step(state, rows)
+        return metrics["loss"], merge(jax.tree.map(jnp.zeros_like, params), state.opt_state)
+
+    def update(self, params: Any, grads: Any) -> Any:
+        """Update the parameters with the optimizer of the run."""
+        state = self._with_params(params)
+        trained = partition(grads, state.frozen)[0]
+        return jax.jit(lambda state: state.apply_gradients(grads=trained).params)(state)
+
+    def encoder(self, name: str) -> Any:
+        """Return the encoder of a tower in training mode."""
+
+        def encode(params: Any, rows: Any, rng: jax.Array | None) -> jax.Array:
+            trained, fixed = partition(params, self.state.frozen)
+            variables = jax.device_get(self.state.variables) | {"params": merge(trained, jax.lax.stop_gradient(fixed))}
+            options: dict[str, Any] = {"rngs": {"dropout": jax.random.key(0)}, "mutable": ["batch_stats"]}
+
+            def method(model: Any) -> jax.Array:
+                return encode_rows(model, name, rows, frozen=False)
+
+            with module_modes(params, self.state.frozen):
+                return self.state.apply_fn(variables, method=method, **options)[0]
+
+        return encode
+
+    def undivided(self, one_device: Loss) -> Any:
+        """Return the loss on one device as a function of parameters and features."""
+        model = read_model_config(self.config)
+        samples = one_device.init_samples(2 * self.config.batch_size, model.init_logit_scale)
+
+        def value(params: Any, features: Mapping[str, Any]) -> jax.Array:
+            scalars = self.state.apply_fn({"params": params}, method="logit_scale_and_bias")
+            output = CLIPOutput(features["image"], features["text"], *scalars)
+            state = self.state.replace(samples=samples, step=0)
+            return evaluate_loss(one_device, output, loss_inputs(one_device, state, features))[0]
+
+        return value
+
+    def _with_params(self, params: Any) -> TrainState:
+        """Copy the state, which the step donates, with other parameters."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.state.params)
+        return jax.tree.map(jnp.copy, self.state).replace(params=jax.device_put(params, shardings))
+
+
+def _record(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    del state, params
+    return jax.tree.map(jnp.zeros_like, updates), updates
+
+
+_RECORDER = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), _record)

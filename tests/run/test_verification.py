@@ -1,0 +1,94 @@
+"""The training step of every shipped configuration equals the undivided loss."""
+
+import jax
+import oracle
+import pytest
+import runs
+
+from configs import base, digits, fastclip, quickstart
+from infcl_jax import run
+from infcl_jax.run.verification import small_config
+from infcl_jax.training import TrainState
+
+SHIPPED = {
+    "base": base.get_config,
+    "digits": digits.get_config,
+    "quickstart": quickstart.get_config,
+    **{
+        f"fastclip:{size},loss={loss}": lambda size=size, loss=loss: fastclip.get_config(f"{size},loss={loss}")
+        for size, experiments in fastclip._EXPERIMENTS.items()
+        for loss in next(iter(experiments.values()))
+    },
+}
+CHANGES = {
+    "matryoshka": {"matryoshka": (16, 64), "positives": "label", "grad_cache.chunk_size": 16},
+    "chunks": {"grad_cache.chunk_size": 16, "grad_cache.keep": 1},
+    "chunks in host memory": {"grad_cache.chunk_size": 16, "grad_cache.residency": "host", "loss": "fastclip_v2"},
+    "replayed chunks": {"grad_cache.chunk_size": 16, "grad_cache.residency": "replay"},
+    "frozen tower": {"frozen": ("image",), "grad_cache.chunk_size": 16},
+    "last group unlocked": {"frozen": ("image",), "unlocked_groups.image": 1},
+    "sharded parameters": {"parameter_sharding": "fsdp"},
+    "siglip by image": {
+        "loss": "siglip",
+        "positives": "image",
+        "model_overrides": f"{runs.OVERRIDES},init_logit_bias=-10.0",
+    },
+    "captions, any, smoothed": {"positives": "caption", "multi_positive": "any", "label_smoothing": 0.1},
+    "ring in bf16 with dropout": {
+        "implementation": "ring",
+        "model_overrides": f"{runs.OVERRIDES},dtype=bfloat16,text.dropout=0.1,vision.patch_dropout=0.5",
+    },
+    "ResNet": {"model": "RN50", "model_overrides": ""},
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
+        yield
+
+
+def test_the_shapes_are_small():
+    config = runs.config(**{"matryoshka": (16, 65), "grad_cache.chunk_size": 16, "grad_cache.keep": -1})
+    small = small_config(config, 8)
+    assert (small.batch_size, small.grad_cache.chunk_size, small.grad_cache.keep) == (8, 4, 1)
+    model = run.read_model_config(small)
+    assert (model.embed_dim, model.vision.width, model.vision.heads, model.vision.layers) == (128, 128, 2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_step_passes(name):
+    changes = CHANGES[name]
+    report = run.verify_run(runs.config(**changes), oracle.mesh_of(4))
+    assert report.ok, str(report)
+    assert max(group.error for group in report.groups) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_passes(name):
+    report = run.verify_run(SHIPPED[name](), oracle.mesh_of(4))
+    assert report.ok, str(report)
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_trainer_is_named(monkeypatch):
+    apply_gradients = TrainState.apply_gradients
+
+    def decayed(self, **changes):
+        state = apply_gradients(self, **changes)
+        return state.replace(params=jax.tree.map(lambda p: 0.9 * p, state.params))
+
+    monkeypatch.setattr(TrainState, "apply_gradients", decayed)
+    report = run.verify_run(runs.config(frozen=("text",)), oracle.mesh_of(2))
+    assert report.verdict == "wrong: frozen_moved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rtol", "status", "verdict"), [("1e-3", 0, "right: "), ("1e-12", 1, "wrong: low_precision")])
+def test_the_exit_status_is_the_verdict(rtol, status, verdict, tmp_path):
+    flags = (*runs.flags(runs.config(cpu_devices=2)), f"--rtol={rtol}", f"--output={tmp_path / 'errors.png'}")
+    finished = runs.command("experiments.verify", *flags, cpu_devices=2)
+    assert (finished.returncode, verdict in finished.stdout) == (status, True), finished
+    assert (tmp_path / "errors.png").exists()

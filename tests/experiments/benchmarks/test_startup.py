@@ -1,0 +1,18 @@
+"""Phases of the start of a run."""
+
+import json
+
+import pytest
+import runs
+
+
+@pytest.mark.slow
+def test_the_phases_add_up_and_the_cache_saves_compilation():
+    flags = ("--model=tiny", "--batch_size=64")
+    finished = runs.command("experiments.benchmarks.startup", *flags)
+    empty, filled = (json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{"))
+    for phases, cache in ((empty, "empty"), (filled, "filled")):
+        assert phases.pop("cache") == cache
+        total = phases.pop("total")
+        assert sum(phases.values()) == pytest.approx(total, abs=0.1)
+    assert filled["compile"] + filled["prepare_compile"] < (empty["compile"] + empty["prepare_compile"]) / 2

@@ -42,3 +42,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{config.repo_url}/{'tree' if (_ROOT / path).is_dir() else 'blob'}/main/{path}"
 
     return _LINK.sub(resolved, markdown)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Change the page of missing addresses like other pages."""
+    return _without_requests(output_content)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Change what mkdocs-material has no setting for."""
+    return _without_requests(output)
+
+
+def _without_requests(html: str) -> str:
+    """Leave out the request for the repository's stars, so that pages load nothing from other hosts."""
+    return html.replace(' data-md-component="source"', "")

@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # in the root: on the site
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+_LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)([^)#\s]+)", re.MULTILINE | re.DOTALL)  # or code
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,6 +31,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = {page: name for name, page in _PAGES.items()}.get(uri, f"docs/{uri}")
 
     def resolved(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         target = _PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if target in files.src_uris and not target.endswith(".py"):
@@ -40,3 +42,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{config.repo_url}/{'tree' if (_ROOT / path).is_dir() else 'blob'}/main/{path}"
 
     return _LINK.sub(resolved, markdown)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Change the page of missing addresses like other pages."""
+    return _without_requests(output_content)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Change what mkdocs-material has no setting for."""
+    return _without_requests(output)
+
+
+def _without_requests(html: str) -> str:
+    """Leave out the request for the repository's stars, so that pages load nothing from other hosts."""
+    return html.replace(' data-md-component="source"', "")

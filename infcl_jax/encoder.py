@@ -348,9 +348,10 @@ class Encoder:
         Raises:
           ValueError: the format has no such model, or the projections of an encoder of a prefix are not linear.
 
-        Example:
-          encoder = infcl_jax.load("runs/photos")
-          print(encoder.save("exported").summary())
+        Examples:
+          >>> certificate = infcl_jax.load("runs/digits").save("exported_run")
+          >>> certificate.format
+          'open_clip'
         """
         resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
         config = dataclasses.replace(config_of(self.model), **resize)

@@ -2,7 +2,7 @@
 
     python docs/figures/make_concepts.py
 
-The drawings are schematic. Colors are readable on white and on dark backgrounds.
+The drawings are schematic. Colors are readable on white and on dark backgrounds, and texts at the width of a phone.
 """
 
 from collections.abc import Callable
@@ -47,10 +47,10 @@ def draw_sweep(axes: Axes) -> None:
     arrow(axes, (3.05, 2.5), (6.15, 2.5), COLORS[1])
     arrow(axes, (2.5, 1.95), (2.5, -1.15), COLORS[2])
     axes.text(6.95, 2, "row sums\n→ row_lse", color=COLORS[1], va="center")
-    axes.text(5.25, -1.45, "column sums → col_lse", color=COLORS[2], va="center")
+    axes.text(5.25, -1.45, "column sums\n→ col_lse", color=COLORS[2], va="center")
     axes.text(-0.2, 2, "images", color=GRAY, ha="right", va="center")
     axes.text(2.5, 4.2, "texts", color=GRAY, ha="center")
-    axes.set(xlim=(-1.6, 9.4), ylim=(-2, 4.8))
+    axes.set(xlim=(-1.9, 9.3), ylim=(-2, 4.8))
 
 
 def draw_ring(axes: Axes) -> None:
@@ -69,23 +69,23 @@ def draw_ring(axes: Axes) -> None:
                 arrow(axes, (corner[0] + 1.42, corner[1] + 0.35), (corner[0] + 1.98, target), COLORS[block])
     for device in range(4):
         axes.text(0.6, 3.55 - device, f"device {device}", color=GRAY, ha="right", va="center")
-    axes.set(xlim=(-0.9, 8.6), ylim=(-0.1, 4.7))
+    axes.set(xlim=(-1.3, 8.5), ylim=(-0.1, 4.8))
 
 
 def draw_grad_cache(axes: Axes) -> None:
     """Draw the two passes over four chunks, with the loss of the whole batch in between."""
     for chunk, color in enumerate(COLORS):
         y = 3 - chunk
-        box(axes, (0, y), (2.4, 0.75), f"encode chunk {chunk}", color)
-        arrow(axes, (2.45, y + 0.37), (3.5, y + 0.37), color)
-        box(axes, (7.6, y), (3.4, 0.75), f"encode again, backward {chunk}", color)
-        arrow(axes, (6.5, y + 0.37), (7.55, y + 0.37), color)
-        arrow(axes, (11.05, y + 0.37), (12.1, 1.9), GRAY)
-    box(axes, (3.55, 0), (2.9, 3.75), "features\nof all chunks\n\nloss of the\nwhole batch\n\nfeature gradients", GRAY)
-    box(axes, (12.15, 1.1), (2.1, 1.5), "sum of\nparameter\ngradients", GRAY)
-    axes.text(1.2, 4.05, "first pass: no activations", color=GRAY, ha="center")
-    axes.text(9.3, 4.05, "second pass: one chunk's activations", color=GRAY, ha="center")
-    axes.set(xlim=(-0.5, 14.5), ylim=(-0.2, 4.5))
+        box(axes, (0, y), (2.5, 0.75), f"encode {chunk}", color)
+        arrow(axes, (2.55, y + 0.37), (3.3, y + 0.37), color)
+        box(axes, (7.35, y), (3.1, 0.75), f"encode {chunk},\nbackward", color)
+        arrow(axes, (6.55, y + 0.37), (7.3, y + 0.37), color)
+        arrow(axes, (10.5, y + 0.37), (11.4, 1.9), GRAY)
+    box(axes, (3.35, 0), (3.15, 3.75), "features\nof all chunks\n\nloss of the\nwhole batch\n\nfeature\ngradients", GRAY)
+    box(axes, (11.45, 1.0), (2.7, 1.75), "sum of\nparameter\ngradients", GRAY)
+    axes.text(1.25, 4.05, "first pass:\nno activations", color=GRAY, ha="center")
+    axes.text(8.9, 4.05, "second pass: activations\nof one chunk", color=GRAY, ha="center")
+    axes.set(xlim=(-0.5, 14.3), ylim=(-0.2, 5.2))
 
 
 def draw_residency(axes: Axes) -> None:
@@ -94,31 +94,31 @@ def draw_residency(axes: Axes) -> None:
         (
             ("device", "", "whole batch"),
             ("host", "whole batch", "at most 3 chunks"),
-            ("replay", "read again in the second pass", "at most 3 chunks"),
+            ("replay", "read twice", "at most 3 chunks"),
         )
     ):
         y = 2.4 - 1.1 * row
         axes.text(-0.3, y + 0.4, name, color=COLORS[row], ha="right", va="center", weight="bold")
         if stored:
-            box(axes, (0, y), (4.6, 0.8), stored, COLORS[row])
-            arrow(axes, (4.65, y + 0.4), (5.95, y + 0.4), COLORS[row])
-        box(axes, (6, y), (3, 0.8), device, COLORS[row])
-    axes.text(2.3, 3.5, "host memory or files", color=GRAY, ha="center")
-    axes.text(7.5, 3.5, "device memory", color=GRAY, ha="center")
-    axes.set(xlim=(-1.8, 9.2), ylim=(0, 3.9))
+            box(axes, (0, y), (3.4, 0.8), stored, COLORS[row])
+            arrow(axes, (3.45, y + 0.4), (4.75, y + 0.4), COLORS[row])
+        box(axes, (4.8, y), (4.2, 0.8), device, COLORS[row])
+    axes.text(1.7, 3.5, "host memory or files", color=GRAY, ha="center")
+    axes.text(6.9, 3.5, "device memory", color=GRAY, ha="center")
+    axes.set(xlim=(-2.1, 9.2), ylim=(0, 4))
 
 
 FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
-    "sweep": (draw_sweep, (7.5, 4.6)),
-    "ring": (draw_ring, (7.5, 3.8)),
-    "grad_cache": (draw_grad_cache, (10.5, 3.4)),
-    "residency": (draw_residency, (8.2, 2.9)),
+    "sweep": (draw_sweep, (6, 3.7)),
+    "ring": (draw_ring, (6, 3.2)),
+    "grad_cache": (draw_grad_cache, (6.8, 3.4)),
+    "residency": (draw_residency, (6, 2.4)),
 }
 
 
 def main(suffix: str = "svg") -> None:
     """Write the figures with a transparent background."""
-    with plt.rc_context({"font.size": 11, "svg.hashsalt": "concepts"}):
+    with plt.rc_context({"font.size": 12, "svg.hashsalt": "concepts"}):
         for name, (draw, size) in FIGURES.items():
             figure, axes = plt.subplots(figsize=size, layout="constrained")
             draw(axes)

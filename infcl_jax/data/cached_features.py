@@ -89,7 +89,7 @@ class TowerInput(NamedTuple):
 def feature_key(source: Source, tower: TowerInput, model: str, weights: Mapping[str, np.ndarray]) -> str:
     """Hash all that determines the features: weights, model, transform or tokenizer, and dataset.
 
-    The dataset counts with its name, split, size and `_PROBES` of its samples.
+    The dataset counts with its name, split, size and 16 of its samples.
 
     Examples:
       >>> tower = TowerInput("image", 16, load_tokenizer("bytes", 36))

@@ -32,7 +32,8 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
       8
 
     Args:
-      dataset: one of
+      dataset: one of:
+
         - a folder in the layout of clip_benchmark, see `WebdatasetSource`;
         - a JSON file of Karpathy's splits, see `KarpathySource`, with the folder of the images as
           "dataset_coco.json?folder=/images" if it is not that of the file;

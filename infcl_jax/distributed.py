@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -303,7 +304,13 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
       True
     """
     sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda a: jax.make_array_from_callback(np.shape(a), sharding, lambda i: np.asarray(a)[i]), tree)
+
+    def copy(array: Any) -> jax.Array:
+        if jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return jax.make_array_from_callback(np.shape(array), sharding, lambda i: np.asarray(array)[i])
+
+    return jax.tree.map(copy, tree)
 
 
 def to_host(tree: Any) -> Any:

@@ -147,8 +147,10 @@ def test_a_batch_is_shared_in_order_and_comes_back(devices):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_replicas_are_whole_on_every_device_and_come_back(devices):
-    values = tree(5) | {"scalar": np.float32(2.5)}
-    arrays = replicate(mesh_of(devices), values)
+    values, key = tree(5) | {"scalar": np.float32(2.5)}, jax.random.key(3)
+    arrays, copy = replicate(mesh_of(devices), (values, key))
+    assert copy.dtype == key.dtype and len(copy.addressable_shards) == devices
+    assert runs.equal_bits(jax.random.bits(copy), np.asarray(jax.random.bits(key)))
     for name, array in arrays.items():
         assert len(array.addressable_shards) == devices
         assert all(runs.equal_bits(shard.data, values[name]) for shard in array.addressable_shards)

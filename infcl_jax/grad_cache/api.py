@@ -14,6 +14,7 @@ from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, EncodeFn,
 from infcl_jax.grad_cache.host import HostDriver, Replay
 
 RESIDENCIES = ("device", "host")
+_NUMBERS = (bool, int, float, complex)
 
 ValueAndGrad = Callable[..., tuple[Any, Any]]
 
@@ -169,9 +170,11 @@ def _check_call(cached: tuple[CachedEncoder, ...], params: Any, batch: Mapping[s
     names = [encoder.name for encoder in cached]
     _check_no_replay([name for name in batch if name not in names], "without an encoder", batch)
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        kind = jnp.result_type(leaf) if hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS) else type(leaf).__name__
+        if isinstance(kind, str) or not jnp.issubdtype(kind, jnp.floating):
             raise ValueError(
-                f"expected floating parameters, got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)}"
+                f"expected floating parameters, got {kind} at {jax.tree_util.keystr(path)}; separate the rest of a "
+                "model from them, with nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_inexact_array)"
             )
     if rng is not None and (not hasattr(rng, "dtype") or not _is_key(rng)):
         raise ValueError(f"expected rng to be one PRNG key, jax.random.key(seed), got {rng!r}")

@@ -38,11 +38,18 @@ def over_mesh(
         tuple of results.
 
     Raises:
-      ValueError: the mesh has no such axis, or the batch size is not divisible by its device count.
+      ValueError: the mesh has no such axis, the batch size is not divisible by its device count, or a mesh is given
+        inside `shard_map` over its axis.
     """
     if mesh is None:
         return loss(settings, axis_name, sharded, shared)
     axis_name, devices = axis_and_devices(mesh, axis_name)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if manual := set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"expected axis_name inside shard_map over the mesh axes {sorted(manual)}, got mesh; pass "
+            f"axis_name={axes[0] if len(axes) == 1 else axes!r} without a mesh"
+        )
     for array in jax.tree.leaves(sharded):
         if array.shape[0] % devices:
             raise ValueError(

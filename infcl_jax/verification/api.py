@@ -55,7 +55,8 @@ def verify(
         to pass on to `clip_loss`; the reference passes None and "dense".
       encoders: `{name: encode(params, rows, rng) -> features}`, see `cached_value_and_grad`. An encoder that casts to a
         lower precision does so in the reference as well.
-      params: pytree of floating arrays. The groups of the report are its first keys, or those below "params".
+      params: pytree of floating arrays. The groups of the report are its first keys or attributes, or those
+        below "params".
       batch: `{name: pytree of arrays [b, ...]}`; entries without an encoder are features that `loss` reads.
       mesh: devices of the set-up, over all of whose axes the batch is sharded; None: one device.
       chunk_size: rows of a chunk of the set-up, over all devices; None: the whole batch.
@@ -91,7 +92,7 @@ def verify(
     if function is None:
         divided = functools.partial(loss, **accepted_options(loss, mesh=mesh, implementation=implementation))
         function = _cached(divided, encoders, problem, mesh)
-    set_up = SetUp(function, params, batch, _takes_rng(function), rng, _rows_of(mesh))
+    set_up = SetUp(function, params, batch, _takes_rng(function, rng), rng, _rows_of(mesh))
     if rng is not None and not set_up.takes_rng:
         raise ValueError("expected value_and_grad to take rng as its third argument, got a function of two")
 
@@ -132,11 +133,15 @@ def _rows_of(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None or mesh.size == 1 else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def _takes_rng(function: Callable[..., Any]) -> bool:
-    """Return whether a gradient function has a third positional argument."""
+def _takes_rng(function: Callable[..., Any], rng: Array | None) -> bool:
+    """Return whether a gradient function has a third positional argument.
+
+    Of a wrapper with any number of arguments, such as that of `shard_map`, it has one if there is a key.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin or an extension type without a signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 2 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    any_number = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
+    return len(positional) > 2 or (any_number and rng is not None)

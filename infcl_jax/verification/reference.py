@@ -146,16 +146,17 @@ def accepted_options(loss: Callable[..., Any], **options: Any) -> dict[str, Any]
 
 
 def groups_of(tree: Any, leave_out: Collection[str] = ()) -> Groups:
-    """Split parameters into float64 groups by their first keys, below a lone "params"."""
+    """Split parameters into float64 groups by their first keys or attributes, below a lone "params"."""
     if isinstance(tree, Mapping) and set(tree) == {"params"}:
         tree = tree["params"]
-    if not isinstance(tree, Mapping):
-        tree = {"params": tree}
-    return {
-        str(name): [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(jax.device_get(branch))]
-        for name, branch in tree.items()
-        if name not in leave_out
-    }
+    groups: Groups = {}
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(tree)):
+        # Mappings and modules have names; a lone array or a sequence is one group.
+        first = path[0] if path else None
+        name = str(getattr(first, "key", getattr(first, "name", "params")))
+        if name not in leave_out:
+            groups.setdefault(name, []).append(np.asarray(leaf, np.float64))
+    return groups
 
 
 def _stop_rows(features: Array, passing: np.ndarray) -> Array:

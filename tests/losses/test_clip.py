@@ -216,17 +216,22 @@ def test_eager_calls_over_a_mesh_equal_one_device(loss):
 def test_sharded_features_need_an_axis_name(loss):
     image, text = oracle.features("random", 24, 24, 33)
 
-    def mean(axis_name):
-        def inside(image, text):
-            return jax.lax.pmean(loss(image, text, 14.3, axis_name=axis_name), "data")
+    def mean(**where):
+        def inside(image, text, scale):
+            value, gradient = jax.value_and_grad(lambda s: loss(image, text, s, **where))(scale)
+            return jax.lax.pmean(value, "data"), gradient
 
-        return jax.jit(jax.shard_map(inside, mesh=oracle.mesh_of(8), in_specs=P("data"), out_specs=P()))(image, text)
+        specs = (P("data"), P("data"), P())
+        return jax.jit(jax.shard_map(inside, mesh=oracle.mesh_of(8), in_specs=specs, out_specs=P()))(image, text, 14.3)
 
     with pytest.raises(ValueError, match=r"axes \['data'\], got None; pass axis_name='data', or axis_name=\(\)"):
-        mean(None)
-    alone = [loss(image[i : i + 3], text[i : i + 3], 14.3) for i in range(0, 24, 3)]
-    assert mean(()) == pytest.approx(np.mean(alone), rel=1e-6)
-    assert mean("data") == pytest.approx(float(loss(image, text, 14.3)), rel=1e-6)
+        mean()
+    with pytest.raises(ValueError, match=r"axes \['data'\], got mesh; pass axis_name='data' without a mesh"):
+        mean(mesh=oracle.mesh_of(8))
+    of_rows = jax.jit(jax.value_and_grad(lambda s, *rows: loss(*rows, s)))
+    values, gradients = zip(*(of_rows(14.3, image[i : i + 3], text[i : i + 3]) for i in range(0, 24, 3)), strict=True)
+    assert mean(axis_name=()) == pytest.approx((np.mean(values), np.sum(gradients)), rel=1e-5)
+    assert mean(axis_name="data") == pytest.approx([float(a) for a in of_rows(14.3, image, text)], rel=1e-5)
 
 
 def test_mesh_with_two_batch_axes_and_explicit_axes():

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,6 +208,37 @@ def test_a_right_set_up_passes(options, function, params, batch):
     assert report.ok and report.verdict.startswith("right") and not report.notes, str(report)
     assert [group.name for group in report.groups] == ["image", "scale", "text"]
     assert max(group.error for group in report.groups) < 1e-4
+
+
+class Towers(eqx.Module):
+    image: jax.Array
+    text: jax.Array
+    scale: jax.Array
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+def test_a_module_has_groups_and_a_shard_map_needs_no_wrapper(params, batch):
+    def constant(module, rows, rng):  # ignores its parameters
+        return encode("image", params, rows, rng)
+
+    def block(module, batch):
+        return clip_loss(constant(module, batch["image"], None), encode("text", module, batch["text"], None), 14.3)
+
+    mesh = oracle.mesh_of(1)
+    loop = jax.shard_map(jax.value_and_grad(block), mesh=mesh, in_specs=(P(), P()), out_specs=P())
+
+    def loss(module, features):
+        return clip_loss(features["image"], features["text"], 14.3)
+
+    report = verify(loss, ENCODERS, Towers(**params), batch, value_and_grad=loop)
+    assert [(group.name, group.error <= 1e-3) for group in report.groups] == [
+        ("image", False),
+        ("text", True),
+        ("scale", True),
+    ]
+    assert [cause.name for cause in report.causes] == ["no_gradient"], str(report)
 
 
 def test_other_random_keys_are_no_mistake(params, batch):

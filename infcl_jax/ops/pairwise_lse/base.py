@@ -325,9 +325,13 @@ def as_varying(array: Array, axes: frozenset[str]) -> Array:
 
 
 def varying_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """Apply `as_varying` over `axis_name` to a pytree; a no-op for None."""
+    """Apply `as_varying` to a pytree, over `axis_name` and all axes over which one of its arrays varies.
+
+    A gradient rule returns one type for all of them, also for a replicated scale.
+    """
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    return jax.tree.map(lambda a: as_varying(a, frozenset(axes)), tree)
+    every = frozenset(axes).union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda a: as_varying(a, every), tree)
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: Any, varying_like: Array) -> Array:

@@ -123,9 +123,7 @@ def clip_and_distillation(
     )
     sharded = (image, text, teacher_image, teacher_text, mask, checked_weights(weights, image))
     settings = implementation or "xla"
-    return over_mesh(
-        _losses, settings, sharded, scales, axis_name=axis_name, mesh=mesh, sharded_result=(False, False)
-    )
+    return over_mesh(_losses, settings, sharded, scales, axis_name=axis_name, mesh=mesh, sharded_result=(False, False))
 
 
 def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scales: Any) -> tuple[Array, Array]:

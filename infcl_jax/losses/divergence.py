@@ -299,9 +299,7 @@ def _shifts(operands: Operands, shared: bool) -> tuple[Array | None, Array | Non
 
 def _rows(plan: Plan, operands: Operands) -> _Rows:
     labels = jnp.arange(len(operands.x), dtype=jnp.int32)
-    return _Rows(
-        operands.x, operands.teacher_x, labels, padding_mask(operands.mask, len(operands.x), plan.strip_rows)
-    )
+    return _Rows(operands.x, operands.teacher_x, labels, padding_mask(operands.mask, len(operands.x), plan.strip_rows))
 
 
 def _pairs(operands: Operands, rows: _Rows, columns: Any, own: bool) -> _Pairs:

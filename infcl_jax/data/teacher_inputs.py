@@ -16,12 +16,12 @@ class TeacherRow(NamedTuple):
     """Row of a training batch.
 
     Attributes:
-      index: sample index.
+      sample: sample index.
       caption: caption drawn for the row.
       number: number of that caption among those of the sample.
     """
 
-    index: int
+    sample: int
     caption: str
     number: int
 
@@ -57,8 +57,8 @@ class TeacherFeatures:
         Raises:
           ValueError: the cache lacks a sample, which could not be read when the features were computed.
         """
-        image = [self._row("image", row.index, 0) for row in rows]
-        text = [self._row("text", row.index, row.number) for row in rows]
+        image = [self._row("image", row.sample, 0) for row in rows]
+        text = [self._row("text", row.sample, row.number) for row in rows]
         return {"teacher_image": np.stack(image), "teacher_text": np.stack(text)}
 
     def _row(self, tower: str, index: int, number: int) -> np.ndarray:

@@ -18,7 +18,8 @@ from infcl_jax.losses.batch import (
     global_mean,
     over_mesh,
 )
-from infcl_jax.losses.divergence import Plan, dense_logits, operands_of, pair_logits
+from infcl_jax.losses.divergence import Plan, pair_logits
+from infcl_jax.losses.teacher_student import dense_logits, operands_of
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
 from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
@@ -42,17 +43,17 @@ def distillation_loss(
 ) -> Float[Array, ""]:
     """Divergence of a student's similarities from a teacher's, over all pairs of the global batch.
 
-    With the softmax `q_i` over the texts of `scale * <image_i, text_j>` and the teacher's softmax `p_i`, image i has the
-    divergence `KL(p_i || q_i) = sum_j p_ij log(p_ij / q_ij)` in nats. Texts are alike, with the softmax over the images.
-    The loss is the mean over the pairs of half the sum of both. Hinton et al., "Distilling the Knowledge in a Neural
-    Network"; as the distillation loss of Wu et al., "TinyCLIP" (affinity mimicking, eq. 3), up to a constant: OpenCLIP's
-    `DistillClipLoss` is the mean cross entropy of both directions, this loss plus the mean entropy of the teacher's
-    softmaxes. Gradients are the same.
+    Image i has the softmax `q_i` of `scale * <image_i, text_j>` over the texts, and the softmax `p_i` of the teacher.
+    Its divergence is `KL(p_i || q_i) = sum_j p_ij log(p_ij / q_ij)` in nats. Texts are alike, with softmaxes over the
+    images. The loss is the mean over the pairs of half the sum of both. Hinton et al., "Distilling the Knowledge in a
+    Neural Network"; Wu et al., "TinyCLIP" (affinity mimicking).
+
+    OpenCLIP's `DistillClipLoss` has the cross entropy in place of the divergence. It is larger by a constant, the mean
+    entropy of the teacher's softmaxes over both directions. Its gradients are the same.
 
     Memory is linear in the batch. One ring sweep carries the blocks of both models. The loss is differentiable in the
     student's features and scale; the teacher gets no gradient. It is exact and equal on every device, with an absolute
-    error of about 1e-7 times the largest logit for fp32 features. Its gradients also are for a student that equals its
-    teacher.
+    error of about 1e-7 times the largest logit for fp32 features.
 
     Examples:
       >>> loss = distillation_loss(image, text, 14.3, image, text, 20.0)  # the same features, another temperature
@@ -136,9 +137,11 @@ def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scale
     else:
         logits = pair_logits(Plan(axis_name, XLA_RINGS[implementation].rows), *operands)
     row, column = logits.divergence()
-    negatives = logits.row_negatives, logits.column_negatives
-    clip = sum(cross_entropy(lse, logits.positive) for lse in negatives) / 2
-    return global_mean(clip, mask, axis_name, weights), global_mean((row + column) / 2, mask, axis_name, weights)
+    clip_row, clip_column = (
+        cross_entropy(lse, logits.positive) for lse in (logits.row_negatives, logits.column_negatives)
+    )
+    clip, divergence = (clip_row + clip_column) / 2, (row + column) / 2
+    return global_mean(clip, mask, axis_name, weights), global_mean(divergence, mask, axis_name, weights)
 
 
 def _check_teacher(image: Array, teacher_image: Array, teacher_text: Array) -> None:

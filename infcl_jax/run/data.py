@@ -188,8 +188,8 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
       "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
       augmented), "text", for losses with sample state "index" (int32 sample indices), and for positives by id "ids"
       (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. A run with a teacher has its cached
-      features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values are global arrays on the
-      devices, this process's NumPy arrays, or `Replay`.
+      features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values
+      are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":

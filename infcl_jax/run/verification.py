@@ -36,7 +36,8 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
     sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
-    random pairs for each device. A teacher has random features. Then one step of the optimizer must move all trained groups and no frozen one.
+    random pairs for each device, with random features of a teacher. Then one step of the optimizer must move all
+    trained groups and no frozen one.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")

@@ -165,8 +165,8 @@ def _check_distill(config: ConfigDict) -> None:
         raise ValueError("expected grad_cache.residency 'device' or 'host' with distill.teacher, got 'replay'")
     if config.cache_frozen is not None and distill.cache is None:
         raise ValueError(
-            "expected distill.cache with distill.teacher and cache_frozen, got None; a teacher that encodes every batch "
-            "needs its images and texts"
+            "expected distill.cache with distill.teacher and cache_frozen, got None; the teacher would need images and "
+            "texts, which are not read"
         )
 
 

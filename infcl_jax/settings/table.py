@@ -266,9 +266,7 @@ _LOSS = (
         None,
         "model that infcl_jax.load reads, whose similarities the student learns; None: no distillation",
     ),
-    Setting(
-        "distill.weight", float, 1.0, "weight of infcl_jax.distillation_loss, which is added to the loss", _POSITIVE
-    ),
+    Setting("distill.weight", float, 1.0, "weight of infcl_jax.distillation_loss in addition to the loss", _POSITIVE),
     Setting(
         "distill.cache",
         str | None,

@@ -194,7 +194,7 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
         `"teacher_image"` and `"teacher_text"` for distillation: features `[b, Dt]` of the teacher.
 
     Returns:
-      Inputs by name: sample indices, sample state and step, ids, the mask of passages, features of a teacher, or nothing.
+      Inputs by name: sample indices, sample state and step, ids, mask of passages, a teacher's features, or nothing.
 
     Raises:
       ValueError: an input is not in the state or the batch.

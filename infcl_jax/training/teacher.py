@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -131,9 +131,9 @@ def encode_tower(model: CLIP, variables: Any, name: str, rows: Any) -> jax.Array
       `[b, Dt]`, L2-normalized, in the model's feature dtype.
     """
     if name == "text":
-        return model.apply(variables, rows, method="encode_text")
+        return cast(jax.Array, model.apply(variables, rows, method="encode_text"))
     pixels, side = adjusted(rows), model.visual.image_size  # type: ignore[attr-defined]
     if pixels.shape[1:3] != (side, side):
         resized = jax.image.resize(pixels.astype(jnp.float32), (len(pixels), side, side, 3), "bicubic", antialias=True)
         pixels = normalize_image(jnp.clip(resized, 0.0, 255.0), model.image_mean, model.image_std)
-    return model.apply(variables, pixels, method="encode_image")
+    return cast(jax.Array, model.apply(variables, pixels, method="encode_image"))

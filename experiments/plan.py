@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments import command
 from infcl_jax import run
 from infcl_jax.console import say
-from infcl_jax.distributed import MEMORY_SHARE
+from infcl_jax.distributed import MEMORY_SHARE, data_mesh
 from infcl_jax.planner import (
     DEVICES,
     Workload,
@@ -28,6 +28,7 @@ from infcl_jax.planner import (
     plan_memory,
 )
 from infcl_jax.run.devices import start_devices
+from infcl_jax.teacher import load_teacher
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."
@@ -63,7 +64,7 @@ def workload_from_flags(config: ConfigDict) -> tuple[Workload, int | None]:
       The workload, and the bytes that JAX may use per device, or None if unknown.
 
     Raises:
-      ValueError: a setting or flag is wrong.
+      ValueError: a setting or flag is wrong, or `distill.teacher` holds no model.
     """
     limit, implementation = None if _MEMORY.value is None else int(_MEMORY.value * 2**30), None
     if _DEVICE.value is not None:
@@ -72,7 +73,9 @@ def workload_from_flags(config: ConfigDict) -> tuple[Workload, int | None]:
     else:
         count = _COUNT.value or start_devices(config).size
         limit = limit or device_memory_limit()
-    return run.workload(config, count, limit, implementation, run.sample_source(config)), limit
+    teacher = load_teacher(config, data_mesh())
+    memory = None if teacher is None else teacher.memory()
+    return run.workload(config, count, limit, implementation, run.sample_source(config), memory), limit
 
 
 def report(workload: Workload, memory_limit: int | None) -> None:

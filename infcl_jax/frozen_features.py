@@ -19,7 +19,7 @@ from infcl_jax.training import TrainState
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 
 FEATURES_FOLDER = "features"  # in the work directory
-_IN_WORKDIR = "workdir"  # value of cache_frozen
+IN_WORKDIR = "workdir"  # value of cache_frozen
 
 
 def cached_features(
@@ -55,7 +55,7 @@ def cached_features(
     if not towers:
         return {}
     model = build_model(read_model_config(config))
-    folder = Path(workdir) / FEATURES_FOLDER if config.cache_frozen == _IN_WORKDIR else Path(config.cache_frozen)
+    folder = Path(workdir) / FEATURES_FOLDER if config.cache_frozen == IN_WORKDIR else Path(config.cache_frozen)
     shard_rows = (config.grad_cache.chunk_size or config.batch_size) // mesh.size
     devices, stores = mesh.local_devices, {}
     for name in towers:

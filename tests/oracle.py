@@ -88,6 +88,32 @@ def retrieval(query, passage, scale, labels):
     return loss, (scale * d_logits @ y, scale * d_logits.T @ x, (d_logits * s).sum())
 
 
+def distillation(student, teacher, scale, teacher_scale, kept=None, weights=None):
+    """Both losses and the gradients of the divergence over the student's features and scale, in fp64.
+
+    `kept` is bool `[b]`. Returns the CLIP loss, the divergence and its gradients, and the sums of the absolute terms of
+    the gradients.
+    """
+    x, y, tx, ty = (np.asarray(a, np.float64) for a in (*student, *teacher))
+    kept = np.ones(len(x), bool) if kept is None else kept
+    w = np.where(kept, 1.0 if weights is None else weights, 0.0)
+    w = w / max(w.sum(), 1e-300) / 2
+    x, y, tx, ty = (np.where(kept[:, None], a, 0) for a in (x, y, tx, ty))
+    s, pairs = x @ y.T, np.outer(kept, kept)
+    z, t = np.where(pairs, scale * s, -1e9), np.where(pairs, teacher_scale * tx @ ty.T, -1e9)
+    clip, divergence, d_z, size = 0.0, 0.0, np.zeros_like(s), np.zeros_like(s)
+    for axis in (0, 1):
+        row_w = np.expand_dims(w, axis)
+        log_q, log_p = (a - np.expand_dims(log_sum_exp(a, axis), axis) for a in (z, t))
+        p, q = np.where(pairs, np.exp(log_p), 0), np.where(pairs, np.exp(log_q), 0)
+        clip -= (row_w * np.where(np.eye(len(x)) * pairs, log_q, 0)).sum()
+        divergence += (row_w * p * (log_p - log_q)).sum()
+        d_z, size = d_z + row_w * (q - p), size + row_w * (q + p)
+    gradients = scale * d_z @ y, scale * d_z.T @ x, (d_z * s).sum()
+    sizes = scale * size @ np.abs(y), scale * size.T @ np.abs(x), (size * np.abs(s)).sum()
+    return clip, divergence, gradients, sizes
+
+
 def relative_error(got, expected) -> float:
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-300))

@@ -20,6 +20,7 @@ from infcl_jax.ops.attention.api import best_attention
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
+    TeacherMemory,
     activations,
     describe_plan,
     device_named,
@@ -146,6 +147,7 @@ COMPONENTS = {
     "optimizer": "optimizer state",
     "ema": "moving averages",
     "samples": "sample state",
+    "teacher": "teacher",
     "gradients": "gradients",
     "updates": "updates",
     "batch": "batch",
@@ -159,7 +161,11 @@ COMPONENTS = {
 
 @pytest.mark.parametrize("memory", [None, 1 << 30])
 @pytest.mark.parametrize(
-    ("changes", "zero"), [({}, {"ema", "samples", "stored"}), ({"ema": True, "sample_bytes": 1, "keep": 1}, set())]
+    ("changes", "zero"),
+    [
+        ({}, {"ema", "samples", "teacher", "stored"}),
+        ({"ema": True, "sample_bytes": 1, "teacher": TeacherMemory(runs.model()), "keep": 1}, set()),
+    ],
 )
 def test_the_table_has_every_part_aligned(memory, changes, zero):
     plan = plan_memory(runs.workload(chunk_size=32, **changes), memory)

@@ -35,6 +35,7 @@ from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sample_order import SampleOrder
 from infcl_jax.data.sources.base import Example, OrderedSource, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
+from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherRow, TeacherTokens
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 from infcl_jax.data.worker_function import WorkerFunction
@@ -51,7 +52,8 @@ _DEFAULT_AUGMENTATION = Augmentation()
 class _TrainChunk:
     """Function that makes one chunk of a batch from (global row, sample index) pairs.
 
-    With `precomputed`, the images of the source are rows of features. `positives` other than "pair" adds "ids".
+    With `precomputed`, the images of the source are rows of features. `positives` other than "pair" adds "ids", and
+    `teacher` adds its entries.
     """
 
     reader: RecordReader
@@ -62,6 +64,7 @@ class _TrainChunk:
     precomputed: bool = False
     max_pixels: int = MAX_PIXELS
     positives: str = "pair"
+    teacher: TeacherTokens | TeacherFeatures | None = None
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
         chunk = self.read(rows, self.image)
@@ -79,7 +82,8 @@ class _TrainChunk:
 
         decoders = [functools.partial(decode, row) for row, _ in rows]
         read, bad = self.reader.read([index for _, index in rows], decoders)
-        captions = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
+        numbers = [self._caption(row, example)[0] for (row, _), (example, _) in zip(rows, read, strict=True)]
+        captions = [example["captions"][number] for (example, _), number in zip(read, numbers, strict=True)]
         truncated = _truncated_captions(self.tokenizer)
         with timed(TOKENIZE):
             tokens = self.tokenizer(captions)
@@ -96,6 +100,10 @@ class _TrainChunk:
                     for (row, _), (example, _), caption in zip(rows, read, captions, strict=True)
                 ]
             )
+        if self.teacher is not None:
+            drawn = zip((index for _, index in read), captions, numbers, strict=True)
+            with timed(TOKENIZE):
+                chunk |= self.teacher([TeacherRow(*row) for row in drawn])
         if self.augmentation is not None and self.augmentation.adjusts_colors:
             chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
         stats = take_seconds()
@@ -103,11 +111,11 @@ class _TrainChunk:
             stats[TRUNCATED] = _truncated_captions(self.tokenizer) - truncated
         return chunk | {STATS: stats}
 
-    def _caption(self, row: int, example: Example | DecodedExample) -> tuple[str, np.random.Generator]:
+    def _caption(self, row: int, example: Example | DecodedExample) -> tuple[int, np.random.Generator]:
         """Draw the caption of a row.
 
         Returns:
-          The caption, and the random generator for the row's image.
+          The number of the caption, and the random generator for the row's image.
 
         Raises:
           ValueError: the example has no caption.
@@ -118,7 +126,7 @@ class _TrainChunk:
             raise ValueError(
                 "expected captions to train on, got a dataset opened with caption=none; leave the option out"
             )
-        return (captions[int(rng.integers(len(captions)))] if len(captions) > 1 else captions[0]), rng
+        return (int(rng.integers(len(captions))) if len(captions) > 1 else 0), rng
 
     def _rng(self, stream: int, row: int) -> np.random.Generator:
         """Return a random generator of a row.
@@ -234,6 +242,7 @@ def train_iterator(
     sharding: NamedSharding | None = None,
     features: Mapping[str, FeatureStore] | None = None,
     positives: str = "pair",
+    teacher: TeacherTokens | TeacherFeatures | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -272,11 +281,13 @@ def train_iterator(
       features: cached features by tower, "image" or "text", see `infcl_jax.data.cache_features`; they replace images
         and token ids. Images with cached features are neither read nor decoded.
       positives: "pair", or what samples with equal ids share, see `infcl_jax.data.positive_ids`.
+      teacher: token ids or cached features of a teacher, see `infcl_jax.data.teacher_inputs`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
       `set_state`. An augmentation of colors adds "color", float32 [b, 7], see `infcl_jax.ops.color.ColorBatch`. Other
-      `positives` than "pair" add "ids", int32 [b, 2]. With `decoders`, "image" is the global array [B, S, S, 3] on the
+      `positives` than "pair" add "ids", int32 [b, 2], and `teacher` adds "teacher_text" and, of cached features,
+      "teacher_image". With `decoders`, "image" is the global array [B, S, S, 3] on the
       devices. Close the iterator to stop its threads and workers.
 
     Raises:
@@ -325,6 +336,7 @@ def train_iterator(
         precomputed="image" in features,
         max_pixels=max_image_pixels,
         positives=positives,
+        teacher=teacher,
     )
     make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(

@@ -60,12 +60,14 @@ class LossOutput(NamedTuple):
       logit_scale: scalar inverse temperature for the metrics; None: the logit scale of the model.
       extra_positives: scalar for the metrics, number of positives of the batch in addition to its pairs; None without
         ids.
+      distillation: scalar for the metrics, divergence from the teacher; None without one.
     """
 
     value: Float[Array, ""]
     rows: SampleState | None = None
     logit_scale: Float[Array, ""] | None = None
     extra_positives: Float[Array, ""] | None = None
+    distillation: Float[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

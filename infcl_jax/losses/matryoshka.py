@@ -159,6 +159,11 @@ class MatryoshkaLoss(Loss):
         """Implementations that the loss of each prefix supports."""
         return tuple(self.loss.implementations)
 
+    @property
+    def batch_inputs(self) -> tuple[str, ...]:
+        """Keyword arguments of the loss of each prefix."""
+        return self.loss.batch_inputs
+
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""
 
@@ -169,4 +174,5 @@ class MatryoshkaLoss(Loss):
             return outputs[-1].value
 
         value = matryoshka(of_prefix, self.dims)(output.image, output.text)
-        return LossOutput(value, extra_positives=outputs[-1].extra_positives)
+        whole = outputs[-1]
+        return LossOutput(value, extra_positives=whole.extra_positives, distillation=whole.distillation)

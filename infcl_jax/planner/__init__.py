@@ -17,6 +17,7 @@ from infcl_jax.planner.search import (
     recommended_cache,
     store_activations,
 )
+from infcl_jax.planner.teacher import TeacherMemory
 from infcl_jax.planner.utilization import peak_flops, utilization
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Device",
     "MemoryPlan",
     "OutOfMemory",
+    "TeacherMemory",
     "Workload",
     "compiled_bytes",
     "describe_plan",

@@ -15,6 +15,7 @@ from infcl_jax.planner.activations import EncoderMemory, encoder_memory, paramet
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import state_bytes
+from infcl_jax.planner.teacher import TeacherMemory
 from infcl_jax.training import NO_CACHE, GradCacheConfig, loss_class
 from infcl_jax.training.frozen import ALL_LOCKED, UnlockedGroups, check_frozen, frozen_parameters, frozen_towers
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
@@ -45,6 +46,7 @@ class Workload:
       ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
       passages: passages of each query of a `TextPair`.
+      teacher: teacher of a run with distillation; None: no distillation.
 
     Raises:
       ValueError: a name is unknown, a number is out of range, or the batch or chunk size does not fit the devices.
@@ -64,6 +66,7 @@ class Workload:
     ema: bool = False
     sample_bytes: int = 0
     passages: int = 1
+    teacher: TeacherMemory | None = None
 
     def __post_init__(self) -> None:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
@@ -143,6 +146,7 @@ class MemoryPlan:
       optimizer: optimizer state; one device's shard with "fsdp".
       ema: moving averages of the parameters; one device's shard with "fsdp".
       samples: sample state of a global contrastive loss.
+      teacher: parameters and features of the teacher of a run with distillation.
       gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With residency "host" or
         "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
       updates: optimizer updates, separate from the accumulated gradients.
@@ -160,6 +164,7 @@ class MemoryPlan:
     optimizer: int
     ema: int
     samples: int
+    teacher: int
     gradients: int
     updates: int
     batch: int
@@ -178,7 +183,7 @@ class MemoryPlan:
         pass needs only the gradients of the features, half of `features`. The updates start after activations and
         features have been freed.
         """
-        state = self.parameters + self.optimizer + self.ema + self.samples
+        state = self.parameters + self.optimizer + self.ema + self.samples + self.teacher
         persistent = state + self.gradients + self.batch + self.next_batch
         backward, loss = self.transient + self.features // 2, self.loss + self.features
         return persistent + max(self.stored + max(backward, loss), self.updates)
@@ -246,13 +251,15 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         name: width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
         for name, encoder in encoders.items()
     }
-    on_device = cache.residency == "device"
+    on_device, teacher = cache.residency == "device", workload.teacher
+    loss_rows = workload.batch_size * workload.passages
     return MemoryPlan(
         workload=workload,
         parameters=state.parameter_shard,
         optimizer=state.optimizer,
         ema=state.ema if workload.ema else 0,
         samples=workload.sample_bytes,
+        teacher=0 if teacher is None else teacher.persistent(workload.block_rows),
         gradients=state.gradients(on_device),
         updates=state.updates,
         batch=sum(row_bytes[name] * (r.block if on_device else min(r.block, 2 * r.shard)) for name, r in rows.items()),
@@ -266,11 +273,11 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         transient=max(
             *(_transient(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
             *(encoders[name].forward(rows[name].shard) for name in frozen if name not in workload.precomputed),
+            0 if teacher is None else teacher.forward(workload.shard_rows),
             0,
         ),
-        loss=loss_workspace(
-            workload.implementation, workload.batch_size * workload.passages, width, dtype, workload.devices
-        ),
+        loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices)
+        + (0 if teacher is None else teacher.loss_workspace(workload.implementation, loss_rows, workload.devices)),
         memory_limit=memory_limit,
     )
 

@@ -17,6 +17,7 @@ _COMPONENTS = (
     ("optimizer state", "optimizer", "exact"),
     ("moving averages", "ema", "exact"),
     ("sample state", "samples", "exact"),
+    ("teacher", "teacher", "exact"),
     ("gradients", "gradients", "exact"),
     ("updates", "updates", "exact"),
     ("batch", "batch", "exact"),

@@ -25,7 +25,9 @@ from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.sources.text_retrieval import QuerySource
+from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
+from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import text_pair_config
 from infcl_jax.ops.color import with_colors
 from infcl_jax.run.model import read_model_config, text_tokenizer
@@ -84,6 +86,7 @@ def training_data(
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     features: Mapping[str, FeatureStore] | None = None,
+    teacher: TeacherTokens | TeacherFeatures | None = None,
 ) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
@@ -100,6 +103,7 @@ def training_data(
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
       mesh: devices over which the batch is sharded; None: all.
       features: features of frozen towers, from `infcl_jax.frozen_features.cached_features`.
+      teacher: tokens or cached features of a teacher, from `infcl_jax.teacher.Teacher.inputs`.
 
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
@@ -129,6 +133,7 @@ def training_data(
         sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         features=features,
         positives=config.positives,
+        teacher=teacher,
     )
 
 
@@ -182,8 +187,9 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
     Returns:
       "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
       augmented), "text", for losses with sample state "index" (int32 sample indices), and for positives by id "ids"
-      (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. The values are global arrays on the
-      devices, this process's NumPy arrays, or `Replay`.
+      (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. A run with a teacher has its cached
+      features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values
+      are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":
@@ -198,6 +204,7 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
         pairs["index"] = batch["index"].astype(np.int32)
     if config.positives != "pair":
         pairs["ids"] = batch["ids"]
+    pairs |= {name: batch[name] for name in TEACHER_INPUTS if name in batch}
     if cache.residency == "host":
         return pairs
     return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)

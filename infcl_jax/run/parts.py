@@ -10,12 +10,12 @@ from ml_collections import ConfigDict
 from infcl_jax.data import Source, Tokenizer
 from infcl_jax.distributed import flat_mesh
 from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
-from infcl_jax.losses import Loss, MatryoshkaLoss
+from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
-from infcl_jax.planner import SAFE_SHARE, Workload, store_activations, tree_bytes
+from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, store_activations, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.run.data import num_samples, precomputed_towers
 from infcl_jax.run.model import image_resize, read_model_config, text_tokenizer
@@ -84,7 +84,9 @@ def evaluation_suite(
     )
 
 
-def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) -> Loss:
+def loss(
+    config: ConfigDict, mesh: Mesh | None, source: Source | None = None, teacher_scale: float | None = None
+) -> Loss:
     """Create the loss of a run.
 
     Examples:
@@ -96,6 +98,7 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
       config: settings of the run.
       mesh: devices over which the batch is sharded; None: one device.
       source: training data; None is enough for losses without sample state.
+      teacher_scale: inverse temperature of the teacher of a run with distillation; None: 1.
 
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
@@ -110,6 +113,9 @@ def loss(config: ConfigDict, mesh: Mesh | None, source: Source | None = None) ->
         steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
         optimizer=OptimizerConfig(**config.optimizer),
     )
+    if config.distill.teacher is not None:
+        scale = 1.0 if teacher_scale is None else teacher_scale
+        one = DistilledLoss.wrap(one, config.distill.weight, scale)
     return MatryoshkaLoss.wrap(one, _prefixes(config)) if config.matryoshka else one
 
 
@@ -181,6 +187,7 @@ def workload(
     memory_limit: int | None = None,
     implementation: str | None = None,
     source: Source | None = None,
+    teacher: TeacherMemory | None = None,
 ) -> Workload:
     """Return the settings of a run that determine its memory, for `infcl_jax.planner`.
 
@@ -196,6 +203,7 @@ def workload(
       memory_limit: bytes that JAX may use on a device; None if unknown.
       implementation: implementation of the loss if the configuration names none; None: the best on this device.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
+      teacher: memory of the teacher, `infcl_jax.teacher.Teacher.memory`; None leaves it out.
 
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
@@ -223,6 +231,7 @@ def workload(
         unlocked_groups=UnlockedGroups(**config.unlocked_groups),
         precomputed=precomputed_towers(config),
         passages=1 if isinstance(model, CLIPConfig) else 1 + config.text_retrieval.hard_negatives,
+        teacher=teacher,
     )
     if not stores_most:
         return unresolved

@@ -43,6 +43,7 @@ from infcl_jax.settings import (
     name_changes,
     with_total_steps,
 )
+from infcl_jax.teacher import load_teacher
 from infcl_jax.training import (
     Checkpointer,
     DataWait,
@@ -160,8 +161,10 @@ def _train_on(
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
         check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
         tokenizer = run.text_tokenizer(config, origin)
-        loss_fn = run.loss(config, mesh, source)
-        workload = run.workload(config, mesh.size, memory_limit, source=source)
+        teacher = load_teacher(config, mesh)
+        loss_fn = run.loss(config, mesh, source, None if teacher is None else teacher.scale)
+        memory = None if teacher is None else teacher.memory()
+        workload = run.workload(config, mesh.size, memory_limit, source=source, teacher=memory)
         step_fn = make_train_step(
             loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
         )
@@ -182,7 +185,11 @@ def _train_on(
                 "train longer, or choose another --workdir"
             )
         features = cached_features(config, workdir, mesh, state, source, tokenizer, say)
-        data = run.training_data(config, source, tokenizer, mesh, features)
+        teacher_inputs = None
+        if teacher is not None:
+            step_fn, teacher_inputs = teacher.with_features(step_fn), teacher.inputs(workdir, source, tokenizer, say)
+            del teacher  # the variables of a teacher with cached features
+        data = run.training_data(config, source, tokenizer, mesh, features, teacher_inputs)
         with name_changes(changed):
             checkpoints.restore_position(data)
         if str(origin) != str(workdir.absolute()) and is_lead():

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from infcl_jax.distributed import shard_batch
 from infcl_jax.losses import Loss
+from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import TOWERS, CLIPConfig, CLIPOutput, ResNetConfig
 from infcl_jax.run.model import read_model_config
 from infcl_jax.run.parts import initial_state, loss
@@ -27,6 +28,7 @@ _CHUNKS = 2
 _HEAD_DIM = 64  # every attention implementation supports it
 _TOKENS = 12
 _STEPS = 1000  # of the learning rate schedule
+_TEACHER_WIDTH, _TEACHER_SCALE = 24, 20.0
 
 
 def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
@@ -34,7 +36,8 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
     sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
-    random pairs for each device. Then one step of the optimizer must move all trained groups and no frozen one.
+    random pairs for each device, with random features of a teacher. Then one step of the optimizer must move all
+    trained groups and no frozen one.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")
@@ -56,16 +59,16 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
     source = range(2 * small.batch_size)
     state = initial_state(small, mesh, source)  # type: ignore[arg-type]
     batch = _random_batch(read_model_config(small), small)
-    set_up = _Run(small, mesh, state, loss(small, mesh, source))  # type: ignore[arg-type]
+    set_up = _Run(small, mesh, state, loss(small, mesh, source, _TEACHER_SCALE))  # type: ignore[arg-type]
     reference = small.copy_and_resolve_references()
     reference.implementation = "dense" if "dense" in set_up.loss.implementations else None
     towers = [TOWERS[name] for name in state.frozen_towers]
     with jax.default_matmul_precision("highest"):
         return verify(
-            set_up.undivided(loss(reference, None, source)),  # type: ignore[arg-type]
+            set_up.undivided(loss(reference, None, source, _TEACHER_SCALE)),  # type: ignore[arg-type]
             {name: set_up.encoder(name) for name in TOWERS},
             jax.device_get(state.params),
-            {name: batch[name] for name in TOWERS} | {n: batch[n] for n in ("index", "ids") if n in set_up.inputs},
+            {name: batch[name] for name in TOWERS} | {n: batch[n] for n in set_up.inputs if n in batch},
             mesh=mesh,
             chunk_size=small.grad_cache.chunk_size,
             value_and_grad=set_up.value_and_grad,
@@ -119,14 +122,20 @@ def _small_model(config: ConfigDict) -> dict[str, Any]:
 
 
 def _random_batch(model: CLIPConfig, config: ConfigDict) -> dict[str, np.ndarray]:
-    """Draw images, tokens, sample indices and repeating ids."""
+    """Draw images, tokens, sample indices, repeating ids and features of a teacher."""
     rng, rows, side = np.random.default_rng(config.seed), config.batch_size, model.vision.image_size
     return {
         "image": rng.integers(0, 256, (rows, side, side, 3), dtype=np.uint8),
         "text": rng.integers(1, model.text.vocab_size, (rows, model.text.context_length), dtype=np.int32),
         "index": rng.permutation(2 * rows)[:rows].astype(np.int32),
         "ids": rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32),
+        **{name: _random_features(rng, rows) for name in TEACHER_INPUTS},
     }
+
+
+def _random_features(rng: np.random.Generator, rows: int) -> np.ndarray:
+    features = rng.normal(size=(rows, _TEACHER_WIDTH)).astype(np.float32)
+    return features / np.linalg.norm(features, axis=1, keepdims=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ def check_consistency(config: ConfigDict) -> None:
     _check_grad_cache(config)
     _check_outputs(config)
     _check_matryoshka(config)
+    _check_distill(config)
     optimizer = OptimizerConfig(**config.optimizer)
     if optimizer.final_learning_rate > optimizer.learning_rate:
         raise ValueError(
@@ -148,6 +149,25 @@ def _check_matryoshka(config: ConfigDict) -> None:
     checked_dims("matryoshka", tuple(config.matryoshka))
     if config.matryoshka and (config.loss == "retrieval" or loss_class(config.loss).inputs):
         raise ValueError(f"expected loss clip or siglip with matryoshka, got {config.loss}")
+
+
+def _check_distill(config: ConfigDict) -> None:
+    """Check that the loss and the batches allow a teacher."""
+    distill = config.distill
+    if distill.teacher is None:
+        for name, default in (("weight", 1.0), ("cache", None)):
+            if distill[name] != default:
+                raise ValueError(f"expected distill.teacher with distill.{name}={distill[name]!r}, got None; set it")
+        return
+    if config.loss == "retrieval" or loss_class(config.loss).inputs:
+        raise ValueError(f"expected loss clip or siglip with distill.teacher, got {config.loss}")
+    if config.grad_cache.residency == "replay":
+        raise ValueError("expected grad_cache.residency 'device' or 'host' with distill.teacher, got 'replay'")
+    if config.cache_frozen is not None and distill.cache is None:
+        raise ValueError(
+            "expected distill.cache with distill.teacher and cache_frozen, got None; the teacher would need images and "
+            "texts, which are not read"
+        )
 
 
 def _check_grad_cache(config: ConfigDict) -> None:

@@ -260,6 +260,20 @@ _LOSS = (
         'share of each target of the loss "clip" that is spread over the whole batch',
         _DECAY,
     ),
+    Setting(
+        "distill.teacher",
+        str | None,
+        None,
+        "model that infcl_jax.load reads, whose similarities the student learns; None: no distillation",
+    ),
+    Setting("distill.weight", float, 1.0, "weight of infcl_jax.distillation_loss in addition to the loss", _POSITIVE),
+    Setting(
+        "distill.cache",
+        str | None,
+        None,
+        "folder for the features of the teacher, computed once per sample from the central square of its image; "
+        '"workdir": in the work directory; None: the teacher encodes every batch as the student sees it',
+    ),
 )
 
 _GLOBAL_CONTRASTIVE = _shaping(

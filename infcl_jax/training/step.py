@@ -16,6 +16,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
 from infcl_jax.losses.base import SAMPLE_INPUTS
+from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import TEXT_TOWERS, TOWERS, CLIPOutput, TextPairOutput, towers_of
 from infcl_jax.ops.color import adjusted
 from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
@@ -35,6 +36,7 @@ class Auxiliary(NamedTuple):
       logit_scale: scalar for the metrics, see `infcl_jax.losses.LossOutput`.
       finite: scalar for each tower, whether its features are finite. The features themselves would stay in memory.
       extra_positives: scalar for the metrics, see `infcl_jax.losses.LossOutput`; None without ids.
+      distillation: scalar for the metrics, see `infcl_jax.losses.LossOutput`; None without a teacher.
       samples: sample index `[b]` and new sample state of each row; None for losses without sample state.
       batch_stats: new running statistics of batch normalization; None if they do not change.
     """
@@ -42,6 +44,7 @@ class Auxiliary(NamedTuple):
     logit_scale: jax.Array
     finite: dict[str, jax.Array]
     extra_positives: jax.Array | None = None
+    distillation: jax.Array | None = None
     samples: tuple[jax.Array, SampleState] | None = None
     batch_stats: Any = None
 
@@ -76,7 +79,7 @@ def make_train_step(
     clipping. `grad_norm/image` and `grad_norm/text` are the norms of the trained towers. `finite` says whether each
     stage of the step is finite, in order of computation. With per-sample temperatures, `logit_scale` is the inverse of
     their mean over the batch. With positives by id, `extra_positives` is the number of
-    positives of the batch in addition to its pairs.
+    positives of the batch in addition to its pairs. With a teacher, `distillation` is the divergence from it.
 
     With `on_nonfinite="skip"`, a step whose flags are not all true leaves the state as it is, except for `step` and the
     step count of the learning rate schedule. The devices decide, so the host never waits. The flags then also cover
@@ -112,6 +115,8 @@ def make_train_step(
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
     if "index" in loss_fn.inputs and cache.residency == "replay":
         raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.name}, got 'replay'")
+    if cache.residency == "replay" and set(TEACHER_INPUTS) & set(loss_fn.batch_inputs):
+        raise ValueError("expected residency 'device' or 'host' with a teacher, got 'replay'")
     if loss_fn.targets.by_id and cache.residency == "replay":
         raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.targets}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
@@ -175,7 +180,7 @@ def evaluate_loss(loss_fn: Loss, output: Any, inputs: Mapping[str, Any]) -> tupl
     result = loss_fn(output, **{name: inputs[name] for name in loss_fn.batch_inputs})
     samples = None if result.rows is None else (inputs["index"], result.rows)
     logit_scale = output.logit_scale if result.logit_scale is None else result.logit_scale
-    return result.value, Auxiliary(logit_scale, finite, result.extra_positives, samples)
+    return result.value, Auxiliary(logit_scale, finite, result.extra_positives, result.distillation, samples)
 
 
 def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,15 +190,16 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
       loss_fn: loss from `make_loss`.
       state: train state, with `samples` for losses with sample state.
       batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair;
-        with `"ids"` for positives by id: int32 `[b, 2]`; with `"passage_mask"` for text retrieval.
+        with `"ids"` for positives by id: int32 `[b, 2]`; with `"passage_mask"` for text retrieval; with
+        `"teacher_image"` and `"teacher_text"` for distillation: features `[b, Dt]` of the teacher.
 
     Returns:
-      Inputs by name: sample indices, sample state and step, ids, the mask of passages, or nothing.
+      Inputs by name: sample indices, sample state and step, ids, mask of passages, a teacher's features, or nothing.
 
     Raises:
       ValueError: an input is not in the state or the batch.
     """
-    available = {name: batch.get(name) for name in ("index", "ids", "passage_mask")}
+    available = {name: batch.get(name) for name in ("index", "ids", "passage_mask", *TEACHER_INPUTS)}
     available |= {"samples": state.samples, "step": state.step}
     inputs = {name: available[name] for name in loss_fn.batch_inputs}
     if any(inputs.get(name, 0) is None for name in SAMPLE_INPUTS):
@@ -202,6 +208,8 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
         raise ValueError(f"expected a batch with ids for positives={loss_fn.targets.positives!r}, got none")
     if inputs.get("passage_mask", 0) is None:
         raise ValueError(f"expected a batch with passage_mask for {loss_fn.name}, got none")
+    if any(inputs.get(name, 0) is None for name in TEACHER_INPUTS):
+        raise ValueError("expected a batch with the features of the teacher for distillation, got none")
     return inputs
 
 
@@ -340,5 +348,6 @@ def _metrics(loss: jax.Array, aux: Auxiliary, grads: Any) -> Metrics:
         "grad_norm": optax.tree.norm(norms),
         **{f"grad_norm/{tower}": norms[module] for tower, module in (TOWERS | TEXT_TOWERS).items() if module in norms},
         **({} if aux.extra_positives is None else {"extra_positives": aux.extra_positives}),
+        **({} if aux.distillation is None else {"distillation": aux.distillation}),
         "finite": finite,
     }

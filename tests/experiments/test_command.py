@@ -87,6 +87,8 @@ OPTIONAL = {
     "init.image": "folder",
     "init.text": "folder",
     "evaluation.data_dir": "folder",
+    "distill.teacher": "folder",
+    "distill.cache": "folder",
     "implementation": "xla",
     "keep_best": "zero_shot/top1",
     "global_contrastive.gamma_schedule": "cosine",

@@ -7,7 +7,7 @@ With a shared scale, the shared max-shift is tried first. If its sums are not ex
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,10 @@ def _sums(plan: Plan, block: Block, counts: tuple[Array | None, Array | None]) -
     exact = all_within_range(block, first, counts, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
-    return _ForwardSums(first, exact, _unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
+    return _ForwardSums(first, exact, unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
 
 
-def _unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[], T]) -> T:
+def unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[], T]) -> T:
     """Return `value` if `exact`, else `recompute()`.
 
     On GPUs the host evaluates the condition, so it synchronizes on `exact`. Work enqueued before is not delayed. A loop
@@ -144,7 +144,7 @@ def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     block, sums, static = residuals
     cotangents = jax.tree.map(lambda c: _instantiate(c, block.x), cotangents)
-    grad_scale = _power_of_two_bound(cotangents, plan.axis_name)
+    grad_scale = power_of_two_bound(cotangents, plan.axis_name)
     cotangents = jax.tree.map(lambda d: d / grad_scale, cotangents)
 
     def gradient(block: Block, sums: Sums, needs_grad: NeedsGrad) -> Gradient:
@@ -175,7 +175,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     # synchronizes.
     grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
-        grads = _unless_exact(sums.exact, grads, recompute)
+        grads = unless_exact(sums.exact, grads, recompute)
     return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
 
 
@@ -217,7 +217,7 @@ def _scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dty
     return loop_over_slices(array.shape[0], min(array.shape[0], SCALED_ROWS), multiply, array)
 
 
-def _power_of_two_bound(cotangents: Results, axis_name: AxisName | None) -> Float[Array, ""]:
+def power_of_two_bound(cotangents: Any, axis_name: AxisName | None) -> Float[Array, ""]:
     """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.

@@ -1,8 +1,13 @@
-"""Plan the memory of a run without running it.
+"""Plan the memory and the time of a run without running it.
 
-Prints the memory of each component, the recommended gradient caching and the largest batch that fits.
+Prints the memory of each component, the recommended gradient caching and the largest batch that fits. With --device it
+also prints the estimated time of a step.
 
     python -m experiments.plan --config=configs/quickstart.py --device=H200 --devices=8 [--config.batch_size=32768]
+
+--target=1024 prints a table of the same run on 1, 2, 4, ... 1,024 GPUs:
+
+    python -m experiments.plan --config=configs/openclip.py --device=A100-40 --target=1024
 
 Without --device and --memory_gib, plans for the devices of this machine.
 """
@@ -20,15 +25,26 @@ from infcl_jax.console import say
 from infcl_jax.distributed import MEMORY_SHARE, data_mesh
 from infcl_jax.planner import (
     DEVICES,
+    Device,
     Workload,
     describe_plan,
     device_memory_limit,
     device_named,
+    fitting_plan,
+    format_scaling,
+    format_time,
     largest_batch,
+    on_devices,
     plan_memory,
+    step_time,
 )
+from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
+<<<<<<< HEAD
 from infcl_jax.teacher import load_teacher
+=======
+from infcl_jax.settings import total_steps
+>>>>>>> w7-recipes
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."
@@ -37,6 +53,10 @@ _COUNT = flags.DEFINE_integer("devices", None, "Number of devices. Default: thos
 _MEMORY = flags.DEFINE_float(
     "memory_gib", None, "Memory that JAX may use per device, in GiB. Default: that of the device."
 )
+_TARGET = flags.DEFINE_integer(
+    "target", None, "Print a table of the run on 1, 2, 4, ... GPUs up to this number, with --device, instead of a plan."
+)
+_LARGEST_TARGET = 1024
 
 
 def plan_from_flags() -> None:
@@ -48,10 +68,45 @@ def plan_from_flags() -> None:
     for name, flag in (("devices", _COUNT), ("memory_gib", _MEMORY)):
         if flag.value is not None and not flag.value > 0:
             raise ValueError(f"expected --{name} > 0, got {flag.value}")
+    if _TARGET.value is not None and (_DEVICE.value is None or not 1 <= _TARGET.value <= _LARGEST_TARGET):
+        raise ValueError(f"expected --target from 1 to {_LARGEST_TARGET} with --device, got {_TARGET.value}")
     config = command.resolved_config()
     # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
     with contextlib.nullcontext() if _DEVICE.value is None else use_abstract_mesh(device_named(_DEVICE.value).mesh):
-        report(*workload_from_flags(config))
+        workload, limit = workload_from_flags(config)
+        device = None if _DEVICE.value is None else device_named(_DEVICE.value)
+        steps = total_steps(config, run.sample_source(config))
+        if device is not None and _TARGET.value is not None:
+            say(target_table(workload, device, limit or device.memory_limit, _TARGET.value, steps))
+            return
+        report(workload, limit)
+        if device is not None:
+            say(format_time(step_time(workload, device), steps))
+
+
+def target_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
+    """Return the table of a run on 1, 2, 4, ... `target` GPUs, without the numbers on which nothing fits.
+
+    Args:
+      workload: settings of the run.
+      device: GPU.
+      memory_limit: bytes that JAX may use on a GPU.
+      target: largest number of GPUs.
+      steps: steps of the run.
+
+    Raises:
+      ValueError: the run fits on none of the numbers.
+    """
+    counts, plans, error = [1 << power for power in range(target.bit_length())], {}, None
+    for count in counts:
+        try:
+            plans[count] = fitting_plan(on_devices(workload, count), memory_limit)
+        except ValueError as reason:  # memory is too small, or the number does not divide the batch
+            error = reason
+    if not plans:
+        raise ValueError(f"expected a run that fits on {target} GPUs, got none: {error}")
+    times = {count: step_time(plan.workload, device, GPUS_PER_HOST) for count, plan in plans.items()}
+    return format_scaling(times, plans, steps)
 
 
 def workload_from_flags(config: ConfigDict) -> tuple[Workload, int | None]:

@@ -1,13 +1,15 @@
-"""Memory planning for training steps, from shapes alone.
+"""Memory and time of training steps, from shapes alone.
 
 A plan lists memory by component. Searches find the largest batch that fits and the gradient caching that recomputes
-least.
+least. Times come from the measured rates of GPUs.
 """
 
 from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import MemoryPlan, Workload, compiled_bytes, plan_memory
 from infcl_jax.planner.devices import DEVICES, Device, device_memory_limit, device_named
 from infcl_jax.planner.loss import loss_workspace
+from infcl_jax.planner.loss_times import loss_time
+from infcl_jax.planner.rates import Rates, rates_of
 from infcl_jax.planner.report import OutOfMemory, describe_plan, explain_out_of_memory, format_plan, plan_components
 from infcl_jax.planner.search import (
     SAFE_SHARE,
@@ -18,6 +20,8 @@ from infcl_jax.planner.search import (
     store_activations,
 )
 from infcl_jax.planner.teacher import TeacherMemory
+from infcl_jax.planner.time_report import fitting_plan, format_scaling, format_time
+from infcl_jax.planner.times import StepTime, on_devices, scaling, step_time
 from infcl_jax.planner.utilization import peak_flops, utilization
 
 __all__ = [
@@ -26,6 +30,8 @@ __all__ = [
     "Device",
     "MemoryPlan",
     "OutOfMemory",
+    "Rates",
+    "StepTime",
     "TeacherMemory",
     "Workload",
     "compiled_bytes",
@@ -33,15 +39,23 @@ __all__ = [
     "device_memory_limit",
     "device_named",
     "explain_out_of_memory",
+    "fitting_plan",
     "format_plan",
+    "format_scaling",
+    "format_time",
     "largest_batch",
     "largest_chunk_size",
     "largest_keep",
+    "loss_time",
     "loss_workspace",
+    "on_devices",
     "peak_flops",
     "plan_components",
     "plan_memory",
+    "rates_of",
     "recommended_cache",
+    "scaling",
+    "step_time",
     "store_activations",
     "tree_bytes",
     "utilization",

@@ -85,6 +85,11 @@ def inference_tower(tower: Any, activation: str) -> Any:
     return dataclasses.replace(tower, **changes)
 
 
+def bert_config_of(bert: Bert) -> BertConfig:
+    """Return the configuration of a module that encodes queries or passages."""
+    return BertConfig(**_fields(BertConfig, bert))
+
+
 def _fields(kind: type, tower: Any) -> dict[str, Any]:
     """Read the fields of a tower's configuration from its module."""
     names = [field.name for field in dataclasses.fields(kind)]

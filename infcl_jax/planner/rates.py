@@ -1,0 +1,223 @@
+"""Measured rates of GPUs, from which the times of training steps are estimated.
+
+All measured rates are of NVIDIA H200s (700 W) with JAX 0.11.2, from docs/benchmarks.md, 2026-11-21 to 24. Other GPUs
+have the rates of an H200 scaled by the ratio of two data sheets: GEMMs and the loss by the peak bf16 throughput,
+kernels that move data by the bandwidth of HBM, and transfers by the bandwidth of the links.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from infcl_jax.planner.devices import Device, device_named
+from infcl_jax.planner.utilization import peak_flops
+
+_TERA, _GIGA = 1e12, 1e9
+_REFERENCE = "H200-141"
+
+
+class Kernels(NamedTuple):
+    """Rates of kernels that memory bandwidth limits, in bytes per second.
+
+    Attributes:
+      forward: LayerNorm, bias with activation, and residual sums, in the forward pass.
+      backward: the same in the backward pass.
+      attention: rates of attention, forward and backward, by sequence length. They count 4 tensors forward and 8
+        backward.
+    """
+
+    forward: float
+    backward: float
+    attention: dict[int, tuple[float, float]]
+
+    def attention_rates(self, positions: int) -> tuple[float, float]:
+        """Interpolate the rates of attention, forward and backward.
+
+        Beyond the longest measured sequence, the time grows with the square of the length.
+        """
+        lengths = sorted(self.attention)
+        if positions >= lengths[-1]:
+            return _scaled(self.attention[lengths[-1]], lengths[-1] / positions)
+        if positions <= lengths[0]:
+            return self.attention[lengths[0]]
+        above = next(length for length in lengths if length > positions)
+        below = lengths[lengths.index(above) - 1]
+        share = (positions - below) / (above - below)
+        low, high = self.attention[below], self.attention[above]
+        return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
+
+    def scaled(self, factor: float) -> "Kernels":
+        """Return all rates times a factor."""
+        attention = {length: _scaled(rates, factor) for length, rates in self.attention.items()}
+        return Kernels(self.forward * factor, self.backward * factor, attention)
+
+
+class LossRate(NamedTuple):
+    """Rate of the loss with its gradients on one GPU.
+
+    Attributes:
+      flops: FLOP/s, counting 8 FLOPs for each pair of features and channel.
+      overhead: seconds of each call besides, on an H200 and any other GPU.
+    """
+
+    flops: float
+    overhead: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates of one GPU.
+
+    Examples:
+      >>> rates_of("H200").measured, rates_of("A100-80").measured
+      (True, False)
+
+    Attributes:
+      device: GPU.
+      measured: whether the rates were measured on this GPU, or scaled from those of an H200.
+      gemm: FLOP/s of the towers' bf16 GEMMs in a training step, with the gaps between kernels.
+      fused: rates of this library's kernels for Hopper GPUs.
+      xla: rates of cuDNN's attention and of XLA's elementwise kernels.
+      memory: bytes per second of updates and of accumulated gradients.
+      losses: rates of the loss by the name of the implementation, for bf16 features.
+      fp32_loss: FLOP/s of the loss of fp32 features in the fused kernels.
+      ring: FLOP/s of the fused loss in a ring of GPUs, in which CTAs are not persistent.
+      copy_overhead: seconds of each block of a ring besides its GEMMs, with copies between the GPUs of one process.
+      nccl_overhead: the same with NCCL, for one process per GPU and for several hosts.
+      link: bytes per second between the GPUs of one host, as the bus bandwidth of an all-reduce.
+      network: bytes per second between the hosts, for each GPU.
+      host_link: bytes per second from the memory of one host to all of its GPUs.
+    """
+
+    device: Device
+    measured: bool
+    gemm: float
+    fused: Kernels
+    xla: Kernels
+    memory: float
+    losses: dict[str, LossRate]
+    fp32_loss: float
+    ring: float
+    copy_overhead: float
+    nccl_overhead: float
+    link: float
+    network: float
+    host_link: float
+
+
+class _Sheet(NamedTuple):
+    """Figures of a data sheet.
+
+    Attributes:
+      kind: device kind of JAX, for `peak_flops`.
+      memory: bandwidth of HBM or GDDR, in GB/s.
+      link: bandwidth to other GPUs of the host in one direction, in GB/s: NVLink, or PCIe 4.0 x16.
+      network: bandwidth of the host's network for each GPU in one direction, in GB/s: 400 Gb/s for each GPU of an HGX
+        H100 or H200, 200 Gb/s for that of an HGX A100, and 100 Gb/s for the others, which is an assumption.
+    """
+
+    kind: str
+    memory: float
+    link: float
+    network: float
+
+
+# NVIDIA's data sheets, SXM boards where there are several, without sparsity.
+_SHEETS = {
+    "A10": _Sheet("NVIDIA A10", 600, 32, 12.5),
+    "A100-40": _Sheet("NVIDIA A100", 1555, 300, 25),
+    "A100-80": _Sheet("NVIDIA A100", 2039, 300, 25),
+    "H100-80": _Sheet("NVIDIA H100", 3350, 450, 50),
+    "H200-141": _Sheet("NVIDIA H200", 4800, 450, 50),
+    "L4": _Sheet("NVIDIA L4", 300, 32, 12.5),
+    "L40S": _Sheet("NVIDIA L40S", 864, 32, 12.5),
+    "RTX3090": _Sheet("NVIDIA GeForce RTX 3090", 936, 32, 12.5),
+    "RTX4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, 32, 12.5),
+    "V100-32": _Sheet("Tesla V100-SXM2-32GB", 900, 150, 12.5),
+}
+
+_H200 = Rates(
+    device=device_named(_REFERENCE),
+    measured=True,
+    # What the kernels below leave of the steps of ViT-B/32, B/16 and L/14 without chunks: 651 to 675 TFLOP/s, 0.92 to
+    # 0.97 of the reference GEMM in these processes.
+    gemm=660 * _TERA,
+    # "How fast are biased activations?" and "How fast is attention in each tower?", 2026-11-22.
+    fused=Kernels(
+        3.6 * _TERA,
+        3.85 * _TERA,
+        {
+            50: (3.7 * _TERA, 3.8 * _TERA),
+            77: (3.2 * _TERA, 2.4 * _TERA),
+            197: (2.6 * _TERA, 1.8 * _TERA),
+            257: (1.9 * _TERA, 1.5 * _TERA),
+        },
+    ),
+    # The same tables. cuDNN was timed over both passes.
+    xla=Kernels(
+        2.6 * _TERA,
+        1.64 * _TERA,
+        {
+            50: (1.03 * _TERA, 1.03 * _TERA),
+            77: (1.12 * _TERA, 1.12 * _TERA),
+            197: (1.04 * _TERA, 1.04 * _TERA),
+            257: (0.83 * _TERA, 0.83 * _TERA),
+        },
+    ),
+    memory=3.6 * _TERA,  # elementwise, as above
+    # "How fast is the loss?" and "How do time and memory grow with the batch?", 2026-11-21. The overheads are what is
+    # left at 2,048 and 8,192 pairs.
+    losses={
+        "mosaic_gpu": LossRate(590 * _TERA, 0.14e-3),
+        "triton": LossRate(530 * _TERA, 0.14e-3),
+        "xla": LossRate(245 * _TERA, 0.3e-3),
+        "dense": LossRate(62 * _TERA, 0.1e-3),
+    },
+    fp32_loss=96 * _TERA,  # "How fast are fp32 features?", 2026-11-21
+    # "How much communication is exposed?", 2026-11-22: blocks of 8,192 and 32,768 rows, on two to eight GPUs.
+    ring=570 * _TERA,
+    copy_overhead=0.16e-3,
+    nccl_overhead=0.4e-3,  # "Copies or NCCL, cuBLAS or XLA's GEMMs?", 2026-11-21, one process per GPU
+    link=360 * _GIGA,  # 0.8 of NVLink's data sheet; no all-reduce was timed on an H200
+    network=40 * _GIGA,  # 0.8 of the data sheet
+    host_link=10 * _GIGA,  # "How large can a batch be?", 2026-11-22, eight GPUs
+)
+
+
+def rates_of(device: str | Device) -> Rates:
+    """Return the rates of a GPU, measured or scaled from those of an H200.
+
+    Examples:
+      >>> h100, h200 = rates_of("H100"), rates_of("H200")
+      >>> h100.gemm == h200.gemm, round(h100.memory / h200.memory, 2)
+      (True, 0.7)
+
+    Args:
+      device: name of a GPU, see `device_named`, or the GPU.
+
+    Raises:
+      ValueError: the GPU is unknown.
+    """
+    device = device_named(device) if isinstance(device, str) else device
+    if device.name == _REFERENCE:
+        return _H200
+    sheet, reference = _SHEETS[device.name], _SHEETS[_REFERENCE]
+    compute = (peak_flops(sheet.kind) or 0.0) / (peak_flops(reference.kind) or 1.0)
+    memory, link = sheet.memory / reference.memory, sheet.link / reference.link
+    return dataclasses.replace(
+        _H200,
+        device=device,
+        measured=False,
+        gemm=_H200.gemm * compute,
+        fused=_H200.fused.scaled(memory),
+        xla=_H200.xla.scaled(memory),
+        memory=_H200.memory * memory,
+        losses={name: LossRate(rate.flops * compute, rate.overhead) for name, rate in _H200.losses.items()},
+        fp32_loss=_H200.fp32_loss * compute,
+        ring=_H200.ring * compute,
+        link=_H200.link * link,
+        network=_H200.network * sheet.network / reference.network,
+    )
+
+
+def _scaled(pair: tuple[float, float], factor: float) -> tuple[float, float]:
+    return pair[0] * factor, pair[1] * factor

@@ -40,11 +40,8 @@ from infcl_jax.planner import (
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
-<<<<<<< HEAD
-from infcl_jax.teacher import load_teacher
-=======
 from infcl_jax.settings import total_steps
->>>>>>> w7-recipes
+from infcl_jax.teacher import load_teacher
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."

@@ -143,7 +143,10 @@ def trained(config: ConfigDict, changes: Mapping[str, Any], folder: Path) -> dic
 
 
 def evaluated(config: ConfigDict, changes: Mapping[str, Any], folder: Path, name: str) -> dict[str, float]:
-    """Evaluate a trained run with changed settings; the results are stored as file `name` of its folder."""
+    """Evaluate a trained run with changed settings.
+
+    The results are stored as file `name` of its folder.
+    """
     path = folder / name
     if not path.is_file():
         settings = with_changes(config, changes)
@@ -165,7 +168,7 @@ def _summary(metric: str, results: Sequence[Mapping[str, float]]) -> str:
 
 
 def plot_bars(results: Results, path: Path) -> None:
-    """Plot each metric: the mean of the seeds as a bar, each seed as a dot."""
+    """Plot each metric: means as bars, seeds as dots."""
     figure = Figure(figsize=(4 * len(METRICS), 4))
     for axes, (metric, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
         values = {name: [100 * result[metric] for result in runs] for name, runs in results.items()}
@@ -178,7 +181,7 @@ def plot_bars(results: Results, path: Path) -> None:
 
 
 def plot_prefixes(results: Results, sizes: Sequence[int], path: Path) -> None:
-    """Plot each metric over the size of the prefix: every seed thin, their mean bold."""
+    """Plot each metric over the prefixes: seeds thin, means bold."""
     figure = Figure(figsize=(4.5 * len(METRICS), 4))
     for axes, (metric, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
         for color, (name, runs) in enumerate(results.items()):
@@ -195,7 +198,7 @@ def plot_prefixes(results: Results, sizes: Sequence[int], path: Path) -> None:
 
 
 def at_prefix(metric: str, size: int, sizes: Sequence[int]) -> str:
-    """Return the name of a metric at a prefix, such as "zero_shot@24/top1"; whole features have its own name."""
+    """Return the name of a metric at a prefix, such as "zero_shot@24/top1"."""
     task, _, score = metric.partition("/")
     return metric if size == sizes[-1] else f"{task}@{size}/{score}"
 

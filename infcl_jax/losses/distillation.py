@@ -41,7 +41,7 @@ def distillation_loss(
     weights: Float[Array, "b"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
-    """Divergence of a student's similarities from a teacher's, over all pairs of the global batch.
+    """KL divergence of a student from a teacher over all pairs.
 
     Image i has the softmax `q_i` of `scale * <image_i, text_j>` over the texts, and the softmax `p_i` of the teacher.
     Its divergence is `KL(p_i || q_i) = sum_j p_ij log(p_ij / q_ij)` in nats. Texts are alike, with softmaxes over the

@@ -67,7 +67,12 @@ class DistilledLoss(Loss):
         return (*self.loss.batch_inputs, *TEACHER_INPUTS)
 
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
-        """Compute the loss of the model output and the teacher's features for the global batch."""
+        """Compute the loss of the model output for the global batch.
+
+        Args:
+          output: model output, see `Loss`.
+          **inputs: the arrays named in `batch_inputs`.
+        """
         teacher = (*(inputs.pop(name) for name in TEACHER_INPUTS), self.teacher_scale)
         operands = (output.image, output.text, output.logit_scale, *teacher)
         options: dict[str, Any] = {"axis_name": self.axis_name, "mesh": self.mesh}

@@ -1,6 +1,6 @@
-"""Divergence of a student's from a teacher's softmax over all pairs, with the student's contrastive terms.
+"""Contrastive and distillation terms of all pairs from one sweep.
 
-One sweep over the pairs gives both: student and teacher blocks rotate around the ring together. With the student's
+Student and teacher blocks rotate around the ring together. With the student's
 logits `z_ij = scale * <image_i, text_j>` and the teacher's logits `t_ij` and softmax `p_ij` along a row:
 
     gap_i = sum_j p_ij (t_ij - z_ij) - log sum_j exp(t_ij)        KL(p_i || softmax(z_i)) = gap_i + log sum_j exp(z_ij)
@@ -71,7 +71,7 @@ class _Sums(NamedTuple):
         return _Sums(self.negatives.merge(other.negatives), teacher, first + second)
 
     def gap(self) -> Array:
-        """Return the mean difference of the logits minus the teacher's log-sum-exp; 0 for an empty sum."""
+        """Compute `Logits.row_gap`; 0 for an empty sum."""
         lse = self.teacher.log()
         return factor(self.teacher, self.difference) - jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
 
@@ -216,7 +216,7 @@ pair_logits.defvjp(_forward, _backward)
 
 
 def _shifts(operands: Operands, shared: bool) -> tuple[Array | None, Array | None]:
-    """Return the shared shifts of the student's and the teacher's exponents; None: per row and column."""
+    """Return both models' shared shifts; None: per row and column."""
     return (shared_shift(operands.scale), shared_shift(operands.teacher_scale)) if shared else (None, None)
 
 
@@ -248,7 +248,10 @@ def _strip_sums(pairs: _Pairs, shifts: tuple[Array | None, Array | None], axis: 
 def _log_sum(
     z: Float[Array, "rows columns"], valid: Bool[Array, "rows columns"] | None, shift: Array | None, axis: int
 ) -> tuple[LogSum, Float[Array, "rows columns"]]:
-    """Return the log-sum-exp over an axis, with the maximum as the shift without a shared one, and its terms."""
+    """Return the log-sum-exp over an axis and its terms.
+
+    Without a shared shift, the shift is the maximum.
+    """
     if shift is not None:
         e = _where(valid, jnp.exp(z - shift))
         return shifted_log_sum(shift, e.sum(axis)), e
@@ -267,7 +270,7 @@ def _strip_gradient(
     """Compute the cotangents of the student's logits, without the positives' own term."""
 
     def softmax(z: Array, valid: Array | None, shift: Array | None, terms: Any) -> Array:
-        """Add up `weight * exp(z - lse)` of the rows (axis 1) and the columns (axis 0)."""
+        """Sum `weight * exp(z - lse)` over rows and columns."""
         if shift is not None:
             row, column = (jnp.expand_dims(factor(*term), axis) for axis, term in terms)
             return _where(valid, jnp.exp(z - shift) * (row + column))

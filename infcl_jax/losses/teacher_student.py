@@ -58,7 +58,10 @@ class Logits(NamedTuple):
 def operands_of(
     image: Array, text: Array, scale: Array, teacher: tuple[Array, Array, Array], mask: Array | None
 ) -> Operands:
-    """Return this device's operands, with masked rows set to zero and fp16 features in fp32."""
+    """Return this device's operands.
+
+    Masked rows are set to zero, and fp16 features become fp32.
+    """
     features = [zero_masked(jnp.asarray(a), mask) for a in (image, text, *teacher[:2])]
     x, y, teacher_x, teacher_y = (a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in features)
     dtype = accumulation_dtype(x.dtype)

@@ -32,7 +32,10 @@ class TeacherMemory(NamedTuple):
         return self.model.visual.embed_dim  # type: ignore[attr-defined]
 
     def persistent(self, block_rows: int) -> int:
-        """Bytes of parameters and of the features of both towers; of two batches if they are cached."""
+        """Bytes of the parameters and of a batch's features.
+
+        With the cache, bytes of the features of two batches alone.
+        """
         features = 2 * block_rows * self.width * jnp.dtype(self.model.feature_dtype).itemsize
         return 2 * features if self.cached else features + tree_bytes(variable_shapes(self.model))
 
@@ -44,6 +47,6 @@ class TeacherMemory(NamedTuple):
             return max(encoder.forward(shard_rows) for encoder in encoder_memory(self.model))
 
     def loss_workspace(self, implementation: str, batch_size: int, devices: int) -> int:
-        """Bytes that the teacher adds to the workspace of the loss: its similarities and rotating columns."""
+        """Bytes that the teacher adds to the workspace of the loss."""
         dtype = jnp.dtype(self.model.feature_dtype)
         return loss_workspace(implementation, batch_size, self.width, dtype, devices)

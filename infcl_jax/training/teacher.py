@@ -68,7 +68,10 @@ class TeacherTowers:
         return functools.partial(encode, variables)
 
     def _in_chunks(self, encode: Callable[[Any], jax.Array], rows: Any) -> jax.Array:
-        """Encode a sharded batch chunk by chunk; a chunk has the same rows of every device's block."""
+        """Encode a sharded batch chunk by chunk.
+
+        A chunk has the same rows of every device's block.
+        """
         devices, axes = self.mesh.size, self.mesh.axis_names
         block = len(jax.tree.leaves(rows)[0]) // devices
         shard = block if self.chunk_size is None else min(block, self.chunk_size // devices)
@@ -96,7 +99,7 @@ class TeacherTowers:
         return blocks.reshape(devices * block, -1)
 
     def _encode_from_host(self) -> Callable[[Any, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Make a function of this process's rows, which the host passes to the devices chunk by chunk."""
+        """Make a function that passes this process's rows to the devices chunk by chunk."""
         devices, scope = self.mesh.local_devices, self.mesh.size
 
         def apply(variables: Any, rows: Any, method: str) -> jax.Array:

@@ -75,8 +75,10 @@ def test_a_student_that_equals_its_teacher_has_no_gradient():
     image, text, *_ = features(kind="adversarial")
     loss = lambda *student: distillation_loss(*student, image, text, 100.0)  # noqa: E731
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(image, text, 100.0)
-    assert abs(float(value)) < 1e-5
-    assert not any(np.any(g) for g in gradients)
+    *_, sizes = oracle.distillation((image, text), (image, text), 100.0, 100.0)
+    assert abs(float(value)) < 2e-5
+    for g, size in zip(gradients, sizes, strict=True):
+        assert np.linalg.norm(g) <= 1e-5 * np.linalg.norm(size)
 
 
 def test_the_teacher_has_no_gradient():
@@ -89,21 +91,20 @@ def test_the_teacher_has_no_gradient():
 def test_clip_has_the_value_of_clip_loss():
     image, text, *teacher = features()
     weights = np.arange(12, dtype=np.float32)
-    clip, _ = clip_and_distillation(image, text, 14.3, *teacher, 9.0, weights=weights)
+    clip, _ = jax.jit(clip_and_distillation)(image, text, 14.3, *teacher, 9.0, weights=weights)
     assert clip == pytest.approx(float(clip_loss(image, text, 14.3, weights=weights)), rel=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "dense"])
-def test_no_array_has_the_size_of_all_pairs_of_a_device(implementation):
+def test_no_array_has_the_size_of_all_pairs_of_a_device():
     b, devices = 4096, 4
     x, teacher, mesh = jnp.zeros((b, 16), jnp.bfloat16), jnp.zeros((b, 8), jnp.bfloat16), oracle.mesh_of(devices)
 
     def loss(x, y, s):
-        return sum(clip_and_distillation(x, y, s, teacher, teacher, 9.0, mesh=mesh, implementation=implementation))
+        return sum(clip_and_distillation(x, y, s, teacher, teacher, 9.0, mesh=mesh))
 
     text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(x, x, jnp.float32(9)).as_text()
     sizes = [math.prod(map(int, dims.split("x"))) for dims in re.findall(r"tensor<(\d+(?:x\d+)*)x[a-z]", text)]
-    assert max(sizes) == (512 * b // devices if implementation == "xla" else b * b)
+    assert max(sizes) == 512 * b // devices  # one strip of rows and the columns of a block
 
 
 @pytest.mark.parametrize(
@@ -142,11 +143,12 @@ def test_training_losses_add_the_divergence():
     for loss, more, expected in cases:
         distilled = DistilledLoss.wrap(loss, 0.5, 20.0)
         assert set(distilled.batch_inputs) == {*inputs, *more}
-        result = distilled(output, **inputs, **more)
+        result = jax.jit(lambda distilled=distilled, more=more: distilled(output, **inputs, **more))()
         assert float(result.value) == pytest.approx(float(expected) + 0.5 * whole, rel=1e-5)
         assert float(result.distillation) == pytest.approx(whole, rel=1e-5)
     prefixes = MatryoshkaLoss.wrap(DistilledLoss.wrap(cases[0][0], 0.5, 20.0), (4, 8))
     expected = matryoshka(lambda *args: clip_loss(*args) + 0.5 * divergence(*args, teacher_scale=20.0), (4, 8))
-    assert float(prefixes(output, **inputs).value) == pytest.approx(float(expected(image, text, 14.3)), rel=1e-5)
+    got = jax.jit(lambda: prefixes(output, **inputs))().value
+    assert float(got) == pytest.approx(float(jax.jit(expected)(image, text, 14.3)), rel=1e-5)
     with pytest.raises(ValueError, match="implementation with a teacher"):
         DistilledLoss.wrap(SiglipLoss(name="siglip", implementation="dense"), 0.5, 20.0)

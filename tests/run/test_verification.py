@@ -33,6 +33,7 @@ CHANGES = {
         "positives": "image",
         "model_overrides": f"{runs.OVERRIDES},init_logit_bias=-10.0",
     },
+    "teacher": {"distill.teacher": "unread", "grad_cache.chunk_size": 16, "matryoshka": (16, 64)},
     "captions, any, smoothed": {"positives": "caption", "multi_positive": "any", "label_smoothing": 0.1},
     "ring in bf16 with dropout": {
         "implementation": "ring",

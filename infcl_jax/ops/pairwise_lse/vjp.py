@@ -7,7 +7,7 @@ With a shared scale, the shared max-shift is tried first. If its sums are not ex
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +219,7 @@ def scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dtyp
     return loop_over_slices(array.shape[0], min(array.shape[0], SCALED_ROWS), multiply, array)
 
 
-def power_of_two_bound(cotangents: Results, axis_name: AxisName | None) -> Float[Array, ""]:
+def power_of_two_bound(cotangents: Any, axis_name: AxisName | None) -> Float[Array, ""]:
     """Return the power of two above the largest absolute cotangent.
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.

@@ -33,7 +33,7 @@ class TritonKernels(TritonLauncher):
         shape = (window.columns // self.config.block_n, window.rows)
         names = ("negative", "positive") if operands.matches is not None else ("negative",)
         results = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names}
-        absent = {name: None for name in ("negative", "positive") if name not in names}
+        absent: dict[str, Array | None] = {} if operands.matches is not None else {"positive": None}
         out = self._compute("sums", operands, absent, results, window, pairs, self.config.num_warps)
         return out["negative"].sum(0), out["positive"].sum(0) if "positive" in out else None
 

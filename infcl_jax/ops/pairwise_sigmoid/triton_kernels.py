@@ -87,7 +87,11 @@ def sums_kernel(
     tile, start_m, start_n = tile_of(window_ptr, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     # Loaded before the main loop to hide the latency.
-    scale, row_bias, column_bias = tl.load(scale_ptr), tl.load(row_bias_ptr + offs_m), load_vector(column_bias_ptr, offs_n)
+    scale, row_bias, column_bias = (
+        tl.load(scale_ptr),
+        tl.load(row_bias_ptr + offs_m),
+        load_vector(column_bias_ptr, offs_n),
+    )
     s = similarity_tile(
         x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
     )  # fmt: skip
@@ -135,7 +139,11 @@ def ds_kernel(
     tile, start_m, start_n = tile_of(window_ptr, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     # Loaded before the main loop to hide the latency.
-    scale, row_bias, column_bias = tl.load(scale_ptr), tl.load(row_bias_ptr + offs_m), load_vector(column_bias_ptr, offs_n)
+    scale, row_bias, column_bias = (
+        tl.load(scale_ptr),
+        tl.load(row_bias_ptr + offs_m),
+        load_vector(column_bias_ptr, offs_n),
+    )
     weight, positive_weight = tl.load(negative_weight_ptr + offs_m), load_vector(positive_weight_ptr, offs_m)
     s = similarity_tile(
         x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D

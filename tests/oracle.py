@@ -77,6 +77,18 @@ def clip(image: np.ndarray, text: np.ndarray, scale: float) -> tuple[float, tupl
     return loss, (d_s @ y, d_s.T @ x, (d_logits * s).sum())
 
 
+def siglip(image, text, scale, bias, ids=None):
+    """Sigmoid loss and its gradients in fp64 (Zhai et al., eq. 1); `ids` of the rows of both sides."""
+    x, y = np.asarray(image, np.float64), np.asarray(text, np.float64)
+    s, b = x @ y.T, len(x)
+    z = 2.0 * (np.eye(b) if ids is None else ids[:, None] == ids[None, :]) - 1
+    margin = z * (scale * s + bias)
+    d_logits = -z * np.exp(-np.logaddexp(0, margin)) / b
+    d_s = scale * d_logits
+    loss = np.logaddexp(0, -margin).sum() / b
+    return loss, (d_s @ y, d_s.T @ x, (d_logits * s).sum(), d_logits.sum())
+
+
 def retrieval(query, passage, scale, labels):
     """One-directional loss, and its gradients over query features, passage features and scale, in fp64."""
     x, y = np.asarray(query, np.float64), np.asarray(passage, np.float64)

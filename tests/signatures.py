@@ -15,8 +15,11 @@ from beartype.vale import Is
 from jaxtyping import AbstractArray, jaxtyped
 
 _ROOT = Path(__file__).parents[1]
-# The first three raise ValueError for arguments of other shapes. Triton compiles its kernels from their source.
-_LEFT_OUT = {"models/clip", "ops/pairwise_lse/api", "ops/pairwise_lse/checks", "ops/pairwise_lse/triton_kernels"}
+# The first four raise ValueError for arguments of other shapes. Triton compiles its kernels from their source.
+_LEFT_OUT = {
+    *("models/clip", "ops/pairwise_lse/api", "ops/pairwise_lse/checks", "ops/pairwise_sigmoid/api"),
+    *("ops/pairwise_lse/triton_kernels", "ops/pairwise_sigmoid/triton_kernels"),
+}
 BACKENDS = [
     ".".join(path.relative_to(_ROOT).with_suffix("").parts)
     for folder in ("models", "ops")

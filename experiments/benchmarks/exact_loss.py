@@ -4,7 +4,7 @@ Runs on the devices, a few rows at a time. Shares no code with `infcl_jax.losses
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,29 +57,29 @@ def exact_gradients(mesh: Mesh, image: jax.Array, text: jax.Array, scale: jax.Ar
         return jax.tree.map(np.asarray, exact(image, text, scale, rows))
 
 
-def relative_errors(mesh: Mesh, results: tuple, exact: Gradients, rows: np.ndarray) -> dict[str, float]:
+def relative_errors(mesh: Mesh, results: tuple, exact: Any, rows: np.ndarray) -> dict[str, float]:
     """Compute the relative errors of a loss and its gradients.
 
     An error is the Euclidean norm of the difference from the reference, divided by the norm of the reference.
 
     Args:
       mesh: devices.
-      results: `(loss, (image, text, scale))` from `jax.value_and_grad`, over the whole batch.
-      exact: reference values, from `exact_gradients`.
+      results: `(loss, (image, text, *scalars))` from `jax.value_and_grad`, over the whole batch.
+      exact: named tuple of the reference values, from `exact_gradients`.
       rows: int `[samples]` sampled rows.
 
     Returns:
-      `{"loss": error, "image": error, "text": error, "scale": error}`.
+      Errors by the names of the reference values: "loss", "image", "text", "scale".
     """
 
-    def sampled(loss: jax.Array, gradients: tuple) -> Gradients:
-        image, text, scale = gradients
-        return Gradients(loss, image[rows], text[rows], scale)
+    def sampled(loss: jax.Array, gradients: tuple) -> tuple:
+        image, text, *scalars = gradients
+        return loss, image[rows], text[rows], *scalars
 
     got = jax.jit(sampled, out_shardings=NamedSharding(mesh, _REPLICATED))(*results)
     return {
         name: float(np.linalg.norm(np.asarray(value, np.float64) - expected) / np.linalg.norm(expected))
-        for name, value, expected in zip(Gradients._fields, got, exact, strict=True)
+        for name, value, expected in zip(exact._fields, got, exact, strict=True)
     }
 
 

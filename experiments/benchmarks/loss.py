@@ -1,7 +1,8 @@
-r"""Benchmark of the CLIP loss: time, memory and error against float64.
+r"""Benchmark of the CLIP loss or the sigmoid loss: time, memory and error against float64.
 
     python -m experiments.benchmarks.loss --implementations=xla,dense --batch=1024,4096 --features=512,768 \
         --output=runs/benchmark_loss
+    python -m experiments.benchmarks.loss --loss=siglip --scale=10 --bias=-10 --implementations=xla --output=runs/siglip
 
 Prints a table, appends JSON lines to `benchmark_loss.jsonl` and plots `benchmark_loss.png` in the output folder.
 docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
@@ -23,20 +24,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 
 from experiments import command_line
-from experiments.benchmarks import harness, timing
-from experiments.benchmarks.exact_loss import Gradients, exact_gradients, relative_errors
+from experiments.benchmarks import exact_loss, exact_siglip, harness, timing
+from experiments.benchmarks.exact_loss import relative_errors
 from experiments.benchmarks.timing import Gemm, Program
-from infcl_jax import clip_loss
+from infcl_jax import clip_loss, siglip_loss
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
 
+LOSSES = {"clip": IMPLEMENTATIONS, "siglip": SIGMOID_IMPLEMENTATIONS}
+
+_LOSS = flags.DEFINE_enum("loss", "clip", list(LOSSES), "Loss: softmax over rows and columns, or sigmoid of pairs.")
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
 _FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
+_BIAS = flags.DEFINE_float("bias", -10.0, "Logit bias of the siglip loss.")
 _SAMPLES = flags.DEFINE_integer(
     "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
@@ -51,12 +57,13 @@ _COLUMNS = (
     ("image error", "image_error", ".1e"),
     ("text error", "text_error", ".1e"),
     ("scale error", "scale_error", ".1e"),
+    ("bias error", "bias_error", ".1e"),
     ("status", "status", "s"),
 )
 _FIGURES = (
     *(key for _, key, _ in harness.PASSES),
     *("forward_memory_mib", "memory_mib"),
-    *(f"{name}_error" for name in Gradients._fields),
+    *(f"{name}_error" for name in exact_siglip.Gradients._fields),
 )
 
 
@@ -65,13 +72,15 @@ class Settings:
     """Benchmark cases: every implementation, dimension and batch size.
 
     Attributes:
-      implementations: names of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
+      implementations: names of implementations that the loss has, see `LOSSES`.
       batch: global batch sizes b, multiples of the device count.
       features: feature dimensions D.
       dtype: dtype of the features.
       scale: logit scale.
       repeats: timed runs of each program; the median is reported.
       samples: rows of each feature gradient compared with float64; 0: no comparison.
+      loss: key of `LOSSES`.
+      bias: logit bias of the siglip loss.
     """
 
     implementations: tuple[str, ...]
@@ -81,6 +90,8 @@ class Settings:
     scale: float = 50.0
     repeats: int = 5
     samples: int = 16
+    loss: str = "clip"
+    bias: float = -10.0
 
 
 def benchmark_from_flags() -> None:
@@ -90,13 +101,15 @@ def benchmark_from_flags() -> None:
       ValueError: a flag is wrong or missing, or does not fit the devices.
     """
     settings = Settings(
-        implementations=harness.names("implementations", _IMPLEMENTATIONS.value, IMPLEMENTATIONS),
+        implementations=harness.names("implementations", _IMPLEMENTATIONS.value, LOSSES[_LOSS.value]),
         batch=harness.batch_sizes(),
         features=harness.integers("features", _FEATURES.value),
         dtype=_DTYPE.value,
         scale=_SCALE.value,
         repeats=harness.REPEATS.value,
         samples=_SAMPLES.value,
+        loss=_LOSS.value,
+        bias=_BIAS.value,
     )
     output = harness.output_folder()
     mesh = harness.start_devices(harness.DEVICES.value)
@@ -116,7 +129,12 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
     """
-    about = f"{settings.dtype}, scale {settings.scale:g}"
+    about = f"{settings.loss}, {settings.dtype}, scale {settings.scale:g}"
+    names = ["loss", "dtype", "scale", "repeats", "samples"]
+    if settings.loss == "siglip":
+        about += f", bias {settings.bias:g}"
+        names.append("bias")
+    exact_gradients = (exact_siglip if settings.loss == "siglip" else exact_loss).exact_gradients
     gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for dim, b in itertools.product(settings.features, settings.batch):
@@ -124,7 +142,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         exact = exact_gradients(mesh, *case.operands, case.rows) if settings.samples else None
         for implementation in settings.implementations:
             case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim}
-            case_settings |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
+            case_settings |= {name: getattr(settings, name) for name in names}
             figures = measure(case, implementation, settings.repeats, gemm, exact)
             records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
     if is_lead():
@@ -150,12 +168,13 @@ class Case(NamedTuple):
 
     Attributes:
       mesh: devices.
-      operands: image and text features `[b, D]`, sharded over the mesh, and the fp32 logit scale.
+      operands: image and text features `[b, D]`, sharded over the mesh, the fp32 logit scale and, for the siglip loss,
+        the fp32 logit bias.
       rows: int32 `[samples]` rows whose gradients are compared with float64.
     """
 
     mesh: Mesh
-    operands: tuple[jax.Array, jax.Array, jax.Array]
+    operands: tuple[jax.Array, ...]
     rows: np.ndarray
 
     @classmethod
@@ -181,14 +200,15 @@ class Case(NamedTuple):
 
         image, text = jax.jit(features, out_shardings=NamedSharding(mesh, PartitionSpec(DATA_AXIS)))()
         rows = np.random.default_rng(0).choice(b, min(b, settings.samples), replace=False).astype(np.int32)
-        return cls(mesh, (image, text, replicate(mesh, np.float32(settings.scale))), rows)
+        scalars = (settings.scale, settings.bias) if settings.loss == "siglip" else (settings.scale,)
+        return cls(mesh, (image, text, *(replicate(mesh, np.float32(scalar)) for scalar in scalars)), rows)
 
 
 def _unit(rows: jax.Array) -> jax.Array:
     return rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None) -> dict[str, Any]:
+def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Any) -> dict[str, Any]:
     """Measure time, throughput, memory and error of one implementation.
 
     Args:
@@ -204,16 +224,15 @@ def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gr
     return harness.collect(_FIGURES, _measure(case, implementation, repeats, gemm, exact))
 
 
-def _measure(
-    case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Gradients | None
-) -> Iterator[dict[str, float]]:
+def _measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Any) -> Iterator[dict[str, float]]:
     """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
-    loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)
+    loss_function = clip_loss if len(case.operands) == 3 else siglip_loss
+    loss = functools.partial(loss_function, mesh=mesh, implementation=implementation)
     forward = Program(loss, *case.operands)
     yield {"forward_memory_mib": forward.memory_bytes / 2**20}
-    with_gradients = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *case.operands)
+    with_gradients = Program(jax.value_and_grad(loss, argnums=tuple(range(len(case.operands)))), *case.operands)
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
     rate = timing.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
@@ -233,7 +252,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     Colors are implementations, line styles are feature dimensions.
     """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
-    figure.suptitle("{device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
+    figure.suptitle("{loss}, {device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
     names, dims = (list(dict.fromkeys(r[key] for r in records)) for key in ("implementation", "feature_dim"))
     panels = {"total_ms": "forward and backward, ms", "memory_mib": "memory beyond inputs and gradients, MiB"}
     for axes, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):

@@ -32,7 +32,7 @@ class Accumulators(NamedTuple):
 
     x: tuple[Float[Array, "_ k"], ...] | None
     y: Any
-    row_moment: Float32[Array, "bx"] | None = None
+    row_moment: Float32[Array, "bx *moments"] | None = None
     column_moment: Float32[Array, "by"] | None = None
 
     def with_moments(self, row: Array, column: Array | None, first_row: Array, first_column: Array) -> "Accumulators":

@@ -158,7 +158,7 @@ class MosaicGpu:
 
         def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: tuple) -> tuple:
             preloaded, moment_acc = carry
-            moment_acc, store = list(moment_acc), _SubtileStore(work, terms)
+            moment_acc, store = list(moment_acc), SubtileStore(work, terms)
             for i, (row_vectors, row_weight) in _with_offsets(rows):
                 row_moment = None
                 for j, load_vectors in _with_offsets(_column_loaders(work, names, preloaded)):
@@ -224,7 +224,7 @@ class MosaicGpu:
 
         out = run(
             schedule,
-            {"x": x, "y": y} | _window_start(Window(jnp.int32(0), jnp.int32(0), *x.shape)),
+            {"x": x, "y": y} | window_start(Window(jnp.int32(0), jnp.int32(0), *x.shape)),
             {"positive": jax.ShapeDtypeStruct((x.shape[0],), jnp.float32)},
             init=lambda work: (),
             prefetch=lambda work: (),
@@ -239,7 +239,7 @@ class MosaicGpu:
         return TileSchedule(tiles, window.rows, window.columns, width, pairs, self.sm_count, self.persistent)
 
 
-class _SubtileStore:
+class SubtileStore:
     """Writer of bf16 subtiles of dS through SMEM.
 
     Attributes:
@@ -275,10 +275,11 @@ def _named_operands(operands: Operands, window: Window, labels: bool) -> dict[st
     """Return kernel operands by name; labels and their ranges only if `labels`."""
     skipped = () if labels else ("labels", "lowest", "highest")
     present = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
-    return _window_start(window) | present
+    return window_start(window) | present
 
 
-def _window_start(window: Window) -> dict[str, Array]:
+def window_start(window: Window) -> dict[str, Array]:
+    """Return the first row and column of a window as kernel operands, by name."""
     return {
         f"first_{axis}": jnp.asarray(first, jnp.int32).reshape(1)
         for axis, first in (("row", window.row), ("column", window.column))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +57,8 @@ CONFIGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonKernels:
-    """`fused_kernel_api.Kernels` for GPUs from Ampere to Hopper.
-
-    The gradients are library GEMMs.
+class TritonLauncher:
+    """Configuration and launch of Triton kernels that compute tiles of similarities.
 
     Attributes:
       config: block sizes and launch parameters.
@@ -71,7 +69,7 @@ class TritonKernels:
     compute_capability: int
 
     @classmethod
-    def for_capability(cls, capability: str) -> "TritonKernels":
+    def for_capability(cls, capability: str) -> Self:
         """Create the kernels for a CUDA compute capability.
 
         Raises:
@@ -97,6 +95,61 @@ class TritonKernels:
     def depth(self) -> int:
         """Multiple to which the number of features is padded."""
         return self.config.block_d
+
+    def _launch(
+        self,
+        kernel: Any,
+        name: str,
+        num_programs: int,
+        shape: tuple[int, int],
+        operands: dict[str, Array | None],
+        results: dict[str, jax.ShapeDtypeStruct],
+        pairs: Pairs,
+        num_warps: int,
+        **constants: int,
+    ) -> dict[str, Array]:
+        """Launch a kernel; operands and results have the names of its pointers."""
+        c, width = self.config, term_width(operands["x"], pairs)
+        if shape[0] % c.block_m or shape[1] % c.block_n or width % c.block_d:
+            raise ValueError(
+                f"expected rows, columns and features in multiples of {(c.block_m, c.block_n, c.block_d)}, "
+                f"got {(*shape, width)}; pad them"
+            )
+        jax_triton, _ = load()
+        out = jax_triton.triton_call(
+            kernel=kernel,
+            out_type=tuple(results.values()),
+            grid=(num_programs,),
+            name=name,
+            num_warps=num_warps,
+            num_stages=c.num_stages,
+            compute_capability=self.compute_capability,
+            backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
+            cost_estimate={"flops": 2 * num_programs * c.block_m * c.block_n * width * len(pairs)},
+            **{f"{name}_ptr": a for name, a in operands.items()},
+            **constants,
+            WIDTH=width,
+            STRIDE=operands["x"].shape[1],
+            NUM_PAIRS=len(pairs),
+            X_TERMS=_digits([p for p, _ in pairs]),
+            Y_TERMS=_digits([q for _, q in pairs]),
+            BLOCK_M=c.block_m,
+            BLOCK_N=c.block_n,
+            BLOCK_D=c.block_d,
+        )
+        # jax-triton drops the varying mesh axes of its operands.
+        varying = frozenset().union(
+            *(jax.typeof(a).manual_axis_type.varying for a in operands.values() if a is not None)
+        )
+        return {name: as_varying(a, varying) for name, a in zip(results, out, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernels(TritonLauncher):
+    """`fused_kernel_api.Kernels` for GPUs from Ampere to Hopper.
+
+    The gradients are library GEMMs.
+    """
 
     def sums(
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
@@ -142,7 +195,8 @@ class TritonKernels:
         num_tiles = rows // min(self.config.block_m, self.config.block_n)
         out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
         operands = {"x": x, "y": y}
-        return self._launch("diagonal", num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
+        launch = functools.partial(self._launch, load()[1].diagonal_kernel, "pairwise_diagonal")
+        return launch(num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
 
     def _compute_tiles(
         self,
@@ -180,7 +234,8 @@ class TritonKernels:
         vectors = {name: a for name, a in operands._asdict().items() if name not in ("lowest", "highest")}
         factors = dict.fromkeys(Weights._fields) if weights is None else weights._asdict()
         return self._launch(
-            "tile",
+            load()[1].tile_kernel,
+            "pairwise_tile",
             tiles_m * tiles_n,
             (rows, columns),
             {
@@ -198,52 +253,6 @@ class TritonKernels:
             MAXIMA=maxima,
             DS_TERMS=terms,
         )
-
-    def _launch(
-        self,
-        kernel: str,
-        num_programs: int,
-        shape: tuple[int, int],
-        operands: dict[str, Array | None],
-        results: dict[str, jax.ShapeDtypeStruct],
-        pairs: Pairs,
-        num_warps: int,
-        **constants: int,
-    ) -> dict[str, Array]:
-        """Launch `{kernel}_kernel`; operands and results have the names of its pointers."""
-        c, width = self.config, term_width(operands["x"], pairs)
-        if shape[0] % c.block_m or shape[1] % c.block_n or width % c.block_d:
-            raise ValueError(
-                f"expected rows, columns and features in multiples of {(c.block_m, c.block_n, c.block_d)}, "
-                f"got {(*shape, width)}; pad them"
-            )
-        jax_triton, kernels = load()
-        out = jax_triton.triton_call(
-            kernel=getattr(kernels, f"{kernel}_kernel"),
-            out_type=tuple(results.values()),
-            grid=(num_programs,),
-            name=f"pairwise_{kernel}",
-            num_warps=num_warps,
-            num_stages=c.num_stages,
-            compute_capability=self.compute_capability,
-            backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
-            cost_estimate={"flops": 2 * num_programs * c.block_m * c.block_n * width * len(pairs)},
-            **{f"{name}_ptr": a for name, a in operands.items()},
-            **constants,
-            WIDTH=width,
-            STRIDE=operands["x"].shape[1],
-            NUM_PAIRS=len(pairs),
-            X_TERMS=_digits([p for p, _ in pairs]),
-            Y_TERMS=_digits([q for _, q in pairs]),
-            BLOCK_M=c.block_m,
-            BLOCK_N=c.block_n,
-            BLOCK_D=c.block_d,
-        )
-        # jax-triton drops the varying mesh axes of its operands.
-        varying = frozenset().union(
-            *(jax.typeof(a).manual_axis_type.varying for a in operands.values() if a is not None)
-        )
-        return {name: as_varying(a, varying) for name, a in zip(results, out, strict=True)}
 
 
 def _digits(terms: list[int]) -> int:

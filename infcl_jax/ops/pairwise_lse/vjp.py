@@ -134,7 +134,7 @@ class _StaticNeedsGrad:
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
-    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     block = Block(*fields)
     needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
     sums = _sums(plan, block, (x_count, y_count))
@@ -143,7 +143,7 @@ def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     block, sums, static = residuals
-    cotangents = jax.tree.map(lambda c: _instantiate(c, block.x), cotangents)
+    cotangents = jax.tree.map(lambda c: instantiate(c, block.x), cotangents)
     grad_scale = power_of_two_bound(cotangents, plan.axis_name)
     cotangents = jax.tree.map(lambda d: d / grad_scale, cotangents)
 
@@ -158,7 +158,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         )
         # The cotangents of a mean contain 1/b. Multiplying by a power of two after the GEMMs is exact and keeps dS from
         # underflow.
-        d_x, d_y = (None if g is None else _scaled(g, grad_scale, block.x.dtype) for g in (grads.x, grads.y))
+        d_x, d_y = (None if g is None else scaled(g, grad_scale, block.x.dtype) for g in (grads.x, grads.y))
         x_scale, y_scale = (None if g is None else g * grad_scale for g in (grads.x_scale, grads.y_scale))
         return Gradient(d_x, d_y, x_scale, y_scale)
 
@@ -192,17 +192,19 @@ def _with_sums(cotangents: Results, sums: Sums) -> Cotangents:
 blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _is_primal(value: object) -> bool:
+def is_primal(value: object) -> bool:
+    """Return whether a value is an argument of a forward rule with symbolic zeros."""
     return isinstance(value, CustomVJPPrimal)
 
 
-def _instantiate(cotangent: Array | SymbolicZero, like: Array) -> Array:
+def instantiate(cotangent: Array | SymbolicZero, like: Array) -> Array:
+    """Return a cotangent as an array that varies over the mesh axes of `like`."""
     if isinstance(cotangent, SymbolicZero):
         return constant(cotangent.shape, 0, cotangent.dtype, varying_like=like)
     return cotangent
 
 
-def _scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dtype) -> Float[Array, "n d"]:
+def scaled(array: Float[Array, "n d"], factor: Float[Array, ""], dtype: jnp.dtype) -> Float[Array, "n d"]:
     """Multiply by `factor` and round once to `dtype`.
 
     If the dtype stays the same, slices are updated in place. XLA would otherwise allocate a copy of the whole array.

@@ -1,0 +1,281 @@
+"""Fused Pallas Mosaic GPU kernels for Hopper: epilogues of the sigmoid loss.
+
+The main loop and its schedule are those of `pairwise_lse`. Forward: the epilogue reduces the loss terms of a tile to
+row sums. Backward: it converts the recomputed tile to dS, which two cuBLAS GEMMs multiply with the features.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import BFloat16, Float32
+
+from infcl_jax.ops.common.gpu import SM_COUNT
+from infcl_jax.ops.pairwise_lse.base import Array
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window, term_width
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import SubtileStore, window_start
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import run
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
+    ROW_LAYOUT,
+    SUBTILE,
+    TILE_K,
+    Tiles,
+    TileSchedule,
+    WorkTile,
+    broadcast,
+    window_offset,
+)
+from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Operands, Weights
+from infcl_jax.ops.pairwise_sigmoid.softplus import LN2, log1p, merge
+
+# The tile sizes of `pairwise_lse`.
+FORWARD = Tiles()
+BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
+# Columns of a register tile of the wgmma layout, the narrowest slice.
+FOLDED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpu:
+    """`fused_kernel_api.Kernels` for Hopper GPUs.
+
+    Attributes:
+      forward: tile sizes of the sums.
+      backward: (largest feature width, tile sizes) of dS, in increasing order of width.
+      sm_count: number of SMs.
+      persistent: whether CTAs are persistent, see `TileSchedule`.
+    """
+
+    forward: Tiles = FORWARD
+    backward: tuple[tuple[float, Tiles], ...] = BACKWARD
+    sm_count: int = SM_COUNT
+    persistent: bool = True
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Row and column multiples of every window."""
+        tiles = (self.forward, *(t for _, t in self.backward))
+        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
+
+    @property
+    def depth(self) -> int:
+        """Multiple to which the number of features is padded."""
+        return TILE_K
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """Rows and columns of a range of `Matches`."""
+        return SUBTILE, SUBTILE
+
+    @functools.partial(jax.jit, static_argnames=("self", "pairs"))
+    def sums(
+        self, operands: Operands, window: Window, pairs: Pairs
+    ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.rows}"] | None]:
+        """Implement `Kernels.sums`."""
+        schedule = self._schedule(self.forward, operands, window, pairs)
+        has_positives = operands.matches is not None
+
+        def epilogue(work: WorkTile, s: Array, rows: list[Array], carry: list) -> list:
+            for i, row_bias in zip(_subtiles(schedule.tiles.rows), rows, strict=True):
+                logits = _strip_logits(work, s, i, row_bias, carry)
+                if has_positives:
+                    negative, positive = lax.cond(
+                        _may_match(work, i),
+                        functools.partial(_split_sums, work, i),
+                        lambda logits: (_row_sum(logits), _zero_rows()),
+                        logits,
+                    )
+                    work.refs["positive"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = positive
+                else:
+                    negative = _row_sum(logits)
+                work.refs["negative"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = negative
+            return carry
+
+        names = ["negative"] + ["positive"] * has_positives
+        shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
+        partials = run(
+            schedule,
+            _named_operands(operands, window),
+            dict.fromkeys(names, shape),
+            init=_preloaded_bias,
+            prefetch=lambda work: [work.load_rows("row_bias", i) for i in _subtiles(schedule.tiles.rows)],
+            epilogue=epilogue,
+            finalize=lambda work, carry: None,
+        )
+        return partials["negative"].sum(0), partials["positive"].sum(0) if has_positives else None
+
+    @functools.partial(jax.jit, static_argnames=("self", "pairs", "terms", "moments"))
+    def ds(
+        self, operands: Operands, weights: Weights, window: Window, pairs: Pairs, *, terms: int, moments: bool
+    ) -> tuple[BFloat16[Array, "{window.rows} {terms*window.columns}"], Float32[Array, "{window.rows} 2"] | None]:
+        """Implement `Kernels.ds`."""
+        width = term_width(operands.x, pairs)
+        tiles = next(t for widest, t in self.backward if width <= widest)
+        schedule = self._schedule(tiles, operands, window, pairs)
+        has_positives = operands.matches is not None
+
+        def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: list) -> list:
+            store = SubtileStore(work, terms)
+            for i, (row_bias, row_weight) in zip(_subtiles(tiles.rows), rows, strict=True):
+                weight, folded = broadcast(row_weight, 0), []
+                logits = _strip_logits(work, s, i, row_bias, carry)
+                for j, logit in zip(_subtiles(tiles.columns), logits, strict=True):
+                    ds = weight * _sigmoid(logit)
+                    if has_positives:
+                        ds = lax.cond(
+                            _may_match(work, i, j),
+                            functools.partial(_with_positives, work, i, j),
+                            lambda ds, logit: ds,
+                            *(ds, logit),
+                        )
+                    if moments:
+                        s_ij = s[i : i + SUBTILE, j : j + SUBTILE]
+                        folded.append((_fold(operator.add, [ds * s_ij]), _fold(operator.add, [ds])))
+                    store(ds, i, j)
+                if moments:
+                    for name, parts in zip(("scale_moment", "bias_moment"), zip(*folded, strict=True), strict=True):
+                        moment = functools.reduce(operator.add, parts).sum(1)
+                        work.refs[name][work.column_tile, pl.ds(work.row + i, SUBTILE)] = moment
+            return carry
+
+        def prefetch(work: WorkTile) -> list[tuple]:
+            names = ("row_bias", "negative_weight")
+            return [tuple(work.load_rows(name, i) for name in names) for i in _subtiles(tiles.rows)]
+
+        results = {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
+        if moments:
+            shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
+            results |= {"scale_moment": shape, "bias_moment": shape}
+        named = _named_operands(operands, window)
+        named |= {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
+        out = run(
+            schedule,
+            named,
+            results,
+            init=_preloaded_bias,
+            prefetch=prefetch,
+            epilogue=epilogue,
+            finalize=lambda work, carry: None,
+        )
+        if not moments:
+            return out["ds"], None
+        return out["ds"], jnp.stack([out[name].sum(0) for name in ("scale_moment", "bias_moment")], axis=1)
+
+    def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> TileSchedule:
+        width = term_width(operands.x, pairs)
+        return TileSchedule(tiles, window.rows, window.columns, width, pairs, self.sm_count, self.persistent)
+
+
+def _named_operands(operands: Operands, window: Window) -> dict[str, Array]:
+    """Return kernel operands by name."""
+    named = {name: a for name, a in operands._asdict().items() if name != "matches" and a is not None}
+    if operands.matches is not None:
+        named |= {f"match_{name}": a for name, a in operands.matches._asdict().items()}
+    return window_start(window) | named
+
+
+def _subtiles(length: int) -> range:
+    """First row or column of each subtile."""
+    return range(0, length, SUBTILE)
+
+
+def _preloaded_bias(work: WorkTile) -> list[Array]:
+    """Load the column bias of each subtile for a whole task; an empty list without one."""
+    if "column_bias" not in work.refs:
+        return []
+    return [work.load_columns("column_bias", j) for j in _subtiles(work.schedule.tiles.columns)]
+
+
+def _strip_logits(work: WorkTile, s: Array, i: int, row_bias: Array, column_bias: list[Array]) -> list[Array]:
+    """Compute the logits in base 2 of the subtiles in one strip of `SUBTILE` rows."""
+    scale, bias = work.refs["scale"][0], broadcast(row_bias, 0)
+    logits = []
+    for index, j in enumerate(_subtiles(work.schedule.tiles.columns)):
+        s_ij = s[i : i + SUBTILE, j : j + SUBTILE]
+        logits.append(s_ij * scale + (bias + broadcast(column_bias[index], 1) if column_bias else bias))
+    return logits
+
+
+def _may_match(work: WorkTile, i: int, j: int | None = None) -> Array:
+    """Return whether the ranges of the strip at row `i` and of its columns overlap.
+
+    The columns are those of the subtile at column `j`, or all of the tile for None.
+    """
+    refs = work.refs
+    row = lax.div(window_offset(refs, 0) + work.row + i, SUBTILE)
+    lowest, highest = refs["match_row_lowest"][row], refs["match_row_highest"][row]
+
+    def overlaps(j: int) -> Array:
+        column = lax.div(window_offset(refs, 1) + work.column + j, SUBTILE)
+        return (lowest <= refs["match_column_highest"][column]) & (highest >= refs["match_column_lowest"][column])
+
+    columns = _subtiles(work.schedule.tiles.columns) if j is None else (j,)
+    return functools.reduce(operator.or_, map(overlaps, columns))
+
+
+def _matches(work: WorkTile, i: int, j: int) -> Array:
+    """Return bool `[SUBTILE, SUBTILE]`, True at the positives of the subtile at `[i, j]`."""
+    return broadcast(work.load_rows("match_row", i), 0) == broadcast(work.load_columns("match_column", j), 1)
+
+
+def _row_sum(logits: list[Array]) -> Array:
+    """Compute the row sums of softplus over the subtiles of one strip, in nats."""
+    return _reduced([jnp.maximum(z, 0.0) for z in logits], [jnp.exp2(-jnp.abs(z)) for z in logits])
+
+
+def _split_sums(work: WorkTile, i: int, logits: list[Array]) -> tuple[Array, Array]:
+    """Compute the row sums of the negatives and of the positives of the strip at row `i`."""
+    negatives: tuple[list, list] = [], []
+    positives: tuple[list, list] = [], []
+    for j, z in zip(_subtiles(work.schedule.tiles.columns), logits, strict=True):
+        match, exponential, zeros = _matches(work, i, j), jnp.exp2(-jnp.abs(z)), jnp.zeros_like(z)
+        for (linear, exponentials), of_negatives in ((negatives, True), (positives, False)):
+            values = (jnp.maximum(z if of_negatives else -z, 0.0), exponential)
+            kept = [jnp.where(match, zeros, v) if of_negatives else jnp.where(match, v, zeros) for v in values]
+            linear.append(kept[0])
+            exponentials.append(kept[1])
+    return _reduced(*negatives), _reduced(*positives)
+
+
+def _reduced(linear: list[Array], exponentials: list[Array]) -> Array:
+    """Sum `linear * ln(2) + log1p(exponentials)` over the columns of a strip's subtiles.
+
+    The logarithm of a product of several 1 + e replaces one logarithm per pair.
+    """
+    linear_sum = _fold(operator.add, linear)
+    return (LN2 * linear_sum + log1p(_fold(merge, exponentials))).sum(1)
+
+
+def _fold(combine: Any, subtiles: list[Array]) -> Array:
+    """Combine the columns of subtiles elementwise to `[SUBTILE, FOLDED]`, within the registers of a thread."""
+    halves = list(subtiles)
+    while halves[0].shape[1] > FOLDED:
+        middle = halves[0].shape[1] // 2
+        halves = [combine(a[:, :middle], a[:, middle:]) for a in halves]
+    return functools.reduce(combine, halves)
+
+
+def _zero_rows() -> Array:
+    return plgpu.layout_cast(jnp.zeros(SUBTILE, jnp.float32), ROW_LAYOUT)
+
+
+def _sigmoid(z: Array) -> Array:
+    """Compute 1 / (1 + 2^-z) with full relative precision; 0 for -inf.
+
+    The square of the approximate reciprocal square root is a single special function, unlike a division.
+    """
+    root = lax.rsqrt(1.0 + jnp.exp2(-z))
+    return root * root
+
+
+def _with_positives(work: WorkTile, i: int, j: int, ds: Array, z: Array) -> Array:
+    """Overwrite dS of the positives of a subtile, in fp32 and without the cancellation of sigmoid(z) - 1."""
+    weight = broadcast(work.load_rows("positive_weight", i), 0)
+    return jnp.where(_matches(work, i, j), weight * _sigmoid(-z), ds)

@@ -1,0 +1,129 @@
+"""Hopper kernels of the sigmoid loss without a GPU: interpreted on the CPU, and lowered for CUDA."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpus import ALONE, count_kernels, described
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from oracle_sigmoid import check, make
+
+from infcl_jax import siglip_loss
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
+from infcl_jax.ops.pairwise_sigmoid.base import NeedsGrad
+from infcl_jax.ops.pairwise_sigmoid.fused import Fused
+from infcl_jax.ops.pairwise_sigmoid.pallas_mosaic_gpu import MosaicGpu
+
+DEADLOCK = 300  # seconds
+SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, store_slots=1)
+
+
+def kernels(sums, d_s):
+    return MosaicGpu(sums, ((math.inf, d_s),), sm_count=4)
+
+
+CLUSTERED = kernels(SMALL, SMALL)
+CONFIGURATIONS = {
+    "single CTAs": kernels(*[dataclasses.replace(SMALL, cluster=1, stages=2, lag=0)] * 2),
+    "clusters of two CTAs": kernels(
+        Tiles(rows=128, columns=128, stages=3, cluster=2, lag=2),
+        Tiles(rows=64, columns=128, stages=4, cluster=2, lag=3, store_slots=2),
+    ),
+}
+
+
+@pytest.fixture
+def interpreter(capsys):
+    """Runs kernels in the interpreter and fails on races; a deadlock ends the process."""
+    faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
+    with contextlib.ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)))
+        stack.enter_context(jax.sharding.use_abstract_mesh(ALONE))
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("k", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_any_tiles_in_odd_sizes(interpreter, k):
+    check(Fused(k), make(bx=270, by=200, dim=100))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"masked": True, "ids": 12, "bias": 0.0},
+        {"ids": None, "scale": 100.0, "bias": -100.0},
+        {"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True},
+        {"dtype": jnp.float32, "dim": 70, "scale": 1.0, "bias": 10.0, "ids": 40},
+        {"scale": 0.0},
+    ],
+    ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
+)
+def test_options_match_oracle(interpreter, options):
+    check(Fused(CLUSTERED), make(bx=150, by=140, **options))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needs_grad"),
+    [(jnp.bfloat16, NeedsGrad(x=False, scale=False)), (jnp.float32, NeedsGrad(x=False, y=False, bias=False))],
+)
+def test_only_needed_gradients(interpreter, dtype, needs_grad):
+    check(Fused(CLUSTERED), make(dtype=dtype), needs_grad=needs_grad)
+
+
+def test_windows_make_the_whole(interpreter, monkeypatch):
+    """Tests windows with remainders, in loops, with rounding per column group."""
+    monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (128, 128))
+    check(Fused(CLUSTERED, WindowConfig(group_bytes=0)), make(bx=340, by=330, ids=9), dtype=jnp.bfloat16)
+
+
+def lowered(argnums, rows, dim, dtype, mesh=None, ids=False, mask=False):
+    """Lowers the loss and its gradients for Hopper GPUs."""
+    features, scalar = jax.ShapeDtypeStruct((rows, dim), dtype), jax.ShapeDtypeStruct((), jnp.float32)
+    options = {"image_ids": (rows, 2), "text_ids": (rows, 2)} if ids else {}
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in options.items()}
+    given |= {"mask": jax.ShapeDtypeStruct((rows,), bool)} if mask else {}
+    loss = functools.partial(siglip_loss, mesh=mesh, implementation="mosaic_gpu")
+    with jax.sharding.use_abstract_mesh(mesh or ALONE):
+        program = jax.jit(jax.value_and_grad(loss, argnums=argnums)).trace(features, features, scalar, scalar, **given)
+    return program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "ids", "mask"),
+    [
+        (512, jnp.bfloat16, False, False),
+        (1000, jnp.float32, True, True),
+        pytest.param(1024, jnp.bfloat16, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, ids, mask):
+    """No array has more pairs than a window, or more elements than the features' bf16 terms."""
+    b = 65536
+    text = lowered((0, 1, 2, 3), b, dim, dtype, ids=ids, mask=mask)
+    assert count_kernels(text) <= 2 * 4
+    arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
+    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
+
+
+@pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2, 3), 2), ((1,), 1), ((3,), 0)])
+def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
+    text = lowered(argnums, 4096, 512, jnp.bfloat16)
+    assert text.count("stablehlo.dot_general") == products
+    assert count_kernels(text) == 2  # sums and dS
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_ring_of_eight_lowers(ids):
+    """Lowers inside a checked `shard_map`. Without ids, only the own block has positives."""
+    text = lowered((0, 1, 2, 3), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8), ids=ids)
+    assert count_kernels(text) == (2 if ids else 4)

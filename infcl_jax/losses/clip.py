@@ -88,7 +88,7 @@ def clip_loss(
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
       label_smoothing: share of each target that is spread evenly over all unmasked pairs of a row or column, in
         [0, 1).
-      implementation: backend, see `pairwise_lse`. The fused kernels do not support ids.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features); 0 if all pairs are masked or no id matches.

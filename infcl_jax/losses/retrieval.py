@@ -73,7 +73,7 @@ def retrieval_loss(
         mean.
       passage_ids: int32 `[bp]` or `[bp, 2]`. Masked passages match no id.
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
-      implementation: backend, see `pairwise_lse`. The fused kernels do not support ids.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device; 0 if every query is excluded. If a traced label

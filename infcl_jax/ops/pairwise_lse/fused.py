@@ -27,6 +27,7 @@ from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
 from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Kernels, Operands, Weights, Window
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded
+from infcl_jax.ops.pairwise_lse.fused_positives import scale_gradients_by_id, sums_by_id, weights_by_id
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum, within_range
 
@@ -65,10 +66,12 @@ class Fused:
             )
         elif columns:
             shifts = scale_shifts[0], scale_shifts[0]
+        by_id = (None, None) if block.x_ids is None else sums_by_id(self.kernels, block, padded, columns=columns)
         return Sums(
             shifted_log_sum(shifts[0], row[:bx]),
             shifted_log_sum(shifts[1], column[:by]) if columns else None,
             self._positives(block, padded),
+            *by_id,
         )
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
@@ -105,6 +108,7 @@ class Fused:
             scales[0] * row_factor,
             None if column_factor is None else scales[1] * column_factor,
             None if block.labels is None else cotangents.d_positive,
+            None if block.x_ids is None else weights_by_id(block, cotangents),
         )
         moments = acc.x_scale is not None or acc.y_scale is not None
         sizes = self.windows.gradients(
@@ -118,11 +122,18 @@ class Fused:
         sweep = GradientSweep(self.kernels, padded, operands, padded.weights(weights), sizes, exclude, moments)
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
+        needs = {"x_scale": acc.x_scale is not None, "y_scale": acc.y_scale is not None}
         if acc.x_scale is not None:
             acc = acc._replace(x_scale=acc.x_scale + grads.row_moment[: padded.bx] * row_factor)
         if acc.y_scale is not None:
             acc = acc._replace(y_scale=acc.y_scale + grads.column_moment[: padded.by] * column_factor)
-        return acc
+        if block.x_ids is None or not moments:
+            return acc
+        x_scale, y_scale = scale_gradients_by_id(self.kernels, block, padded, cotangents, **needs)
+        return acc._replace(
+            x_scale=None if x_scale is None else acc.x_scale + x_scale,
+            y_scale=None if y_scale is None else acc.y_scale + y_scale,
+        )
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
         """Implement `base.Backend.gradient`.
@@ -134,13 +145,16 @@ class Fused:
         if acc.x is not None:
             acc = acc._replace(x=jnp.concatenate(acc.x))
         if needs_grad.x_scale and is_shared(block):
-            # The gradient of the scale is sum_ij dS_ij s_ij / scale, without the positives' terms of dS.
+            # The gradient of the scale is sum_ij dS_ij s_ij / scale, without the terms of the positives by label.
             features, d = (padded.x, acc.x) if acc.x is not None else (padded.y, acc.y)
-            in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
-            positive = jnp.where(
-                in_block, cotangents.d_positive * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
-            )
-            x_scale = (padded.dot(features, d) - positive.sum()) / scale
+            x_scale = padded.dot(features, d)
+            if block.labels is not None:
+                in_block = (block.labels >= 0) & (block.labels < block.y.shape[0])
+                positive = jnp.where(
+                    in_block, cotangents.d_positive * cotangents.positive, jnp.zeros_like(in_block, scale.dtype)
+                )
+                x_scale = x_scale - positive.sum()
+            x_scale = x_scale / scale
         return Gradient(
             acc.x[: padded.bx, : padded.features] if needs_grad.x else None,
             acc.y[: padded.by, : padded.features] if needs_grad.y else None,

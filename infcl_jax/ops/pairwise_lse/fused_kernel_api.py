@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import BFloat16, Float, Float32, Int32
 
 from infcl_jax.ops.pairwise_lse.base import Array
@@ -38,9 +39,13 @@ class Operands(NamedTuple):
       column_scale: fp32 `[by]`; None with a shared scale.
       row_masked: fp32 `[bx]`, 0 or +inf; None with a shared scale.
       column_masked: fp32 `[by]`, 0 or +inf; None with a shared scale.
-      labels: int32 `[bx]`, column of each row's positive, -1 if it is not in the block; None: no positives.
+      labels: int32 `[bx]`, column of each row's positive, -1 if it is not in the block; None: no positives. With ids,
+        the first column of each row's positives.
       lowest: int32 `[bx / LABEL_RANGE_ROWS]`, lowest label other than -1 of each range of rows; None without labels.
-      highest: int32 `[bx / LABEL_RANGE_ROWS]`, highest label of each range of rows; None without labels.
+      highest: int32 `[bx / LABEL_RANGE_ROWS]`, highest label of each range of rows; None without labels. With ids, the
+        last column of all their positives.
+      last: int32 `[bx]`, last column of each row's positives by id, -1 if there is none in the block. The positives are
+        the columns from `labels` to `last`, because rows and columns are sorted by id. None without ids.
     """
 
     x: BFloat16[Array, "bx k"]
@@ -54,6 +59,37 @@ class Operands(NamedTuple):
     labels: Int32[Array, "bx"] | None = None
     lowest: Int32[Array, "ranges"] | None = None
     highest: Int32[Array, "ranges"] | None = None
+    last: Int32[Array, "bx"] | None = None
+
+
+class WeightsByID(NamedTuple):
+    """Weights of the positives by id in dS, fp32.
+
+    `dS_ij` at a positive contains
+
+        shared scale:       e_ij (row_i + column_j) + scale (row_sum_i + column_sum_j)
+        per-sample scales:  exp2(row_scale_i s_ij - row_shift_i) row_i + row_sum_i
+                            + exp2(column_scale_j s_ij - column_shift_j) column_j + column_sum_j
+
+    With a shared scale, a weight `row_i + column_j` of 0 gives 0, even if `e_ij` is infinite.
+
+    Attributes:
+      row: `[bx]`.
+      row_sum: `[bx]`.
+      column: `[by]`; None without column sums.
+      column_sum: `[by]`; None without column sums.
+      scale: `[1]`; None with per-sample scales.
+      row_shift: `[bx]`, max-shift of the positives in base 2; None with a shared scale.
+      column_shift: `[by]`; None with a shared scale or without column sums.
+    """
+
+    row: Float32[Array, "bx"]
+    row_sum: Float32[Array, "bx"]
+    column: Float32[Array, "by"] | None = None
+    column_sum: Float32[Array, "by"] | None = None
+    scale: Float32[Array, "1"] | None = None
+    row_shift: Float32[Array, "bx"] | None = None
+    column_shift: Float32[Array, "by"] | None = None
 
 
 class Weights(NamedTuple):
@@ -64,12 +100,14 @@ class Weights(NamedTuple):
     Attributes:
       row: `[bx]`.
       column: `[by]`; None without column sums.
-      positive: `[bx]`; None without positives.
+      positive: `[bx]`; None without positives by label.
+      by_id: weights of the positives by id, whose terms are added; None without ids.
     """
 
     row: Float32[Array, "bx"]
     column: Float32[Array, "by"] | None
     positive: Float32[Array, "bx"] | None
+    by_id: WeightsByID | None = None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["row", "column"], meta_fields=["rows", "columns"])
@@ -136,6 +174,37 @@ class Kernels(Protocol):
         self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
     ) -> Float32[Array, "rows"]:
         """Compute `s_ii` fp32 `[rows]`, bitwise equal to the other kernels' values."""
+
+    def positive_sums(
+        self, operands: Operands, pairs: Pairs, *, maxima: bool
+    ) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
+        """Compute sums over each row's positives by id, from the tiles that contain positives only.
+
+        `operands` has a shared scale, and rows and columns without padding.
+
+        Returns:
+          Sums over the positives of `e_ij`, `s_ij` and `e_ij s_ij`, fp32 `[bx]`; with `maxima`, the maximum of the
+          exponents of `e_ij` (-inf without a positive) instead of the first.
+        """
+
+
+def positive_tiles(
+    operands: Operands, tile_rows: int, tile_columns: int
+) -> tuple[Int32[Array, "row_tiles"], Int32[Array, "row_tiles"]]:
+    """Return the first column tile that contains positives by id, and their number, of each row tile."""
+    lowest, highest = row_ranges(operands.labels, operands.last, tile_rows)
+    none = highest < 0
+    first = jnp.where(none, jnp.zeros_like(lowest), lowest // tile_columns)
+    return first, jnp.where(none, jnp.zeros_like(first), highest // tile_columns - first + 1)
+
+
+def row_ranges(
+    labels: Int32[Array, "rows"], last: Int32[Array, "rows"], size: int
+) -> tuple[Int32[Array, "ranges"], Int32[Array, "ranges"]]:
+    """Return the lowest of `labels` other than -1, and the highest of `last`, of each range of `size` rows."""
+    labels = labels.reshape(-1, size)
+    valid = jnp.where(labels < 0, jnp.full_like(labels, jnp.iinfo(jnp.int32).max), labels)
+    return valid.min(1), last.reshape(-1, size).max(1)
 
 
 def term_width(x: Float[Array, "rows k"], pairs: Pairs) -> int:

@@ -13,7 +13,16 @@ from jax import lax
 from jaxtyping import BFloat16, Bool, Float, Float32, Int32
 
 from infcl_jax.ops.pairwise_lse.base import Array, Block, round_up
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Kernels, Operands, Pairs, Weights
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import (
+    LABEL_RANGE_ROWS,
+    Kernels,
+    Operands,
+    Pairs,
+    Weights,
+    WeightsByID,
+    row_ranges,
+)
+from infcl_jax.ops.pairwise_lse.id_order import ranges_by_id
 
 LOG2E = math.log2(math.e)
 # Relative truncation error of similarities, per feature. Tensor cores truncate at every accumulation, so that
@@ -109,9 +118,10 @@ class Padded:
         )
         if block.labels is not None:
             labels = self.labels(block)
-            ranges = labels.reshape(-1, LABEL_RANGE_ROWS)
-            valid_labels = jnp.where(ranges < 0, jnp.full_like(ranges, jnp.iinfo(jnp.int32).max), ranges)
-            operands = operands._replace(labels=labels, lowest=valid_labels.min(1), highest=ranges.max(1))
+            lowest, highest = row_ranges(labels, labels, LABEL_RANGE_ROWS)
+            operands = operands._replace(labels=labels, lowest=lowest, highest=highest)
+        elif block.x_ids is not None:
+            operands = with_positives_by_id(operands, block.x_ids, block.y_ids)
         if block.y_scale is None:
             return operands
         zeros = [jnp.zeros_like(a[:, 0], jnp.float32) for a in (self.x, self.y)]
@@ -127,11 +137,18 @@ class Padded:
     def weights(self, weights: Weights) -> Weights:
         """Pad the weights with zeros."""
         rows, columns = (self.x.shape[0],), (self.y.shape[0],)
-        row, column, positive = weights
+        row, column, positive, by_id = weights
+
+        def pad(name: str, array: Array | None) -> Array | None:
+            if array is None or name == "scale":
+                return array
+            return pad_to(array, columns if name.startswith("column") else rows)
+
         return Weights(
-            pad_to(row, rows),
-            None if column is None else pad_to(column, columns),
-            None if positive is None else pad_to(positive, rows),
+            pad("row", row),
+            pad("column", column),
+            pad("positive", positive),
+            None if by_id is None else WeightsByID(**{name: pad(name, a) for name, a in by_id._asdict().items()}),
         )
 
     def labels(self, block: Block) -> Int32[Array, "padded_bx"]:
@@ -145,6 +162,20 @@ class Padded:
         terms = (features[:, p * self.width : (p + 1) * self.width] for p in reversed(range(self.num_terms)))
         # Sums the terms from the smallest to the largest.
         return (sum(term.astype(jnp.float32) for term in terms) * gradient.astype(jnp.float32)).sum()
+
+
+def with_positives_by_id(operands: Operands, x_ids: Int32[Array, "bx"], y_ids: Int32[Array, "by"]) -> Operands:
+    """Add the column range of each row's positives by id.
+
+    Args:
+      operands: padded operands without positives.
+      x_ids: sorted group numbers of the rows.
+      y_ids: sorted group numbers of the columns.
+    """
+    rows = operands.x.shape[:1]
+    first, last = (pad_to(a, rows, -1) for a in ranges_by_id(x_ids, y_ids))
+    lowest, highest = row_ranges(first, last, LABEL_RANGE_ROWS)
+    return operands._replace(labels=first, last=last, lowest=lowest, highest=highest)
 
 
 def pad_to(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:

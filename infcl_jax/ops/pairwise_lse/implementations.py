@@ -16,6 +16,7 @@ from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_lse import all_gather, ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Results, Strategy
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.id_order import sort_block
 from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
@@ -39,7 +40,7 @@ class Implementation:
       capabilities: compute capabilities of the supported GPUs; None: any device.
       package_error: function that returns why the required packages cannot be used, in one line; None if they can.
       fp64: whether fp64 features are supported.
-      by_id: whether positives by id are supported.
+      sorted_ids: whether the backend needs rows and columns that are sorted by id, see `id_order`.
     """
 
     strategy: Strategy | Callable[..., Results]
@@ -50,7 +51,7 @@ class Implementation:
     capabilities: tuple[str, ...] | None = None
     package_error: Callable[[], str | None] = lambda: None
     fp64: bool = True
-    by_id: bool = True
+    sorted_ids: bool = False
 
     def supports_gpu(self, capability: str | None) -> bool:
         """Return whether a compute capability is supported; None without an NVIDIA GPU."""
@@ -82,7 +83,13 @@ class Implementation:
         if not isinstance(self.strategy, Strategy):
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
-        return blockwise(Plan(self.strategy, backend, axis_name, exclude, columns), *block, *counts)
+        plan = Plan(self.strategy, backend, axis_name, exclude, columns)
+        if block.x_ids is None or not self.sorted_ids:
+            return blockwise(plan, *block, *counts)
+        block, x_order, y_order = sort_block(block)
+        row, column, (rows, cols) = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]))
+        rows, column, cols = jax.tree.map(x_order.restore, rows), *jax.tree.map(y_order.restore, (column, cols))
+        return x_order.restore(row), column, (rows, cols)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
         """Estimate the workspace on each device.
@@ -154,7 +161,7 @@ TABLE = {
         requires="a Hopper GPU",
         capabilities=(HOPPER,),
         fp64=False,
-        by_id=False,
+        sorted_ids=True,
     ),
     "triton": Implementation(
         _RING,
@@ -165,7 +172,7 @@ TABLE = {
         capabilities=TRITON_CAPABILITIES,
         package_error=_triton_error,
         fp64=False,
-        by_id=False,
+        sorted_ids=True,
     ),
 }
 IMPLEMENTATIONS = TABLE.keys()  # a view, which has rows that are added later
@@ -182,29 +189,25 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
-def best_implementation(dtype: Any = jnp.float32, *, by_id: bool = False) -> str:
+def best_implementation(dtype: Any = jnp.float32) -> str:
     """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
-      by_id: whether positives are given by id.
     """
     capability = compute_capability()
-    names = [name for name, row in TABLE.items() if (dtype != jnp.float64 or row.fp64) and (row.by_id or not by_id)]
+    names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
     by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)
     best = next(name for name in by_rank if TABLE[name].runs_on(capability))
-    if TABLE[best].requires is None and dtype != jnp.float64 and not by_id and capability is not None:
+    if TABLE[best].requires is None and dtype != jnp.float64 and capability is not None:
         _warn_no_kernels(capability)
     return best
 
 
-def check_device(implementation: str, dtype: Any, *, by_id: bool = False) -> None:
-    """Raise `ValueError` unless the default device, the dtype and ids are supported.
-
-    `by_id` is True if positives are given by id.
-    """
+def check_device(implementation: str, dtype: Any) -> None:
+    """Raise `ValueError` unless the default device and the dtype are supported."""
     row = TABLE[implementation]
     if not row.runs_on(capability := compute_capability()):
         reason = row.package_error() if row.supports_gpu(capability) else None
@@ -214,9 +217,6 @@ def check_device(implementation: str, dtype: Any, *, by_id: bool = False) -> Non
         )
     if dtype == jnp.float64 and not row.fp64:
         raise ValueError(f"implementation {implementation!r} expects bf16, fp16 or fp32 features, got {dtype}")
-    if by_id and not row.by_id:
-        supported = tuple(name for name in available_implementations() if TABLE[name].by_id)
-        raise ValueError(f"implementation {implementation!r} expects labels, got ids; use one of {supported} or None")
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from infcl_jax.ops.common.gpu import SM_COUNT
 from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window, term_width
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import run
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_positives import ds_by_id, named_weights, positive_sums
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     SUBTILE,
     TILE_K,
@@ -174,8 +175,12 @@ class MosaicGpu:
                         row_moment = moment if row_moment is None else row_moment + moment
                     if column_moment:
                         moment_acc[j // SUBTILE] = moment_acc[j // SUBTILE] + column * s_ij
-                    ds = _weighted(row, column, broadcast(row_weight, 0), column_weight)
-                    if positives:
+                    weigh = functools.partial(_weighted, row_weight=row_weight, column_weight=column_weight)
+                    if weights.by_id is not None:
+                        ds = ds_by_id(work, weigh, (row, column), s_ij, i, j, overwrite=exclude)
+                    else:
+                        ds = weigh(row, column)
+                    if positives and weights.by_id is None:
                         ds = work.where_positive(ds, i, j, functools.partial(_with_weight, work, i, overwrite))
                     store(ds, i, j)
                 if moments:
@@ -193,7 +198,7 @@ class MosaicGpu:
             shape = (schedule.column_partials, window.columns)
             results["column_moment"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         named = _named_operands(operands, window, positives)
-        named |= {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
+        named |= named_weights(weights)
 
         def prefetch(work: WorkTile) -> list[tuple]:
             return [(v, work.load_rows("row_weight", i)) for i, v in _with_offsets(_row_vectors(work, per_sample))]
@@ -232,6 +237,14 @@ class MosaicGpu:
             finalize=lambda work, carry: None,
         )
         return out["positive"]
+
+    @_traced_once
+    def positive_sums(
+        self, operands: Operands, pairs: Pairs, *, maxima: bool
+    ) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
+        """Implement `Kernels.positive_sums`."""
+        tiles = dataclasses.replace(self.forward, cluster=1, lag=0)
+        return positive_sums(tiles, operands, pairs, self.sm_count, self.persistent, maxima=maxima)
 
     def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> TileSchedule:
         tiles = tiles if operands.column_scale is None else self.per_sample
@@ -273,7 +286,7 @@ class SubtileStore:
 
 def _named_operands(operands: Operands, window: Window, labels: bool) -> dict[str, Array]:
     """Return kernel operands by name; labels and their ranges only if `labels`."""
-    skipped = () if labels else ("labels", "lowest", "highest")
+    skipped = () if labels else ("labels", "lowest", "highest", "last")
     present = {name: a for name, a in operands._asdict().items() if a is not None and name not in skipped}
     return window_start(window) | present
 
@@ -356,6 +369,7 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
 
 def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
     """Compute dS of a subtile without the positives' weights."""
+    row_weight = broadcast(row_weight, 0)
     if column_weight is None:
         return row * row_weight
     if column is None:

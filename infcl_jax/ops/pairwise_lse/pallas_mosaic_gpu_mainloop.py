@@ -6,7 +6,6 @@ tiles by multicast. Persistent CTAs stay on the GPU until all tiles are done. Th
 after the first, so that the epilogue of one overlaps with the GEMM of the other.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -75,20 +74,18 @@ def run(
             """Return the i-th task of this CTA, without a row tile."""
             tasks_per_segment = schedule.columns // t.cluster_columns
             task = cluster + i * schedule.grid_clusters
+            if schedule.band:
+                return WorkTile(schedule, named, warpgroup, task, named["band_first"][task], task, task)
             segment, cluster_tile = lax.div(task, tasks_per_segment), lax.rem(task, tasks_per_segment)
             column_tile = cluster_tile * t.cluster + member
             column_partial, first_row_tile = segment * WARPGROUPS + warpgroup, segment * schedule.segment
             return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)
 
-        def with_row_tile(task: WorkTile, r: Array) -> WorkTile:
-            row_tile = lax.div(task.column, t.cta_rows) if schedule.diagonal else task.first_row_tile + r
-            return dataclasses.replace(task, row_tile=row_tile)
-
         def produce() -> None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-            def load_tile(i: Array, r: Array, step: Array) -> Array:
-                work = with_row_tile(task_of(i), r)
+            def load_tile(task: WorkTile, r: Array, step: Array) -> Array:
+                work = task.tile(r)
                 for p, q in schedule.pairs:
 
                     def load(k: Array, step: Array, p: int = p, q: int = q) -> Array:
@@ -112,7 +109,8 @@ def run(
                 return step
 
             def load_task(i: Array, step: Array) -> Array:
-                return lax.fori_loop(0, schedule.segment, functools.partial(load_tile, i), step)
+                task = task_of(i)
+                return lax.fori_loop(0, task.num_tiles, functools.partial(load_tile, task), step)
 
             steps = lax.fori_loop(0, tasks, load_task, jnp.int32(0))
 
@@ -149,7 +147,7 @@ def run(
 
             def compute_tile(task: WorkTile, r: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
                 step, carry = state
-                work = with_row_tile(task, r)
+                work = task.tile(r)
                 vectors = prefetch(work)
 
                 def scope(acc: Any) -> tuple[Array, Any]:
@@ -163,7 +161,7 @@ def run(
             def compute_task(i: Array, step: Array) -> Array:
                 task = task_of(i)
                 body = functools.partial(compute_tile, task)
-                step, carry = lax.fori_loop(0, schedule.segment, body, (step, init(task)))
+                step, carry = lax.fori_loop(0, task.num_tiles, body, (step, init(task)))
                 finalize(task, carry)
                 return step
 

@@ -88,7 +88,8 @@ class Tiles:
 class TileSchedule:
     """Tile schedule of one kernel call.
 
-    A task is a segment of consecutive row tiles in one column tile, so that column vectors stay in registers.
+    A task is a segment of consecutive row tiles in one column tile, so that column vectors stay in registers. In a band
+    it is a row tile with the column tiles that contain its positives by id.
 
     Attributes:
       tiles: tile sizes.
@@ -99,6 +100,7 @@ class TileSchedule:
       sm_count: number of SMs.
       persistent: whether CTAs loop over tasks; otherwise each CTA runs one task.
       diagonal: whether to compute the tiles on the diagonal only.
+      band: whether to compute the column tiles of each row tile in the operands `band_first` and `band_tiles` only.
     """
 
     tiles: Tiles
@@ -109,6 +111,7 @@ class TileSchedule:
     sm_count: int
     persistent: bool
     diagonal: bool = False
+    band: bool = False
 
     @property
     def steps(self) -> int:
@@ -138,6 +141,8 @@ class TileSchedule:
     @property
     def tasks(self) -> int:
         """Number of tasks of all clusters."""
+        if self.band:
+            return self.row_tiles
         return self.row_tiles // self.segment * (self.columns // self.tiles.cluster_columns)
 
     @property
@@ -167,7 +172,7 @@ class WorkTile:
       column_partial: index of this warpgroup's partial reduction over rows.
       column_tile: index of the column tile.
       first_row_tile: first row tile of the task.
-      row_tile: current row tile; None at the start and the end of a task.
+      row_tile: current row tile; None at the start and the end of a task, except in a band.
     """
 
     schedule: TileSchedule
@@ -177,6 +182,21 @@ class WorkTile:
     column_tile: Array
     first_row_tile: Array
     row_tile: Array | None = None
+
+    @property
+    def num_tiles(self) -> Any:
+        """Number of tiles of the task."""
+        return self.refs["band_tiles"][self.first_row_tile] if self.schedule.band else self.schedule.segment
+
+    def tile(self, index: Array) -> "WorkTile":
+        """Return a tile of the task."""
+        if self.schedule.band:
+            return dataclasses.replace(self, column_tile=self.column_tile + index)
+        if self.schedule.diagonal:
+            row_tile = lax.div(self.column, self.schedule.tiles.cta_rows)
+        else:
+            row_tile = self.first_row_tile + index
+        return dataclasses.replace(self, row_tile=row_tile)
 
     @property
     def row(self) -> Array:
@@ -203,17 +223,29 @@ class WorkTile:
 
         `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
         """
+
+        def changed(values: Any) -> Any:
+            is_positive = self.is_positive(i, j)
+            return jax.tree.map(lambda value: jnp.where(is_positive, change(value), value), values)
+
+        return self.if_positive(i, changed, lambda values: values, values)
+
+    def if_positive(self, i: int, changed: Callable[..., Any], unchanged: Callable[..., Any], *values: Any) -> Any:
+        """Call `changed` if the tile may contain positives of the subtile rows from row `i`, else `unchanged`."""
         first = window_offset(self.refs, 1) + self.column
         label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
-
-        def changed(values: Any) -> Any:
-            label = broadcast(self.load_rows("labels", i) - (first + j), 0)
-            is_positive = plgpu.broadcasted_iota(jnp.int32, label.shape, 1, layout=WGMMA_LAYOUT) == label
-            return jax.tree.map(lambda value: jnp.where(is_positive, change(value), value), values)
-
         may_contain = (lowest < first + self.schedule.tiles.columns) & (highest >= first)
-        return lax.cond(may_contain, changed, lambda values: values, values)
+        return lax.cond(may_contain, changed, unchanged, *values)
+
+    def is_positive(self, i: int, j: int) -> Array:
+        """Return a bool subtile, True at the positives of the subtile at `[i, j]`."""
+        first = window_offset(self.refs, 1) + self.column
+        label = broadcast(self.load_rows("labels", i) - (first + j), 0)
+        column = plgpu.broadcasted_iota(jnp.int32, label.shape, 1, layout=WGMMA_LAYOUT)
+        if "last" not in self.refs:
+            return column == label
+        return (column >= label) & (column <= broadcast(self.load_rows("last", i) - (first + j), 0))
 
     @contextlib.contextmanager
     def serialized(self) -> Iterator[None]:

@@ -31,9 +31,6 @@ from infcl_jax.ops.pairwise_lse.base import (
 )
 from infcl_jax.ops.pairwise_lse.chunking import is_positive
 
-# Group numbers start at 1, so that rows padded with zeros match nothing.
-UNMATCHED_ROW, UNMATCHED_COLUMN = 0, -1
-
 MULTI_POSITIVE = ("mean", "any")
 
 
@@ -78,11 +75,13 @@ class PositivesByID(NamedTuple):
 class Groups(NamedTuple):
     """Group numbers of this device's rows and columns.
 
-    A pair with equal numbers is a positive. All fields are None without ids.
+    A pair with equal numbers is a positive. Numbers start at 1, so that rows padded with zeros match nothing. They are
+    in the order in which ids first occur, columns before rows and devices in their order. All fields are None without
+    ids.
 
     Attributes:
-      x: int32 `[bx]`, `UNMATCHED_ROW` for masked rows.
-      y: int32 `[by]`, `UNMATCHED_COLUMN` for masked columns.
+      x: int32 `[bx]`, an even negative number for masked rows, see `sort_key`.
+      y: int32 `[by]`, an odd negative number for masked columns.
       x_count: int32 `[bx]`, number of positives of each row over all devices.
       y_count: int32 `[by]`, number of positives of each column over all devices.
     """
@@ -112,9 +111,9 @@ def match_ids(
       axis_name: mesh axes of the batch; None for one device.
     """
     x_ids, y_ids, x_mask, y_mask = varying_over((x_ids, y_ids, x_mask, y_mask), axis_name)
-    all_ids = [_gather(ids.reshape(len(ids), -1), axis_name) for ids in (x_ids, y_ids)]
+    all_ids = [_gather(ids.reshape(len(ids), -1), axis_name) for ids in (y_ids, x_ids)]
     numbers = _numbers(jnp.concatenate(all_ids))
-    x, y = jnp.split(numbers, [len(all_ids[0])])
+    y, x = jnp.split(numbers, [len(all_ids[0])])
     x_in_group, y_in_group = (
         jnp.zeros(len(numbers) + 1, jnp.int32)
         .at[group]
@@ -122,22 +121,35 @@ def match_ids(
         for group, mask in ((x, x_mask), (y, y_mask))
     )
 
-    def own(group: Array, ids: Array, mask: Array | None, unmatched: int) -> Array:
+    def own(group: Array, ids: Array) -> Array:
         """Return this device's group numbers."""
-        if axis_name is not None:
-            group = lax.dynamic_slice_in_dim(group, lax.axis_index(axis_name) * len(ids), len(ids))
-        return group if mask is None else jnp.where(mask, group, jnp.full_like(group, unmatched))
+        if axis_name is None:
+            return group
+        return lax.dynamic_slice_in_dim(group, lax.axis_index(axis_name) * len(ids), len(ids))
 
-    x, y = own(x, x_ids, x_mask, UNMATCHED_ROW), own(y, y_ids, y_mask, UNMATCHED_COLUMN)
-    return Groups(x, y, zero_masked(y_in_group[x], x_mask), zero_masked(x_in_group[y], y_mask))
+    def masked(group: Array, mask: Array | None, odd: int) -> Array:
+        return group if mask is None else jnp.where(mask, group, -2 * group - odd)
+
+    x, y = own(x, x_ids), own(y, y_ids)
+    counts = zero_masked(y_in_group[x], x_mask), zero_masked(x_in_group[y], y_mask)
+    return Groups(masked(x, x_mask, 0), masked(y, y_mask, 1), *counts)
 
 
 def _numbers(ids: Int32[Array, "n k"]) -> Int32[Array, "n"]:
-    """Number the distinct rows of `ids` in lexicographic order, from 1."""
-    order = jnp.lexsort(tuple(ids.T))
+    """Number the distinct rows of `ids` by their first occurrence, from 1."""
+    order = jnp.lexsort(tuple(ids.T)).astype(jnp.int32)  # stable
     ordered = ids[order]
-    first = jnp.concatenate([jnp.ones_like(order[:1], bool), (ordered[1:] != ordered[:-1]).any(1)])
-    return jnp.zeros_like(ids[:, 0]).at[order].set(jnp.cumsum(first, dtype=jnp.int32))
+    is_first = jnp.concatenate([jnp.ones_like(order[:1], bool), (ordered[1:] != ordered[:-1]).any(1)])
+    first = lax.cummax(jnp.where(is_first, jnp.arange(len(order), dtype=jnp.int32), jnp.zeros_like(order)))
+    return jnp.zeros_like(ids[:, 0]).at[order].set(order[first] + 1)
+
+
+def sort_key(group: Int32[Array, "n"]) -> Int32[Array, "n"]:
+    """Return sort keys of group numbers, which are even, and odd for masked rows and columns.
+
+    Masked rows follow the others of their group.
+    """
+    return jnp.where(group < 0, -group | 1, 2 * group)
 
 
 def _gather(array: Array | None, axis_name: AxisName | None) -> Array | None:

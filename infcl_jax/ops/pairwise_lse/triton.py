@@ -19,7 +19,15 @@ import jax.numpy as jnp
 from jaxtyping import BFloat16, Float32
 
 from infcl_jax.ops.pairwise_lse.base import Array, as_varying
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Pairs, Weights, Window, term_width
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import (
+    Operands,
+    Pairs,
+    Weights,
+    WeightsByID,
+    Window,
+    positive_tiles,
+    term_width,
+)
 
 INSTALL = "install them with: pip install 'jax-triton>=0.4.1' 'triton>=3.7'"
 # PTX version of the generated code: the oldest with support for these GPUs, which any driver since CUDA 12.0 accepts.
@@ -155,7 +163,7 @@ class TritonKernels(TritonLauncher):
         self, operands: Operands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
     ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
-        operands = operands if exclude else operands._replace(labels=None)
+        operands = operands if exclude else operands._replace(labels=None, last=None)
         needed = ("row_partials", "column_partials") if columns else ("row_partials",)
         out = self._compute_tiles(operands, None, window, pairs, needed, exclude=exclude, maxima=maxima)
         reduce = jnp.max if maxima else jnp.sum
@@ -198,6 +206,21 @@ class TritonKernels(TritonLauncher):
         launch = functools.partial(self._launch, load()[1].diagonal_kernel, "pairwise_diagonal")
         return launch(num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
 
+    def positive_sums(
+        self, operands: Operands, pairs: Pairs, *, maxima: bool
+    ) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
+        """Implement `Kernels.positive_sums`."""
+        rows, columns = operands.x.shape[0], operands.y.shape[0]
+        first, number = positive_tiles(operands, self.config.block_m, self.config.block_n)
+        names = ("x", "y", "row_scale", "row_shift", "labels", "last")
+        given = {name: getattr(operands, name) for name in names} | {"first_tile": first, "num_tiles": number}
+        out = dict.fromkeys(("sum", "similarity", "moment"), jax.ShapeDtypeStruct((rows,), jnp.float32))
+        num_tiles, shape = rows // self.config.block_m, (rows, columns)
+        results = self._launch(
+            "positive_sums", num_tiles, shape, given, out, pairs, self.config.num_warps, MAXIMA=maxima
+        )
+        return results["sum"], results["similarity"], results["moment"]
+
     def _compute_tiles(
         self,
         operands: Operands,
@@ -233,6 +256,7 @@ class TritonKernels(TritonLauncher):
         }
         vectors = {name: a for name, a in operands._asdict().items() if name not in ("lowest", "highest")}
         factors = dict.fromkeys(Weights._fields) if weights is None else weights._asdict()
+        by_id = factors.pop("by_id") or WeightsByID(*[None] * len(WeightsByID._fields))
         return self._launch(
             load()[1].tile_kernel,
             "pairwise_tile",
@@ -241,6 +265,7 @@ class TritonKernels(TritonLauncher):
             {
                 **vectors,
                 **{f"{name}_weight": factor for name, factor in factors.items()},
+                **{f"by_id_{name}": factor for name, factor in by_id._asdict().items()},
                 "window": jnp.stack([jnp.asarray(n, jnp.int32) for n in (window.row, window.column, tiles_m, tiles_n)]),
                 **{name: None for name in results if name not in needed},
             },

@@ -92,13 +92,42 @@ def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
 
 
 @triton.jit
+def find_positives(label, last, BLOCK_N: tl.constexpr):
+    """Mark the positives of a tile: one column of each row, or with ids a range up to `last`."""
+    column = tl.arange(0, BLOCK_N)[None, :]
+    if last is None:
+        return label[:, None] == column
+    return (label[:, None] <= column) & (column <= last[:, None])
+
+
+@triton.jit
+def terms_by_id(s, exponent, row_scale, column_scale, by_id, offs_m, offs_n):
+    """Compute the terms of positives by id in dS, see `fused_kernel_api.WeightsByID`."""
+    row_ptr, row_sum_ptr, column_ptr, column_sum_ptr, scale_ptr, row_shift_ptr, column_shift_ptr = by_id
+    weight = tl.load(row_ptr + offs_m)[:, None]
+    d_sum = tl.load(row_sum_ptr + offs_m)[:, None]
+    if scale_ptr is not None:
+        if column_ptr is not None:
+            weight = weight + tl.load(column_ptr + offs_n)[None, :]
+            d_sum = d_sum + tl.load(column_sum_ptr + offs_n)[None, :]
+        return tl.where(weight == 0, 0.0, tl.exp2(exponent) * weight) + tl.load(scale_ptr) * d_sum
+    shift = tl.load(row_shift_ptr + offs_m)[:, None]
+    terms = tl.exp2(s * row_scale[:, None] - shift) * weight + d_sum
+    if column_ptr is not None:
+        shift = tl.load(column_shift_ptr + offs_n)[None, :]
+        e = tl.exp2(s * column_scale[None, :] - shift)
+        terms += e * tl.load(column_ptr + offs_n)[None, :] + tl.load(column_sum_ptr + offs_n)[None, :]
+    return terms
+
+
+@triton.jit
 def epilogue(
-    s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr,
-    DS_TERMS: tl.constexpr,
+    s, label, last, tile, row_vectors, column_vectors, weights, by_id, offs_m, offs_n, results,
+    EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr, DS_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Convert a tile of s to sums, maxima, or dS and moments.
 
-    `label` is relative to the tile; None for a tile without positives.
+    `label` and `last` are relative to the tile; None for a tile without positives.
     """
     BLOCK_M: tl.constexpr = s.shape[0]
     BLOCK_N: tl.constexpr = s.shape[1]
@@ -108,14 +137,15 @@ def epilogue(
     row_weight, column_weight, positive_weight = weights
     row_partials_ptr, column_partials_ptr, ds_ptr = results
     MOMENTS: tl.constexpr = row_weight is not None
-    positive = None if label is None else label[:, None] == tl.arange(0, BLOCK_N)[None, :]
+    positive = None if label is None else find_positives(label, last, BLOCK_N)
 
     shift = row_shift[:, None]
     if column_scale is not None:
         shift += column_masked[None, :]
     elif column_shift is not None:
         shift += column_shift[None, :]
-    e = exponentials(s * row_scale[:, None] - shift, positive, EXCLUDE, MAXIMA)
+    row_exponent = s * row_scale[:, None] - shift
+    e = exponentials(row_exponent, positive, EXCLUDE, MAXIMA)
     if row_partials_ptr is not None:
         rows = tiles_m.to(tl.int64) * BLOCK_M
         store_partials(row_partials_ptr, tile_n, rows, tile_m * BLOCK_M, e, s, MOMENTS, MAXIMA, 1)
@@ -135,13 +165,18 @@ def epilogue(
     if ds_ptr is not None:
         if positive is not None and positive_weight is not None:
             ds += tl.where(positive, positive_weight[:, None], 0.0)
+        if positive is not None and by_id[0] is not None:
+            terms = terms_by_id(s, row_exponent, row_scale, column_scale, by_id, offs_m, offs_n)
+            ds = tl.where(positive, ds + terms, ds)
         store_ds(ds_ptr, ds, tile, DS_TERMS)
 
 
 @triton.jit
 def tile_kernel(
     x_ptr, y_ptr, row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr,
-    labels_ptr, row_weight_ptr, column_weight_ptr, positive_weight_ptr, window_ptr,
+    labels_ptr, last_ptr, row_weight_ptr, column_weight_ptr, positive_weight_ptr,
+    by_id_row_ptr, by_id_row_sum_ptr, by_id_column_ptr, by_id_column_sum_ptr, by_id_scale_ptr, by_id_row_shift_ptr,
+    by_id_column_shift_ptr, window_ptr,
     row_partials_ptr, column_partials_ptr, ds_ptr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr,
@@ -175,15 +210,34 @@ def tile_kernel(
     )  # fmt: skip
     tile = tile_m, tile_n, tiles_m, tiles_n
     results = row_partials_ptr, column_partials_ptr, ds_ptr
+    by_id = (
+        by_id_row_ptr, by_id_row_sum_ptr, by_id_column_ptr, by_id_column_sum_ptr, by_id_scale_ptr, by_id_row_shift_ptr,
+        by_id_column_shift_ptr,
+    )  # fmt: skip
     if labels_ptr is None:
-        epilogue(s, None, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+        epilogue(
+            s, None, None, tile, row_vectors, column_vectors, weights, by_id, offs_m, offs_n, results,
+            EXCLUDE, MAXIMA, DS_TERMS,
+        )  # fmt: skip
     else:
         # Few tiles contain positives. Only these compare every pair with the labels.
         label = tl.load(labels_ptr + offs_m) - start_n
-        if tl.max(((label >= 0) & (label < BLOCK_N)).to(tl.int32), 0) > 0:
-            epilogue(s, label, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+        last = load_vector(last_ptr, offs_m)
+        if last is None:
+            inside = (label >= 0) & (label < BLOCK_N)
         else:
-            epilogue(s, None, tile, row_vectors, column_vectors, weights, results, EXCLUDE, MAXIMA, DS_TERMS)
+            last -= start_n
+            inside = (last >= 0) & (label < BLOCK_N)
+        if tl.max(inside.to(tl.int32), 0) > 0:
+            epilogue(
+                s, label, last, tile, row_vectors, column_vectors, weights, by_id, offs_m, offs_n, results,
+                EXCLUDE, MAXIMA, DS_TERMS,
+            )  # fmt: skip
+        else:
+            epilogue(
+                s, None, None, tile, row_vectors, column_vectors, weights, by_id, offs_m, offs_n, results,
+                EXCLUDE, MAXIMA, DS_TERMS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -211,3 +265,39 @@ def diagonal_kernel(
     offs_n = start_n + tl.arange(0, BLOCK_N)
     s_ii = tl.sum(tl.where(offs_m[:, None] == offs_n[None, :], s, 0.0), 1)
     tl.store(s_ii_ptr + offs_m, s_ii, mask=(offs_m >= start) & (offs_m < start + min(BLOCK_M, BLOCK_N)))
+
+
+@triton.jit
+def positive_sums_kernel(
+    x_ptr, y_ptr, row_scale_ptr, row_shift_ptr, labels_ptr, last_ptr, first_tile_ptr, num_tiles_ptr,
+    sum_ptr, similarity_ptr, moment_ptr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Reduce the positives by id of one row tile, over the column tiles that contain them."""
+    tile_m = tl.program_id(0)
+    start_m = tile_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    row_scale, row_shift = tl.load(row_scale_ptr + offs_m), tl.load(row_shift_ptr + offs_m)
+    label, last = tl.load(labels_ptr + offs_m), tl.load(last_ptr + offs_m)
+    sums = tl.full((BLOCK_M,), float("-inf") if MAXIMA else 0.0, tl.float32)
+    similarity = tl.zeros((BLOCK_M,), tl.float32)
+    moment = tl.zeros((BLOCK_M,), tl.float32)
+    first_tile = tl.load(first_tile_ptr + tile_m)
+    for index in range(tl.load(num_tiles_ptr + tile_m)):
+        start_n = (first_tile + index) * BLOCK_N
+        s = similarity_tile(
+            x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        positive = find_positives(label - start_n, last - start_n, BLOCK_N)
+        exponent = tl.where(positive, s * row_scale[:, None] - row_shift[:, None], float("-inf"))
+        e = tl.exp2(exponent)
+        s = tl.where(positive, s, 0.0)
+        sums = tl.maximum(sums, tl.max(exponent, 1)) if MAXIMA else sums + tl.sum(e, 1)
+        similarity += tl.sum(s, 1)
+        moment += tl.sum(e * s, 1)
+    tl.store(sum_ptr + offs_m, sums)
+    tl.store(similarity_ptr + offs_m, similarity)
+    tl.store(moment_ptr + offs_m, moment)

@@ -216,9 +216,8 @@ class TritonKernels(TritonLauncher):
         given = {name: getattr(operands, name) for name in names} | {"first_tile": first, "num_tiles": number}
         out = dict.fromkeys(("sum", "similarity", "moment"), jax.ShapeDtypeStruct((rows,), jnp.float32))
         num_tiles, shape = rows // self.config.block_m, (rows, columns)
-        results = self._launch(
-            "positive_sums", num_tiles, shape, given, out, pairs, self.config.num_warps, MAXIMA=maxima
-        )
+        launch = functools.partial(self._launch, load()[1].positive_sums_kernel, "pairwise_positive_sums")
+        results = launch(num_tiles, shape, given, out, pairs, self.config.num_warps, MAXIMA=maxima)
         return results["sum"], results["similarity"], results["moment"]
 
     def _compute_tiles(

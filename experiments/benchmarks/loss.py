@@ -2,6 +2,8 @@ r"""Benchmark of the CLIP loss: time, memory and error against float64.
 
     python -m experiments.benchmarks.loss --implementations=xla,dense --batch=1024,4096 --features=512,768 \
         --output=runs/benchmark_loss
+    python -m experiments.benchmarks.loss --implementations=mosaic_gpu --batch=65536 --ids=none,unique,1%,8 \
+        --output=runs/benchmark_ids
 
 Prints a table, appends JSON lines to `benchmark_loss.jsonl` and plots `benchmark_loss.png` in the output folder.
 docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
@@ -9,7 +11,6 @@ process, see `infcl_jax.distributed.initialize`.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,15 +29,22 @@ from experiments.benchmarks.exact_loss import Gradients, exact_gradients, relati
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
+IDS = ("none", "unique", "1%", "8")
 
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
 _FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
+_IDS = flags.DEFINE_list(
+    "ids",
+    "none",
+    "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
+)
+_MULTI_POSITIVE = flags.DEFINE_enum("multi_positive", "mean", MULTI_POSITIVE, "Target of several positives.")
 _SAMPLES = flags.DEFINE_integer(
     "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
@@ -45,6 +53,7 @@ _COLUMNS = (
     ("implementation", "implementation", "s"),
     ("b", "batch", ",d"),
     ("D", "feature_dim", "d"),
+    ("ids", "ids", "s"),
     *harness.PASSES,
     ("memory MiB", "memory_mib", ",.1f"),
     ("loss error", "loss_error", ".1e"),
@@ -62,7 +71,7 @@ _FIGURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Benchmark cases: every implementation, dimension and batch size.
+    """Benchmark cases: every implementation, dimension, batch size and kind of ids.
 
     Attributes:
       implementations: names of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
@@ -72,6 +81,8 @@ class Settings:
       scale: logit scale.
       repeats: timed runs of each program; the median is reported.
       samples: rows of each feature gradient compared with float64; 0: no comparison.
+      ids: kinds of ids, of `IDS`.
+      multi_positive: "mean" or "any", see `clip_loss`.
     """
 
     implementations: tuple[str, ...]
@@ -81,6 +92,8 @@ class Settings:
     scale: float = 50.0
     repeats: int = 5
     samples: int = 16
+    ids: tuple[str, ...] = ("none",)
+    multi_positive: str = "mean"
 
 
 def benchmark_from_flags() -> None:
@@ -97,6 +110,8 @@ def benchmark_from_flags() -> None:
         scale=_SCALE.value,
         repeats=harness.REPEATS.value,
         samples=_SAMPLES.value,
+        ids=harness.names("ids", _IDS.value, IDS),
+        multi_positive=_MULTI_POSITIVE.value,
     )
     output = harness.output_folder()
     mesh = harness.start_devices(harness.DEVICES.value)
@@ -119,12 +134,13 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     about = f"{settings.dtype}, scale {settings.scale:g}"
     gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
-    for dim, b in itertools.product(settings.features, settings.batch):
-        case = Case.draw(b, dim, settings, mesh)
-        exact = exact_gradients(mesh, *case.operands, case.rows) if settings.samples else None
+    names = ("dtype", "scale", "repeats", "samples", "multi_positive")
+    for dim, b, ids in itertools.product(settings.features, settings.batch, settings.ids):
+        case = Case.draw(b, dim, settings, mesh, ids)
+        exact = case.exact() if settings.samples else None
         for implementation in settings.implementations:
-            case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim}
-            case_settings |= {name: getattr(settings, name) for name in ("dtype", "scale", "repeats", "samples")}
+            case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim, "ids": ids}
+            case_settings |= {name: getattr(settings, name) for name in names}
             figures = measure(case, implementation, settings.repeats, gemm, exact)
             records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
     if is_lead():
@@ -152,14 +168,18 @@ class Case(NamedTuple):
       mesh: devices.
       operands: image and text features `[b, D]`, sharded over the mesh, and the fp32 logit scale.
       rows: int32 `[samples]` rows whose gradients are compared with float64.
+      ids: int32 `[b]` ids of the pairs, sharded over the mesh; None: without ids.
+      multi_positive: "mean" or "any", see `clip_loss`.
     """
 
     mesh: Mesh
     operands: tuple[jax.Array, jax.Array, jax.Array]
     rows: np.ndarray
+    ids: jax.Array | None = None
+    multi_positive: str = "mean"
 
     @classmethod
-    def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh) -> "Case":
+    def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh, ids: str = "none") -> "Case":
         """Draw random unit features.
 
         The cosine between an image and its text is uniform in [0, 1].
@@ -169,6 +189,7 @@ class Case(NamedTuple):
           dim: feature dimension D.
           settings: benchmark cases.
           mesh: devices.
+          ids: kind of ids, of `IDS`.
         """
 
         def features() -> tuple[jax.Array, jax.Array]:
@@ -181,7 +202,31 @@ class Case(NamedTuple):
 
         image, text = jax.jit(features, out_shardings=NamedSharding(mesh, PartitionSpec(DATA_AXIS)))()
         rows = np.random.default_rng(0).choice(b, min(b, settings.samples), replace=False).astype(np.int32)
-        return cls(mesh, (image, text, replicate(mesh, np.float32(settings.scale))), rows)
+        numbers = draw_ids(ids, b)
+        if numbers is not None:
+            numbers = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(DATA_AXIS)))
+        scale = replicate(mesh, np.float32(settings.scale))
+        return cls(mesh, (image, text, scale), rows, numbers, settings.multi_positive)
+
+    def exact(self) -> Gradients:
+        """Compute the float64 loss and gradients."""
+        return exact_gradients(self.mesh, *self.operands, self.rows, self.ids, self.multi_positive)
+
+
+def draw_ids(kind: str, b: int) -> np.ndarray | None:
+    """Draw shuffled int32 ids `[b]`; None without ids.
+
+    Args:
+      kind: one of `IDS`.
+      b: number of pairs.
+    """
+    rng = np.random.default_rng(1)
+    ids = rng.permutation(b).astype(np.int32)
+    if kind == "none":
+        return None
+    if kind == "1%":
+        ids[rng.choice(b, b // 100, replace=False)] = rng.integers(0, b, b // 100)
+    return ids // 8 if kind == "8" else ids
 
 
 def _unit(rows: jax.Array) -> jax.Array:
@@ -210,10 +255,18 @@ def _measure(
     """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
-    loss = functools.partial(clip_loss, mesh=mesh, implementation=implementation)
-    forward = Program(loss, *case.operands)
+    options = {"mesh": mesh, "implementation": implementation, "multi_positive": case.multi_positive}
+    operands = case.operands
+    if case.ids is not None:
+        operands = (*operands, jnp.stack([0x9E3779B * case.ids, case.ids], axis=1))  # as wide as a 64-bit hash
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        *features, ids = operands if case.ids is not None else (*operands, None)
+        return clip_loss(*features, image_ids=ids, text_ids=ids, **options)
+
+    forward = Program(loss, *operands)
     yield {"forward_memory_mib": forward.memory_bytes / 2**20}
-    with_gradients = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *case.operands)
+    with_gradients = Program(jax.value_and_grad(loss, argnums=(0, 1, 2)), *operands)
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
     rate = timing.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
@@ -230,15 +283,18 @@ def _measure(
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot time and memory over the batch size.
 
-    Colors are implementations, line styles are feature dimensions.
+    Colors are implementations and kinds of ids, line styles are feature dimensions.
     """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle("{device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
-    names, dims = (list(dict.fromkeys(r[key] for r in records)) for key in ("implementation", "feature_dim"))
+    names = list(dict.fromkeys((r["implementation"], r["ids"]) for r in records))
+    dims = list(dict.fromkeys(r["feature_dim"] for r in records))
     panels = {"total_ms": "forward and backward, ms", "memory_mib": "memory beyond inputs and gradients, MiB"}
     for axes, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for (i, name), (j, dim) in itertools.product(enumerate(names), enumerate(dims)):
-            line = [r for r in records if (r["implementation"], r["feature_dim"]) == (name, dim) and r[key]]
+        for (i, (name, ids)), (j, dim) in itertools.product(enumerate(names), enumerate(dims)):
+            line = [
+                r for r in records if (r["implementation"], r["ids"], r["feature_dim"]) == (name, ids, dim) and r[key]
+            ]
             line.sort(key=lambda r: r["batch"])
             axes.plot(
                 [r["batch"] for r in line],
@@ -247,7 +303,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
                 linestyle=("-", "--", "-.", ":")[j % 4],
                 marker="o",
                 markersize=3,
-                label=f"{name}, D = {dim}",
+                label=f"{name}, D = {dim}" + ("" if ids == "none" else f", ids {ids}"),
             )
         axes.set_yscale("log" if any(r[key] for r in records) else "linear")
         harness.label_axes(axes, records, label)

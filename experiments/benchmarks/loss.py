@@ -3,6 +3,8 @@ r"""Benchmark of the CLIP loss or the sigmoid loss: time, memory and error again
     python -m experiments.benchmarks.loss --implementations=xla,dense --batch=1024,4096 --features=512,768 \
         --output=runs/benchmark_loss
     python -m experiments.benchmarks.loss --loss=siglip --scale=10 --bias=-10 --implementations=xla --output=runs/siglip
+    python -m experiments.benchmarks.loss --implementations=mosaic_gpu --batch=65536 --ids=none,unique,1%,8 \
+        --output=runs/benchmark_ids
 
 Prints a table, appends JSON lines to `benchmark_loss.jsonl` and plots `benchmark_loss.png` in the output folder.
 docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
@@ -10,7 +12,6 @@ process, see `infcl_jax.distributed.initialize`.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,11 +30,12 @@ from experiments.benchmarks.exact_loss import relative_errors
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss, siglip_loss
 from infcl_jax.distributed import DATA_AXIS, is_lead, replicate
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
+IDS = ("none", "unique", "1%", "8")
 
 LOSSES = {"clip": IMPLEMENTATIONS, "siglip": SIGMOID_IMPLEMENTATIONS}
 
@@ -43,6 +45,12 @@ _FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
 _SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
 _BIAS = flags.DEFINE_float("bias", -10.0, "Logit bias of the siglip loss.")
+_IDS = flags.DEFINE_list(
+    "ids",
+    "none",
+    "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
+)
+_MULTI_POSITIVE = flags.DEFINE_enum("multi_positive", "mean", MULTI_POSITIVE, "Target of several positives.")
 _SAMPLES = flags.DEFINE_integer(
     "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
@@ -51,6 +59,7 @@ _COLUMNS = (
     ("implementation", "implementation", "s"),
     ("b", "batch", ",d"),
     ("D", "feature_dim", "d"),
+    ("ids", "ids", "s"),
     *harness.PASSES,
     ("memory MiB", "memory_mib", ",.1f"),
     ("loss error", "loss_error", ".1e"),
@@ -69,7 +78,7 @@ _FIGURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Benchmark cases: every implementation, dimension and batch size.
+    """Benchmark cases: every implementation, dimension, batch size and kind of ids.
 
     Attributes:
       implementations: names of implementations that the loss has, see `LOSSES`.
@@ -81,6 +90,8 @@ class Settings:
       samples: rows of each feature gradient compared with float64; 0: no comparison.
       loss: key of `LOSSES`.
       bias: logit bias of the siglip loss.
+      ids: kinds of ids, of `IDS`.
+      multi_positive: "mean" or "any", see `clip_loss`.
     """
 
     implementations: tuple[str, ...]
@@ -92,6 +103,8 @@ class Settings:
     samples: int = 16
     loss: str = "clip"
     bias: float = -10.0
+    ids: tuple[str, ...] = ("none",)
+    multi_positive: str = "mean"
 
 
 def benchmark_from_flags() -> None:
@@ -110,6 +123,8 @@ def benchmark_from_flags() -> None:
         samples=_SAMPLES.value,
         loss=_LOSS.value,
         bias=_BIAS.value,
+        ids=harness.names("ids", _IDS.value, IDS),
+        multi_positive=_MULTI_POSITIVE.value,
     )
     output = harness.output_folder()
     mesh = harness.start_devices(harness.DEVICES.value)
@@ -133,15 +148,14 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     names = ["loss", "dtype", "scale", "repeats", "samples"]
     if settings.loss == "siglip":
         about += f", bias {settings.bias:g}"
-        names.append("bias")
-    exact_gradients = (exact_siglip if settings.loss == "siglip" else exact_loss).exact_gradients
+    names.append("bias" if settings.loss == "siglip" else "multi_positive")
     gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
-    for dim, b in itertools.product(settings.features, settings.batch):
-        case = Case.draw(b, dim, settings, mesh)
-        exact = exact_gradients(mesh, *case.operands, case.rows) if settings.samples else None
+    for dim, b, ids in itertools.product(settings.features, settings.batch, settings.ids):
+        case = Case.draw(b, dim, settings, mesh, ids)
+        exact = case.exact() if settings.samples else None
         for implementation in settings.implementations:
-            case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim}
+            case_settings = {"implementation": implementation, "batch": b, "feature_dim": dim, "ids": ids}
             case_settings |= {name: getattr(settings, name) for name in names}
             figures = measure(case, implementation, settings.repeats, gemm, exact)
             records.append(harness.report(output / RECORDS_FILE, _COLUMNS, mesh, gemm, case_settings, figures))
@@ -171,14 +185,20 @@ class Case(NamedTuple):
       operands: image and text features `[b, D]`, sharded over the mesh, the fp32 logit scale and, for the siglip loss,
         the fp32 logit bias.
       rows: int32 `[samples]` rows whose gradients are compared with float64.
+      loss: key of `LOSSES`.
+      ids: int32 `[b]` ids of the pairs, sharded over the mesh; None: without ids.
+      multi_positive: "mean" or "any", see `clip_loss`.
     """
 
     mesh: Mesh
     operands: tuple[jax.Array, ...]
     rows: np.ndarray
+    loss: str = "clip"
+    ids: jax.Array | None = None
+    multi_positive: str = "mean"
 
     @classmethod
-    def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh) -> "Case":
+    def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh, ids: str = "none") -> "Case":
         """Draw random unit features.
 
         The cosine between an image and its text is uniform in [0, 1].
@@ -188,6 +208,7 @@ class Case(NamedTuple):
           dim: feature dimension D.
           settings: benchmark cases.
           mesh: devices.
+          ids: kind of ids, of `IDS`.
         """
 
         def features() -> tuple[jax.Array, jax.Array]:
@@ -201,7 +222,37 @@ class Case(NamedTuple):
         image, text = jax.jit(features, out_shardings=NamedSharding(mesh, PartitionSpec(DATA_AXIS)))()
         rows = np.random.default_rng(0).choice(b, min(b, settings.samples), replace=False).astype(np.int32)
         scalars = (settings.scale, settings.bias) if settings.loss == "siglip" else (settings.scale,)
-        return cls(mesh, (image, text, *(replicate(mesh, np.float32(scalar)) for scalar in scalars)), rows)
+        operands = image, text, *(replicate(mesh, np.float32(scalar)) for scalar in scalars)
+        numbers = draw_ids(ids, b)
+        if numbers is not None:
+            numbers = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(DATA_AXIS)))
+        return cls(mesh, operands, rows, settings.loss, numbers, settings.multi_positive)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the loss that are not arrays."""
+        return {} if self.loss == "siglip" else {"multi_positive": self.multi_positive}
+
+    def exact(self) -> Any:
+        """Compute the float64 loss and gradients."""
+        exact_gradients = (exact_siglip if self.loss == "siglip" else exact_loss).exact_gradients
+        return exact_gradients(self.mesh, *self.operands, self.rows, self.ids, **self.options)
+
+
+def draw_ids(kind: str, b: int) -> np.ndarray | None:
+    """Draw shuffled int32 ids `[b]`; None without ids.
+
+    Args:
+      kind: one of `IDS`.
+      b: number of pairs.
+    """
+    rng = np.random.default_rng(1)
+    ids = rng.permutation(b).astype(np.int32)
+    if kind == "none":
+        return None
+    if kind == "1%":
+        ids[rng.choice(b, b // 100, replace=False)] = rng.integers(0, b, b // 100)
+    return ids // 8 if kind == "8" else ids
 
 
 def _unit(rows: jax.Array) -> jax.Array:
@@ -228,11 +279,19 @@ def _measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: A
     """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
-    loss_function = clip_loss if len(case.operands) == 3 else siglip_loss
-    loss = functools.partial(loss_function, mesh=mesh, implementation=implementation)
-    forward = Program(loss, *case.operands)
+    options = {"mesh": mesh, "implementation": implementation, **case.options}
+    operands, num_operands = case.operands, len(case.operands)
+    if case.ids is not None:
+        operands = (*operands, jnp.stack([0x9E3779B * case.ids, case.ids], axis=1))  # as wide as a 64-bit hash
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        *features, ids = operands if case.ids is not None else (*operands, None)
+        function = siglip_loss if case.loss == "siglip" else clip_loss
+        return function(*features, image_ids=ids, text_ids=ids, **options)
+
+    forward = Program(loss, *operands)
     yield {"forward_memory_mib": forward.memory_bytes / 2**20}
-    with_gradients = Program(jax.value_and_grad(loss, argnums=tuple(range(len(case.operands)))), *case.operands)
+    with_gradients = Program(jax.value_and_grad(loss, argnums=tuple(range(num_operands))), *operands)
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
     rate = timing.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
@@ -249,15 +308,18 @@ def _measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: A
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot time and memory over the batch size.
 
-    Colors are implementations, line styles are feature dimensions.
+    Colors are implementations and kinds of ids, line styles are feature dimensions.
     """
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle("{loss}, {device}, {devices} device(s), {dtype}, scale {scale:g}".format_map(records[0]))
-    names, dims = (list(dict.fromkeys(r[key] for r in records)) for key in ("implementation", "feature_dim"))
+    names = list(dict.fromkeys((r["implementation"], r["ids"]) for r in records))
+    dims = list(dict.fromkeys(r["feature_dim"] for r in records))
     panels = {"total_ms": "forward and backward, ms", "memory_mib": "memory beyond inputs and gradients, MiB"}
     for axes, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for (i, name), (j, dim) in itertools.product(enumerate(names), enumerate(dims)):
-            line = [r for r in records if (r["implementation"], r["feature_dim"]) == (name, dim) and r[key]]
+        for (i, (name, ids)), (j, dim) in itertools.product(enumerate(names), enumerate(dims)):
+            line = [
+                r for r in records if (r["implementation"], r["ids"], r["feature_dim"]) == (name, ids, dim) and r[key]
+            ]
             line.sort(key=lambda r: r["batch"])
             axes.plot(
                 [r["batch"] for r in line],
@@ -266,7 +328,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
                 linestyle=("-", "--", "-.", ":")[j % 4],
                 marker="o",
                 markersize=3,
-                label=f"{name}, D = {dim}",
+                label=f"{name}, D = {dim}" + ("" if ids == "none" else f", ids {ids}"),
             )
         axes.set_yscale("log" if any(r[key] for r in records) else "linear")
         harness.label_axes(axes, records, label)

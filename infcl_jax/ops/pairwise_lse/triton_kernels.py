@@ -96,8 +96,10 @@ def find_positives(label, last, BLOCK_N: tl.constexpr):
     """Mark the positives of a tile: one column of each row, or with ids a range up to `last`."""
     column = tl.arange(0, BLOCK_N)[None, :]
     if last is None:
-        return label[:, None] == column
-    return (label[:, None] <= column) & (column <= last[:, None])
+        positive = label[:, None] == column
+    else:
+        positive = (label[:, None] <= column) & (column <= last[:, None])
+    return positive
 
 
 @triton.jit
@@ -110,13 +112,14 @@ def terms_by_id(s, exponent, row_scale, column_scale, by_id, offs_m, offs_n):
         if column_ptr is not None:
             weight = weight + tl.load(column_ptr + offs_n)[None, :]
             d_sum = d_sum + tl.load(column_sum_ptr + offs_n)[None, :]
-        return tl.where(weight == 0, 0.0, tl.exp2(exponent) * weight) + tl.load(scale_ptr) * d_sum
-    shift = tl.load(row_shift_ptr + offs_m)[:, None]
-    terms = tl.exp2(s * row_scale[:, None] - shift) * weight + d_sum
-    if column_ptr is not None:
-        shift = tl.load(column_shift_ptr + offs_n)[None, :]
-        e = tl.exp2(s * column_scale[None, :] - shift)
-        terms += e * tl.load(column_ptr + offs_n)[None, :] + tl.load(column_sum_ptr + offs_n)[None, :]
+        terms = tl.where(weight == 0, 0.0, tl.exp2(exponent) * weight) + tl.load(scale_ptr) * d_sum
+    else:
+        row_shift = tl.load(row_shift_ptr + offs_m)[:, None]
+        terms = tl.exp2(s * row_scale[:, None] - row_shift) * weight + d_sum
+        if column_ptr is not None:
+            column_shift = tl.load(column_shift_ptr + offs_n)[None, :]
+            e = tl.exp2(s * column_scale[None, :] - column_shift)
+            terms += e * tl.load(column_ptr + offs_n)[None, :] + tl.load(column_sum_ptr + offs_n)[None, :]
     return terms
 
 

@@ -351,11 +351,11 @@ def checks(implementations, devices):
     return cases
 
 
-def sigmoid_checks(devices):
-    """`{name: check(data)}` for the sigmoid loss, with its own implementations."""
+def sigmoid_checks(implementations, devices):
+    """`{name: check(data)}` for the sigmoid loss."""
     return {
         f"siglip-{i}-{n}": functools.partial(check_siglip, implementation=i, devices=n)
-        for i in ("xla", "ring")
+        for i in implementations
         for n in devices
     }
 

@@ -39,6 +39,7 @@ PACKAGES = (
     "infcl_jax.verification",
     "infcl_jax.distributed",
     "infcl_jax.ops.pairwise_lse",
+    "infcl_jax.ops.pairwise_sigmoid",
 )
 PUBLIC = [name for name in OBJECTS if callable(resolve(name))]
 

@@ -22,6 +22,7 @@ PACKAGES = [
             "losses",
             "models",
             "ops.pairwise_lse",
+            "ops.pairwise_sigmoid",
             "planner",
             "report",
             "training",

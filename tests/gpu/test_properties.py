@@ -6,19 +6,28 @@ import jax
 import jax.numpy as jnp
 import oracle
 import properties
+import properties_ids
 import pytest
 
 from infcl_jax import retrieval_loss
 
 pytestmark = pytest.mark.gpu
-NAMES = [name.replace("-any-1", "") for name in properties.checks(("any",), (1,))]
+
+
+def checks(implementation):
+    """`{name: check(data)}` of all losses on one GPU."""
+    ids = {"siglip-ids": functools.partial(properties_ids.check_siglip, implementation=implementation, devices=1)}
+    cases = properties.checks((implementation,), (1,)) | properties.sigmoid_checks((implementation,), (1,)) | ids
+    return {name.replace(f"-{implementation}-1", ""): check for name, check in cases.items()}
+
+
+NAMES = list(checks("any"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_float64(implementation, name, monkeypatch):
     monkeypatch.setattr(properties, "LEAST_ERROR", 2e-5)  # dS in two bf16 terms keeps 16 bits
-    check = properties.checks((implementation,), (1,))[f"{name}-{implementation}-1"]
-    properties.run(check, examples=100)
+    properties.run(checks(implementation)[name], examples=100)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1e-2), (jnp.float32, 1e-5)])

@@ -19,6 +19,11 @@ from infcl_jax.ops.pairwise_sigmoid.vjp import Plan, blockwise
 class PairwiseSigmoid(NamedTuple):
     """Result of `pairwise_sigmoid`, in fp32 (fp64 for fp64 features).
 
+    Examples:
+      >>> terms = pairwise_sigmoid(image, text, 10.0, -10.0)
+      >>> terms.positive.shape, terms.negative.shape
+      ((8,), (8,))
+
     Attributes:
       positive: `[b]`, each row's loss terms summed over its positives; 0 for masked rows.
       negative: `[b]`, each row's loss terms summed over its negatives; 0 for masked rows.
@@ -50,6 +55,11 @@ def pairwise_sigmoid(
     Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1. The result is differentiable in `x`, `y`,
     `scale` and `bias`. Gradients that the caller does not need are not computed. Inside `shard_map`, with its default
     `check_vma=True`, the gradients of a sum over all devices are exact, also those of replicated arguments.
+
+    Examples:
+      >>> positive, negative = pairwise_sigmoid(image, text, 10.0, -10.0)
+      >>> print(f"{(positive + negative).mean():.2f}")  # `siglip_loss`
+      1.56
 
     Args:
       x: `[b, D]` row features of this device, bf16, fp16, fp32 or fp64.

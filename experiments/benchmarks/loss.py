@@ -255,14 +255,19 @@ def _measure(
     """Yield figures one at a time, to record those before an out-of-memory error."""
     b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
-    options = {"mesh": mesh, "implementation": implementation, "multi_positive": case.multi_positive}
-    operands = case.operands
+    operands: tuple[jax.Array, ...] = case.operands
     if case.ids is not None:
         operands = (*operands, jnp.stack([0x9E3779B * case.ids, case.ids], axis=1))  # as wide as a 64-bit hash
 
-    def loss(*operands: jax.Array) -> jax.Array:
-        *features, ids = operands if case.ids is not None else (*operands, None)
-        return clip_loss(*features, image_ids=ids, text_ids=ids, **options)
+    def loss(image: jax.Array, text: jax.Array, scale: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        return clip_loss(
+            *(image, text, scale),
+            mesh=mesh,
+            image_ids=ids,
+            text_ids=ids,
+            multi_positive=case.multi_positive,
+            implementation=implementation,
+        )
 
     forward = Program(loss, *operands)
     yield {"forward_memory_mib": forward.memory_bytes / 2**20}

@@ -33,7 +33,7 @@ class Order(NamedTuple):
         positions = jnp.zeros_like(rows).at[rows].set(jnp.arange(len(rows), dtype=jnp.int32), unique_indices=True)
         return cls(rows, positions)
 
-    def sort(self, array: Shaped[Array, "n *rest"] | None) -> Shaped[Array, "n *rest"] | None:
+    def sort(self, array: Shaped[Array, "*n"] | None) -> Shaped[Array, "*n"] | None:
         """Sort the rows of an array; None and scalars stay as they are."""
         return array if array is None or array.ndim == 0 else _permute(array, self.rows, self.positions)
 

@@ -87,9 +87,10 @@ class Implementation:
         if block.x_ids is None or not self.sorted_ids:
             return blockwise(plan, *block, *counts)
         block, x_order, y_order = sort_block(block)
-        row, column, (rows, cols) = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]))
-        rows, column, cols = jax.tree.map(x_order.restore, rows), *jax.tree.map(y_order.restore, (column, cols))
-        return x_order.restore(row), column, (rows, cols)
+        row, column, positives = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]))
+        row, row_positives = jax.tree.map(x_order.restore, (row, positives[0]))
+        column, column_positives = jax.tree.map(y_order.restore, (column, positives[1]))
+        return row, column, (row_positives, column_positives)
 
     def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
         """Estimate the workspace on each device.

@@ -95,11 +95,7 @@ def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
 def find_positives(label, last, BLOCK_N: tl.constexpr):
     """Mark the positives of a tile: one column of each row, or with ids a range up to `last`."""
     column = tl.arange(0, BLOCK_N)[None, :]
-    if last is None:
-        positive = label[:, None] == column
-    else:
-        positive = (label[:, None] <= column) & (column <= last[:, None])
-    return positive
+    return label[:, None] == column if last is None else (label[:, None] <= column) & (column <= last[:, None])
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax import pairwise_lse
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations, implementations
-from infcl_jax.ops.pairwise_lse.implementations import TABLE, best_implementation
-from infcl_jax.ops.pairwise_lse.positives import match_ids
+from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise_lse.base import Block
+from infcl_jax.ops.pairwise_lse.id_order import Order, ranges_by_id, sort_block
+from infcl_jax.ops.pairwise_lse.positives import is_match, match_ids
 
-BY_ID = [name for name in available_implementations() if TABLE[name].by_id]
 DEVICES, BX, BY, DIM = 4, 20, 28, 19
 OPTIONS = [
     {"positives": "exclude", "multi_positive": "mean", "scale": "shared", "columns": True},
@@ -69,7 +69,7 @@ def value(args, ids, masks, options, axis_name, implementation):
     return weighted_sum(result, axis_name)
 
 
-@pytest.mark.parametrize("implementation", [name for name in BY_ID if name != "dense"])
+@pytest.mark.parametrize("implementation", [name for name in available_implementations() if name != "dense"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_equals_dense_on_one_device(implementation, options):
     args, ids, masks = case(options["scale"])
@@ -105,10 +105,41 @@ def test_int64_ids_are_refused():
         pairwise_lse(np.eye(8, dtype=np.float32), np.eye(8, dtype=np.float32), 1.0, x_ids=ids, y_ids=ids)
 
 
-def test_default_for_ids_is_the_best_that_supports_them(monkeypatch):
-    monkeypatch.setattr(implementations, "compute_capability", lambda: "9.0")
-    assert best_implementation() == "mosaic_gpu"
-    assert best_implementation(by_id=True) == "xla"
-    assert {name for name in IMPLEMENTATIONS if not TABLE[name].by_id} == {"mosaic_gpu", "triton"}
-    with pytest.raises(ValueError, match=r"'mosaic_gpu' expects labels, got ids; use one of .*'xla'.* or None"):
-        implementations.check_device("mosaic_gpu", jnp.float32, by_id=True)
+@pytest.mark.parametrize("kind", ["random", "equal", "unique"])
+def test_positives_are_column_ranges_of_sorted_blocks(kind):
+    """Of both sides, with masked rows and columns among the others."""
+    rng = np.random.default_rng(0)
+    ids = {
+        "random": rng.integers(0, 9, (2, 40)),
+        "equal": np.ones((2, 40)),
+        "unique": np.stack([rng.permutation(40)] * 2),
+    }
+    x_ids, y_ids = ids[kind].astype(np.int32)
+    masks = rng.random((2, 40)) < 0.8
+    groups = match_ids(*map(jnp.asarray, (x_ids, y_ids[:33], masks[0], masks[1, :33])), None)
+    features = [jnp.arange(n, dtype=jnp.float32)[:, None] for n in (40, 33)]
+    block = Block(*features, jnp.float32(1), x_ids=groups.x, y_ids=groups.y)
+    in_order, *orders = sort_block(block)
+    for order, a, b in zip(orders, (in_order.x, in_order.y), features, strict=True):
+        np.testing.assert_array_equal(order.restore(a), b)
+    match = is_match(in_order.x_ids, in_order.y_ids)
+    for rows, columns, want in ((in_order.x_ids, in_order.y_ids, match), (in_order.y_ids, in_order.x_ids, match.T)):
+        first, last = ranges_by_id(rows, columns)
+        column = np.arange(want.shape[1])
+        np.testing.assert_array_equal((first[:, None] <= column) & (column <= last[:, None]), want)
+
+
+def test_unique_ids_stay_in_place_over_all_devices():
+    """Masked pairs too; extra columns, such as hard negatives, come in their own order."""
+    ids = np.random.default_rng(0).permutation(60).astype(np.int32)
+    mask = jnp.asarray(np.random.default_rng(1).random(40) < 0.8)
+    groups = match_ids(jnp.asarray(ids[:40]), jnp.asarray(ids), mask, None, None)
+    np.testing.assert_array_equal(Order.by(groups.x).rows, np.arange(40))
+    np.testing.assert_array_equal(Order.by(groups.y).rows, np.arange(60))
+
+
+def test_order_has_a_permutation_as_its_gradient():
+    order = Order.by(jnp.asarray([5, 2, -4, 2], jnp.int32))
+    np.testing.assert_array_equal(order.rows, [1, 3, 2, 0])
+    weights = jnp.arange(4.0)
+    np.testing.assert_array_equal(jax.grad(lambda a: (weights * order.sort(a)).sum())(weights), order.restore(weights))

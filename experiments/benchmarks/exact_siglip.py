@@ -94,10 +94,12 @@ def _row_sums(own: jax.Array, other: jax.Array, scale: jax.Array, bias: jax.Arra
     def row_sums(index_and_row: tuple[jax.Array, jax.Array]) -> jax.Array:
         index, row = index_and_row
         similarity = columns @ row.astype(jnp.float64)
-        d_logits, loss = _terms(scale * similarity + bias, jnp.arange(len(columns)) == index)
+        d_logits, loss = _terms(scale * similarity + bias, jnp.arange(len(columns), dtype=jnp.int32) == index)
         return jnp.stack([loss.sum(), d_logits @ similarity, d_logits.sum()])
 
-    return lax.map(row_sums, (first + jnp.arange(len(own)), own), batch_size=max(1, _PAIRS // len(columns)))
+    return lax.map(
+        row_sums, (first + jnp.arange(len(own), dtype=jnp.int32), own), batch_size=max(1, _PAIRS // len(columns))
+    )
 
 
 def _terms(logits: jax.Array, positive: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,5 +112,5 @@ def _gradient_of_rows(own: jax.Array, other: jax.Array, scale: jax.Array, bias: 
     """Compute the float64 `[samples, D]` gradients of the sampled rows of `own`."""
     b, columns = len(own), other.astype(jnp.float64)
     logits = scale * own[rows].astype(jnp.float64) @ columns.T + bias
-    d_logits, _ = _terms(logits, jnp.arange(b)[None, :] == rows[:, None])
+    d_logits, _ = _terms(logits, jnp.arange(b, dtype=jnp.int32)[None, :] == rows[:, None])
     return scale / b * d_logits @ columns

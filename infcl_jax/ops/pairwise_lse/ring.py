@@ -223,7 +223,12 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
         return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
     width = slice_columns(columns)
-    return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
+
+    def columns_from(n: int) -> Any:
+        stop = None if n + width >= columns else n + width  # the last slice keeps the padding of accumulators
+        return jax.tree.map(lambda a: a[n:stop], tree)
+
+    return [(n, columns_from(n)) for n in range(0, columns, width)]
 
 
 def slice_columns(columns: int) -> int:

@@ -10,8 +10,8 @@ import oracle
 import pytest
 import runs
 
+from experiments.benchmarks import exact_siglip, timing
 from experiments.benchmarks import loss as benchmark_loss
-from experiments.benchmarks import timing
 from experiments.benchmarks.exact_loss import exact_gradients, relative_errors
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.loss import PICTURE_FILE, RECORDS_FILE, Case, Settings
@@ -121,6 +121,24 @@ def test_the_exact_gradients_are_those_of_the_oracle(devices, dtype, pairs, monk
     assert wrong == pytest.approx({"loss": 0, "image": 0.5, "text": 0, "scale": 0}, abs=1e-6)
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_exact_gradients_of_the_sigmoid_loss_are_those_of_the_oracle(devices):
+    mesh = oracle.mesh_of(devices)
+    case = Case.draw(48, 33, Settings((), (), (), "float32", scale=14.5, samples=7, loss="siglip", bias=-9.0), mesh)
+    exact = exact_siglip.exact_gradients(mesh, *case.operands, case.rows)
+    loss, (d_image, d_text, *scalars) = oracle.siglip(*map(np.asarray, case.operands[:2]), 14.5, -9.0)
+    expected = (loss, d_image[case.rows], d_text[case.rows], *scalars)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), tuple(exact), expected)
+
+
+@pytest.mark.usefixtures("no_timing")
+def test_the_sigmoid_loss_is_measured(tmp_path):
+    settings = Settings(("xla",), (64,), (32,), samples=5, loss="siglip", scale=10.0)
+    (record,) = benchmark_loss.measure_all(settings, oracle.mesh_of(1), tmp_path)
+    assert record.items() >= {"loss": "siglip", "bias": -10.0, "implementation": "xla"}.items()
+    assert all(record[name] <= most for name, most in (ERRORS | {"bias_error": 1e-5}).items())
+
+
 def test_features_are_unit_vectors_with_pairs_of_every_angle():
     image, text, _ = Case.draw(256, 64, Settings((), (), (), "float32"), oracle.mesh_of(2)).operands
     np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-5)
@@ -133,6 +151,7 @@ COMMAND = ("--implementations=xla", "--batch=64", "--features=32", "--repeats=1"
 MISTAKES = {
     "no output": ((), "expected --output"),
     "unknown implementation": (("--output={tmp}", "--implementations=xla,fast"), "among dense, .*got 'fast'"),
+    "another loss": (("--output={tmp}", "--loss=siglip", "--implementations=dense"), "among ring, .*dense"),
     "no implementation": (("--output={tmp}", "--implementations="), "expected --implementations"),
     "no number": (("--output={tmp}", "--batch=64,many"), "--batch to be positive integers .*'64,many'"),
     "no width": (("--output={tmp}", "--features=0"), "--features to be positive integers"),

@@ -11,7 +11,7 @@ from infcl_jax.evaluation.html_page import Best, add, add_example, add_table, da
 from infcl_jax.report.workdirs import RunRecord
 
 STYLE = """
-img.retrieval { background: white; border-radius: .4rem; margin: 0; }
+img.retrieval { background: white; border-radius: .4rem; margin: 0; min-width: 44rem; }  /* its captions are readable; the box scrolls on a phone */
 """
 
 _MISSING = "-"
@@ -81,7 +81,7 @@ def add_mistakes(body: Element, runs: Sequence[RunRecord]) -> None:
             add(body, "p", "No mistakes among the examples.")
             continue
         block = SubElement(body, "details")
-        add(block, "summary", f"{len(wrong)} mistakes among {len(examples)} examples")
+        add(block, "summary", f"Mistakes: {len(wrong)} of {len(examples)} examples")
         grid = SubElement(block, "div", {"class": "examples"})
         for e in wrong:
             add_example(grid, e["image"], e["expected"], e["predicted"], e["similarity"], correct=False)

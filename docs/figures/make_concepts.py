@@ -81,7 +81,9 @@ def draw_grad_cache(axes: Axes) -> None:
         box(axes, (7.35, y), (3.1, 0.75), f"encode {chunk},\nbackward", color)
         arrow(axes, (6.55, y + 0.37), (7.3, y + 0.37), color)
         arrow(axes, (10.5, y + 0.37), (11.4, 1.9), GRAY)
-    box(axes, (3.35, 0), (3.15, 3.75), "features\nof all chunks\n\nloss of the\nwhole batch\n\nfeature\ngradients", GRAY)
+    box(
+        axes, (3.35, 0), (3.15, 3.75), "features\nof all chunks\n\nloss of the\nwhole batch\n\nfeature\ngradients", GRAY
+    )
     box(axes, (11.45, 1.0), (2.7, 1.75), "sum of\nparameter\ngradients", GRAY)
     axes.text(1.25, 4.05, "first pass:\nno activations", color=GRAY, ha="center")
     axes.text(8.9, 4.05, "second pass: activations\nof one chunk", color=GRAY, ha="center")

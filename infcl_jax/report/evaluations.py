@@ -11,7 +11,8 @@ from infcl_jax.evaluation.html_page import Best, add, add_example, add_table, da
 from infcl_jax.report.workdirs import RunRecord
 
 STYLE = """
-img.retrieval { background: white; border-radius: .4rem; margin: 0; min-width: 44rem; }  /* its captions are readable; the box scrolls on a phone */
+img.retrieval { background: white; border-radius: .4rem; margin: 0; }
+img.retrieval { min-width: 44rem; }  /* for readable captions: on a phone, its box scrolls */
 """
 
 _MISSING = "-"

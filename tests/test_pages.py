@@ -1,31 +1,96 @@
 """The examples and commands of the guides in docs."""
 
+import functools
 import re
 import shlex
 
 import jax
 import numpy as np
 import pytest
+import retrieval_runs
 import runs
+from open_clip_folder import open_clip_folder
 
 import infcl_jax
+from infcl_jax import evaluation, models, run
 from infcl_jax.data import SOURCES, load_source
+from infcl_jax.distributed import data_mesh
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
-from infcl_jax.training import LOSSES, make_loss
+from infcl_jax.training import LOSSES, Checkpointer, make_loss, prepare_workdir, save_config
 
 DOCS = runs.ROOT / "docs"
+PAGES = [runs.ROOT / "README.md", runs.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", "")
+COMMAND = re.compile(r"(?:^ *(?:\w+=\S+ +)*|`)(?:\.venv/bin/)?python -m (experiments\.[\w.]+)( [^`\n]*)?", re.MULTILINE)
 
 
-def commands(pattern):
-    """Flags of the indented commands of all guides, without line continuations."""
-    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md"))).replace("\\\n", "")
-    found = re.findall(rf"^ {{4,}}(?:\w+=\S+ +)*python -m {pattern} (.*?)(?: &)?$", text, re.MULTILINE)
-    return [shlex.split(line) for line in dict.fromkeys(found)]
+def commands():
+    """Modules and flags of the commands on all pages, optional flags included."""
+    unique = {}
+    for module, flags in COMMAND.findall(TEXT):
+        line = re.sub(r"\[(--[^]]*)\]", r"\1", flags).removesuffix(" &")
+        if "..." not in line:
+            unique[(module, *shlex.split(line, comments=True))] = None
+    return list(unique)
 
 
-@pytest.mark.parametrize("page", ["dense_retrieval", "extending", "fastclip", "numerics", "verification"])
+TRAINING = [flags for module, *flags in commands() if module == "experiments.train"]
+OTHERS = {  # one command of each module and set of flags
+    (module, *sorted(flag.partition("=")[0] for flag in flags)): (module, *flags)
+    for module, *flags in commands()
+    if module != "experiments.train"
+}
+
+
+def save_text_retrieval(folder):
+    """Save an untrained run of text retrieval as `runs/dpr`."""
+    config = retrieval_runs.settings(retrieval_runs.write_corpus(folder))
+    workdir = prepare_workdir(folder / "runs" / "dpr")
+    save_config(workdir, config.to_dict())
+    with Checkpointer(workdir) as checkpoints:
+        checkpoints.save(1, run.initial_state(config, data_mesh(jax.devices()[:1])), runs.NoData())
+
+
+def given(page, folder, monkeypatch):
+    """Prepare what a page assumes and return its names."""
+    if page == "dense_retrieval":
+        save_text_retrieval(folder)
+    if page == "probes":  # without the search of the regularization, which takes a minute
+        probe, few_shot = evaluation.linear_probe, evaluation.few_shot
+        monkeypatch.setattr(evaluation, "linear_probe", functools.partial(probe, regularization=1.0))
+        monkeypatch.setattr(evaluation, "few_shot", functools.partial(few_shot, classifier="ridge"))
+        features, labels = np.tile(np.eye(3, dtype=np.float32), (20, 1)), np.tile(np.arange(3), 20)
+        return {"train_features": features, "train_labels": labels, "test_features": features, "test_labels": labels}
+    if page == "weights":
+        clip = models.load_pretrained(open_clip_folder("vit", folder / "clip"))
+        monkeypatch.setattr(models, "load_pretrained", lambda name: clip)
+        size = clip[0].visual.image_size
+        return {"images": np.zeros((2, size, size, 3), np.uint8)}
+    return {}
+
+
+PAGES_WITH_EXAMPLES = [
+    "dense_retrieval",
+    "evaluation",
+    "extending",
+    "fastclip",
+    "numerics",
+    "probes",
+    "verification",
+    "weights",
+]
+
+
+def test_every_page_with_examples_is_tested():
+    """`tests/test_readme.py` has those of three further pages."""
+    found = {page.stem for page in DOCS.glob("*.md") if "```python" in page.read_text()}
+    assert found == {*PAGES_WITH_EXAMPLES, "index", "training", "using_models"}
+    assert not re.search(r"^ {4}(from|import) .*", TEXT.replace("```", ""), re.MULTILINE)  # Python is in fences
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES)
 def test_examples_run(page, tmp_path, monkeypatch):
     """Runs are built up to their data and loss; `tests/run/test_train.py` trains."""
     trained = []
@@ -46,18 +111,27 @@ def test_examples_run(page, tmp_path, monkeypatch):
         for name in ("margin", "stripes", "xla_64"):
             monkeypatch.setitem(table, name, None)  # restores the table
             del table[name]
-    names = {"__name__": page}
+    names = {"__name__": page} | given(page, tmp_path, monkeypatch)
     examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         for example in examples:
             exec(example, names)
     assert examples
+    if page == "dense_retrieval":
+        assert names["rows"].shape == (retrieval_runs.TOPICS, 96) and names["features"].shape == (1, 32)
+    if page == "evaluation":
+        assert names["get_task"]().split == "test"
+    if page == "probes":
+        assert names["probe"].metrics["top1"] == names["result"].metrics["top1"] == 1
+        assert all((tmp_path / f"results.{kind}").exists() for kind in ("json", "csv", "html"))
+    if page == "weights":
+        assert len(names["features"]) == 2
     if page == "extending":
         assert trained == ["runs/margin", "runs/stripes", "runs/apart"]
         assert np.isfinite(names["separation"].values[1])
 
 
-@pytest.mark.parametrize("flags", commands(r"experiments\.train"), ids=" ".join)
+@pytest.mark.parametrize("flags", TRAINING, ids=" ".join)
 def test_training_commands_have_right_settings(flags, tmp_path):
     # The data of the commands is not here; a batch of this one is small.
     dataset = "digits"
@@ -67,3 +141,30 @@ def test_training_commands_have_right_settings(flags, tmp_path):
     present = (f"--config.dataset={dataset}", "--config.split=train", "--config.batch_size=64")
     status, output, errors = runs.command("experiments.train", *flags, *present, "--print_config")
     assert status == 0 and "get_config" in output, errors
+
+
+@pytest.mark.parametrize("command", OTHERS.values(), ids=" ".join)
+def test_commands_have_right_flags(command, tmp_path):
+    """`tests/experiments` runs the commands."""
+    save_config(tmp_path, runs.config().to_dict())
+    workdir = f"--workdir={tmp_path}"  # evaluations and exports read its settings
+    flags = [workdir if flag.startswith("--workdir=runs/") else flag for flag in command]
+    status, _, errors = runs.command(*flags, "--only_check_args")
+    assert status == 0, errors
+
+
+def test_targets_of_make_exist():
+    makefile = (runs.ROOT / "Makefile").read_text()
+    faults = re.search(r"addprefix (faults-),(.*)\)", makefile)
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE) + [faults[1] + name for name in faults[2].split()]
+    named = set(re.findall(r"(?:^ {4}|`)make (?:-k )?([a-z][\w-]*)", TEXT, re.MULTILINE))
+    assert {"quickstart", "test", "docs"} <= named <= set(targets)
+
+
+@pytest.mark.slow
+def test_tables_of_planning_are_those_of_the_command():
+    page = (DOCS / "planning.md").read_text()
+    (flags,) = (command for command in OTHERS.values() if {"--device=H200", "--config.model=ViT-B/32"} <= {*command})
+    changed = re.search(r"With `(--\S+ --\S+)`", page)[1].split()
+    for further, table in zip(([], changed), re.findall(r"```text\n(.*?)```", page, re.DOTALL), strict=True):
+        assert runs.command(*flags, *further).stdout == table

@@ -73,6 +73,11 @@ def test_the_examples_of_using_a_model_run(tmp_path, monkeypatch):
     assert names["nearest"][0] == "0.jpg"
 
 
+def test_the_table_of_pages_is_complete():
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages == set(re.findall(r"^\| \[docs/(\w+)\.md\]", README, re.MULTILINE))
+
+
 def anchors(page):
     """GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)

@@ -51,7 +51,7 @@ def test_every_public_function_is_on_an_api_page(package):
     documented = [resolve(name) for name in OBJECTS]
     assert [x for x in public if callable(x) and not any(x is other for other in documented)] == []
     modules = [name for name in module.__all__ if inspect.ismodule(getattr(module, name))]
-    assert all(any(name.startswith(f"{package}.{part}.") for name in OBJECTS) for part in modules)
+    assert all(any(path.startswith(f"{package}.{name}.") for path in OBJECTS) for name in modules)
 
 
 def test_no_object_is_on_two_api_pages():

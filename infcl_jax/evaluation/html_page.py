@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,11 +20,13 @@ body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 64rem; 
 h1, h2, h3, p { overflow-wrap: anywhere; }
 h2 { border-top: 1px solid var(--line); margin-top: 2.5rem; padding-top: 1rem; }
 .scroll { overflow-x: auto; }
+.scroll + .scroll { margin-top: 1.5rem; }
 table { border-collapse: collapse; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; }
 td.number { font-variant-numeric: tabular-nums; text-align: right; white-space: nowrap; }
 td.best { color: var(--good); font-weight: 600; }
 .environment td, figcaption { overflow-wrap: anywhere; }
+.environment td { min-width: 9rem; text-align: left; }
 .examples { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(14rem, 100%), 1fr)); }
 figure { border: 1px solid var(--line); border-radius: .4rem; margin: 0; padding: .6rem; }
 figure.correct { border-top: .25rem solid var(--good); }
@@ -153,4 +156,5 @@ def format_metric(metric: str, value: float) -> str:
 
 def words(name: str) -> str:
     """Turn "mean_per_class_recall" into "mean per class recall"."""
-    return name.replace("zero_shot", "zero-shot").replace("few_shot", "few-shot").replace("_", " ")
+    name = name.replace("zero_shot", "zero-shot").replace("few_shot", "few-shot").replace("_", " ")
+    return re.sub(r" map$", " mAP", name)

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from infcl_jax.evaluation.html_page import words
+
 # Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")
 _IN_LINE = re.compile(r"loss$|/(mean_average_precision|average\w*|\d+_shot)$")
@@ -64,7 +66,7 @@ def _format(name: str, value: float) -> str:
 
 def _words(name: str) -> str:
     """Turn "retrieval/image_to_text" into "retrieval image to text"."""
-    return name.replace("zero_shot", "zero-shot").replace("few_shot", "few-shot").replace("/", " ").replace("_", " ")
+    return words(name).replace("/", " ")
 
 
 def _line(label: str, cells: list[str], width: int) -> str:

@@ -12,6 +12,7 @@ from infcl_jax.report.workdirs import RunRecord
 
 STYLE = """
 img.retrieval { background: white; border-radius: .4rem; margin: 0; }
+img.retrieval { min-width: 44rem; }  /* for readable captions: on a phone, its box scrolls */
 """
 
 _MISSING = "-"
@@ -81,7 +82,7 @@ def add_mistakes(body: Element, runs: Sequence[RunRecord]) -> None:
             add(body, "p", "No mistakes among the examples.")
             continue
         block = SubElement(body, "details")
-        add(block, "summary", f"{len(wrong)} mistakes among {len(examples)} examples")
+        add(block, "summary", f"Mistakes: {len(wrong)} of {len(examples)} examples")
         grid = SubElement(block, "div", {"class": "examples"})
         for e in wrong:
             add_example(grid, e["image"], e["expected"], e["predicted"], e["similarity"], correct=False)

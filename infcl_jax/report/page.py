@@ -26,7 +26,8 @@ body { max-width: 80rem; }
 .warnings li, .messages li { overflow-wrap: anywhere; }
 :is(.summary, .evaluations, .memory) :is(td, thead th) { text-align: right; }
 .memory thead th:first-child, .evaluations thead th:first-child { text-align: left; }
-:is(.differences, .settings) td { max-width: 24rem; overflow-wrap: anywhere; text-align: left; white-space: normal; }
+:is(.differences, .settings) :is(td, tbody th) { max-width: 24rem; min-width: 7rem; overflow-wrap: anywhere; }
+:is(.differences, .settings) td { text-align: left; white-space: normal; }
 .note { opacity: .75; }
 .messages { font-size: .9rem; }
 """

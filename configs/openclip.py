@@ -23,7 +23,7 @@ epochs, on `imagenet1k` in the layout of clip_benchmark below `evaluation.data_d
 | batches, GPUs, times, accuracies of all models | docs/PRETRAINED.md |
 | learning rate 5e-4, betas 0.9 and 0.98, eps 1e-6, weight decay 0.2, cosine, crops of 0.9 to 1 | OpenCLIP's defaults |
 | bf16 for automatic mixed precision | choice: there is no fp16 with loss scaling here |
-| 12.8 billion samples, 32 times 400 million | choice: the README gives no number of samples |
+| 400 million pairs an epoch | choice: the README gives no number of samples |
 | settings of the other models like those of ViT-B-32 | choice: not published |
 
 The recipe has not been run at full size here; times and accuracies are the published ones.
@@ -62,7 +62,7 @@ def get_config(argument: str = "ViT-B-32") -> ConfigDict:
     if model == _CHECKPOINTED:
         config.model_overrides += ",vision.remat=full,text.remat=full"
     config.batch_size = _BATCHES[model]
-    config.samples_seen = _EPOCHS * _SAMPLES
+    config.total_steps = _EPOCHS * _SAMPLES // config.batch_size
     config.optimizer.learning_rate, config.optimizer.weight_decay = 5e-4, 0.2
     config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps = 0.9, 0.98, 1e-6
     config.optimizer.warmup_steps, config.optimizer.warmup_start = 2000, "one_step"

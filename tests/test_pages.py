@@ -25,7 +25,7 @@ def commands(pattern):
     return [shlex.split(line) for line in dict.fromkeys(found)]
 
 
-@pytest.mark.parametrize("page", ["dense_retrieval", "extending", "fastclip", "numerics", "verification"])
+@pytest.mark.parametrize("page", ["dense_retrieval", "extending", "fastclip", "numerics", "planning", "verification"])
 def test_examples_run(page, tmp_path, monkeypatch):
     """Runs are built up to their data and loss; `tests/run/test_train.py` trains."""
     trained = []

@@ -1,4 +1,4 @@
-"""OpenCLIP: CLIP on LAION-400M, the command of its README and the runs of its page on pretrained models.
+"""OpenCLIP: CLIP on LAION-400M with four image towers.
 
     python -m experiments.train --config=configs/openclip.py --workdir=runs/openclip
     python -m experiments.train --config=configs/openclip.py:ViT-L-14 --workdir=runs/openclip_l14

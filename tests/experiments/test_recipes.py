@@ -1,4 +1,4 @@
-"""The recipes of papers: frozen settings, models that can be built, and plans on the papers' GPUs."""
+"""The recipes of papers: frozen settings, models, and plans on the papers' GPUs."""
 
 import importlib
 import json

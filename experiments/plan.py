@@ -82,7 +82,9 @@ def plan_from_flags() -> None:
 
 
 def target_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
-    """Return the table of a run on 1, 2, 4, ... `target` GPUs, without the numbers on which nothing fits.
+    """Return the table of a run on 1, 2, 4, ... `target` GPUs.
+
+    Numbers on which nothing fits, or which do not divide the batch, are left out.
 
     Args:
       workload: settings of the run.

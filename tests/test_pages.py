@@ -77,6 +77,7 @@ PAGES_WITH_EXAMPLES = [
     "extending",
     "fastclip",
     "numerics",
+    "planning",
     "probes",
     "verification",
     "weights",

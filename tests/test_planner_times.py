@@ -162,11 +162,11 @@ def test_towers_that_were_not_measured_say_so(model):
 
 def test_scaling_keeps_the_batch_and_the_chunks_per_gpu():
     base = step(B, 32_768, 8, chunk_size=4096)
-    found = scaling(base, "H200", (1, 3, 8, 16, 64))
-    assert list(found) == [1, 8, 16, 64]  # 3 does not divide the batch
-    assert [time.workload.cache.chunk_size for time in found.values()] == [512, 4096, 8192, 32_768]
-    assert found[1].reduce == 0 < found[8].reduce < found[16].reduce
-    seconds = [time.total for time in found.values()]
+    estimates_by_count = scaling(base, "H200", (1, 3, 8, 16, 64))
+    assert list(estimates_by_count) == [1, 8, 16, 64]  # 3 does not divide the batch
+    assert [time.workload.cache.chunk_size for time in estimates_by_count.values()] == [512, 4096, 8192, 32_768]
+    assert estimates_by_count[1].reduce == 0 < estimates_by_count[8].reduce < estimates_by_count[16].reduce
+    seconds = [time.total for time in estimates_by_count.values()]
     assert seconds == sorted(seconds, reverse=True)
     assert on_devices(base, 8) == base
 

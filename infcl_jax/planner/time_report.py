@@ -7,11 +7,11 @@ from infcl_jax.planner.api import MemoryPlan, Workload, plan_memory
 from infcl_jax.planner.search import SAFE_SHARE, recommended_cache
 from infcl_jax.planner.times import StepTime
 
-_PARTS = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
+_PHASES = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
 
 
 def format_time(time: StepTime, total_steps: int | None = None) -> str:
-    """Format an estimate as one line with its parts in milliseconds.
+    """Format an estimate and its phases in milliseconds.
 
     Examples:
       >>> config = model_config("ViT-B/32", dtype="bfloat16")
@@ -31,8 +31,8 @@ def format_time(time: StepTime, total_steps: int | None = None) -> str:
     )
     if total_steps is not None:
         line += f"; {total_steps:,} steps take {duration(total_steps * time.total)}"
-    parts = [f"{part} {_milliseconds(getattr(time, part))}" for part in _PARTS if getattr(time, part) > 0]
-    return f"{line}\n{', '.join(parts)} ms"
+    phases = [f"{phase} {_milliseconds(getattr(time, phase))}" for phase in _PHASES if getattr(time, phase) > 0]
+    return f"{line}\n{', '.join(phases)} ms"
 
 
 def format_scaling(

@@ -30,8 +30,9 @@ class StepTime:
     """Estimated time of a training step in seconds.
 
     Examples:
-      >>> run = Workload(model=model_config("ViT-B/32", dtype="bfloat16"), optimizer=optax.adamw(1e-3), batch_size=4096)
-      >>> time = step_time(dataclasses.replace(run, implementation="mosaic_gpu"), "H200")
+      >>> config = model_config("ViT-B/32", dtype="bfloat16")
+      >>> run = Workload(model=config, optimizer=optax.adamw(1e-3), batch_size=4096, implementation="mosaic_gpu")
+      >>> time = step_time(run, "H200")
       >>> round(1e3 * time.total), round(time.images_per_second)
       (356, 11504)
 

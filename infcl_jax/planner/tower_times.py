@@ -49,7 +49,7 @@ class _Gemm(NamedTuple):
     repeats: int = 1
 
     def flops(self, cores: int = 0) -> float:
-        """FLOPs; with a number of SMs, those of idle SMs in the last wave are included."""
+        """Count the FLOPs; with a number of SMs, include those of idle SMs in the last wave."""
         flops = 2.0 * self.rows * self.inner * self.columns * self.repeats
         if not cores:
             return flops
@@ -118,7 +118,10 @@ def tower_time(
 
 
 def _gemm_rate(rates: Rates, dtype: str) -> float:
-    """FLOP/s of GEMMs: fp32 ones run in TF32, whose peak is half that of bf16 in all data sheets."""
+    """FLOP/s of GEMMs in a dtype.
+
+    fp32 operands are rounded to TF32, whose peak is half that of bf16 in NVIDIA's data sheets. Not measured.
+    """
     return rates.gemm / (2 if dtype == "float32" else 1)
 
 
@@ -131,7 +134,10 @@ def _positions(tower: VisionConfig | TextConfig | BertConfig) -> int:
 
 
 def _whole_layers(tower: VisionConfig | TextConfig | BertConfig) -> int:
-    """Number of blocks that compute all positions; the last block of some towers computes one."""
+    """Number of blocks that compute all positions.
+
+    The last block of towers that pool one token computes that token alone.
+    """
     one_token = tower.pool == "tok" if isinstance(tower, VisionConfig) else isinstance(tower, TextConfig)
     return tower.layers - int(one_token)
 

@@ -26,6 +26,10 @@ QUICKSTART = "--config=configs/quickstart.py"
             r"chunk_size 64, keep 4, implementation triton\n(.*\n)*"
             r"fits; recommended: --config.grad_cache.chunk_size=None --config.grad_cache.keep=0\n",
         ),
+        (
+            ("--device=H200", "--target=4"),
+            r"^GPUs +GiB/GPU +gradient caching +step ms +images/s +efficiency +run\n( +[124] .*%.* minutes\n){3}$",
+        ),
         (("--memory_gib=0.001",), r"does not fit; expected memory for a chunk of 4 .*\nlargest batch: none; expected "),
     ],
 )
@@ -33,7 +37,8 @@ def test_the_command_prints_the_table_and_what_fits(arguments, expected):
     status, stdout, stderr = runs.command(PLAN, QUICKSTART, *arguments)
     assert (status, stderr) == (0, "")
     assert re.search(expected, stdout), stdout
-    assert re.search(r"stored activations +[\d.]+ .*traced", stdout)
+    assert re.search(r"stored activations +[\d.]+ .*traced", stdout) or "--target=4" in arguments
+    assert ("estimated step: " in stdout) == ("--device" in str(arguments) and "--target=4" not in arguments)
 
 
 WRONG = {
@@ -41,6 +46,8 @@ WRONG = {
     "unknown device": ((QUICKSTART, "--device=H999"), "among .*H200-141.*'H999'"),
     "uneven batch": ((QUICKSTART, "--device=L4", "--devices=3"), "multiple of the 3 devices, got 256"),
     "no devices": ((QUICKSTART, "--devices=0"), "--devices > 0, got 0"),
+    "no target": ((QUICKSTART, "--device=L4", "--target=0"), "--target from 1 to 1024 with --device, got 0"),
+    "target without device": ((QUICKSTART, "--target=8"), "--target from 1 to 1024 with --device, got 8"),
     "no memory": ((QUICKSTART, "--memory_gib=-1"), "--memory_gib > 0, got -1"),
     "kept in unknown memory": (
         (QUICKSTART, "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),

@@ -28,7 +28,7 @@ class DistilledLoss(Loss):
       ...     CLIPOutput(image, text, jnp.float32(14.3), logit_bias=None), teacher_image=image, teacher_text=text
       ... )
       >>> print(f"{output.value:.2f} {output.distillation:.3f}")
-      0.41 0.041
+      0.39 0.011
 
     Attributes:
       loss: loss without sample state.

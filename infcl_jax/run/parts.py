@@ -23,6 +23,7 @@ from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
 from infcl_jax.settings import total_steps
 from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (
+    DistillConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
@@ -113,9 +114,9 @@ def loss(
         steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
         optimizer=OptimizerConfig(**config.optimizer),
     )
-    if config.distill.teacher is not None:
-        scale = 1.0 if teacher_scale is None else teacher_scale
-        one = DistilledLoss.wrap(one, config.distill.weight, scale)
+    distill = DistillConfig(**config.distill)
+    if distill.teacher is not None:
+        one = DistilledLoss.wrap(one, distill.weight, 1.0 if teacher_scale is None else teacher_scale)
     return MatryoshkaLoss.wrap(one, _prefixes(config)) if config.matryoshka else one
 
 

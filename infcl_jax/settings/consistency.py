@@ -9,6 +9,7 @@ from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import TOWERS, text_pair_config
 from infcl_jax.settings.length import total_steps
 from infcl_jax.training import (
+    DistillConfig,
     EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
@@ -153,11 +154,8 @@ def _check_matryoshka(config: ConfigDict) -> None:
 
 def _check_distill(config: ConfigDict) -> None:
     """Check that the loss and the batches allow a teacher."""
-    distill = config.distill
+    distill = DistillConfig(**config.distill)
     if distill.teacher is None:
-        for name, default in (("weight", 1.0), ("cache", None)):
-            if distill[name] != default:
-                raise ValueError(f"expected distill.teacher with distill.{name}={distill[name]!r}, got None; set it")
         return
     if config.loss == "retrieval" or loss_class(config.loss).inputs:
         raise ValueError(f"expected loss clip or siglip with distill.teacher, got {config.loss}")

@@ -3,6 +3,7 @@
 from infcl_jax.training.checkpoint import Checkpointer
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS
 from infcl_jax.training.data_wait import DataWait
+from infcl_jax.training.distill_config import DistillConfig
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
 from infcl_jax.training.garbage import rare_garbage_collection
@@ -40,6 +41,7 @@ __all__ = [
     "WRITERS",
     "Checkpointer",
     "DataWait",
+    "DistillConfig",
     "EMAConfig",
     "GlobalContrastive",
     "GlobalContrastiveConfig",

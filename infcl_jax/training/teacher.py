@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.distributed import replicate
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.models.clip import normalize_image
 from infcl_jax.ops.color import adjusted
@@ -55,7 +56,7 @@ class TeacherTowers:
 
     def _encode_on_devices(self) -> Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]:
         """Make one compiled function of a batch."""
-        variables = jax.device_put(self.variables, NamedSharding(self.mesh, PartitionSpec()))
+        variables = replicate(self.mesh, self.variables)
         rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
         @functools.partial(jax.jit, out_shardings=rows)

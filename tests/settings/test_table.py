@@ -13,6 +13,7 @@ from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.initialization import InitConfig
 from infcl_jax.settings import SETTINGS, Range, check_config, type_name
 from infcl_jax.training import (
+    DistillConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
     OptimizerConfig,
@@ -89,6 +90,7 @@ def test_the_recipes_are_valid(config):
 
 GROUPS = {
     "augmentation": Augmentation,
+    "distill": DistillConfig,
     "evaluation": EvaluationConfig,
     "global_contrastive": GlobalContrastiveConfig,
     "grad_cache": GradCacheConfig,

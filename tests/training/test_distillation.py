@@ -107,9 +107,9 @@ def test_a_step_learns_from_the_teacher(workdir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [None, "workdir"])
 def test_a_run_has_the_metric(workdir, tmp_path, cache):
-    changes = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None, "total_steps": 2}
+    changes = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None, "total_steps": 1, "seed": 1}
     infcl_jax.train(config(workdir, **changes, **{"distill.cache": cache, "batch_size": 32}), tmp_path)
-    assert all(line["distillation"] >= 0 for line in read_metrics(tmp_path / METRICS_FILE))
+    assert read_metrics(tmp_path / METRICS_FILE)[0]["distillation"] > 0
 
 
 @pytest.mark.parametrize(

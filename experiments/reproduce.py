@@ -10,6 +10,7 @@ interruption and repeats failed cells. The scale "paper" prints its plan, and st
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -31,6 +32,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/reproduction", "Folder of the re
 _YES = flags.DEFINE_bool("yes", False, "Start the scale paper; without it, only its plan is printed.")
 _GPU = flags.DEFINE_string("gpu", "H100-80", "GPU for which the scale paper is planned, see experiments.plan.")
 _GPUS = flags.DEFINE_integer("gpus", 8, "Number of GPUs for which the scale paper is planned.", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "Targets measured at the same time, with --target=all.", lower_bound=1)
 _LIST = flags.DEFINE_bool("list", False, "List the targets with their costs, and exit.")
 _PAGE = flags.DEFINE_string("page", None, "Write reproduction.md and its pictures into this folder, and exit.")
 
@@ -95,11 +97,14 @@ def _run_all() -> None:
     Raises:
       ValueError: a target failed.
     """
-    failed = []
-    for name in TARGETS:
-        arguments = [f"--target={name}", *(a for a in sys.argv[1:] if not a.lstrip("-").startswith("target="))]
-        if subprocess.run([sys.executable, "-m", "experiments.reproduce", *arguments], check=False).returncode:
-            failed.append(name)
+    others = [flag for flag in sys.argv[1:] if not flag.lstrip("-").startswith("target=")]
+
+    def succeeds(name: str) -> bool:
+        command = [sys.executable, "-m", "experiments.reproduce", f"--target={name}", *others]
+        return not subprocess.run(command, check=False).returncode
+
+    with ThreadPoolExecutor(_JOBS.value) as pool:
+        failed = [name for name, success in zip(TARGETS, pool.map(succeeds, TARGETS), strict=True) if not success]
     if failed:
         raise ValueError(f"expected all targets to succeed, got failures of {', '.join(failed)}")
 

@@ -87,7 +87,7 @@ def _measure(cell: Cell, folder: Path) -> dict[str, Any]:
 def _write(path: Path, record: dict[str, Any]) -> None:
     """Write a record atomically: a killed process leaves no half of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".partial-{os.getpid()}")  # targets in parallel may share the cell
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)
 

@@ -29,7 +29,7 @@ def _run(scale: str, batch: int, *, data: str = "100M", epochs: int = 16, implem
     if scale == "small":
         split = "train[:16384]" if data == "100M" else "train"
         return shapes(batch // 64, split=split, samples_seen=16_000 * epochs, implementation=implementation)
-    samples = {} if data == "400M" else {"samples": DIGITS // 4}
+    samples: dict[str, Any] = {} if data == "400M" else {"samples": DIGITS // 4}
     return digits(batch // 512, epochs=epochs, **samples)
 
 
@@ -75,7 +75,7 @@ def table_3(scale: str) -> list[Entry]:
 
 
 # Milliseconds on 64 GPUs at a batch of 32,768; "loss" is the operators of the loss in total.
-_TABLE_4 = {
+_TABLE_4: dict[str, dict[str, float | str]] = {
     "dense": {"forward_ms": 55.4, "backward_ms": NOT_LEGIBLE, "total_ms": 61.5},
     "disco": {"forward_ms": 1.6, "backward_ms": NOT_LEGIBLE, "total_ms": 12.0},
 }
@@ -115,7 +115,7 @@ def table_5(scale: str) -> list[Entry]:
     return [_accuracy("LAION-100M, 16 epochs", scale, batch, paper) for batch, paper in _TABLE_5.items()]
 
 
-_TABLE_6 = {
+_TABLE_6: dict[tuple[str, int], dict[int, float | str]] = {
     ("100M", 16): {16_384: 50.95, 32_768: 51.64, 65_536: 51.91},
     ("400M", 4): {16_384: NOT_LEGIBLE, 32_768: 55.52, 65_536: 55.50},
     ("400M", 8): {16_384: NOT_LEGIBLE, 32_768: 59.69, 65_536: 59.96},
@@ -139,7 +139,7 @@ def _accuracy(row: str, scale: str, batch: int, paper: float | str, **options: A
 
 
 _SETS_7 = ("ImageNet", "ImageNet v2", "ImageNet-R", "ImageNet-S")
-_TABLE_7 = {
+_TABLE_7: dict[str, tuple[float | str, ...]] = {
     "OpenCLIP, batch 32,768": (62.9, NOT_LEGIBLE, 73.4, NOT_LEGIBLE),
     "DisCo-CLIP, batch 32,768": (NOT_LEGIBLE, NOT_LEGIBLE, 73.4, NOT_LEGIBLE),
     "DisCo-CLIP, batch 65,536": (64.3, 56.2, 73.8, 51.7),

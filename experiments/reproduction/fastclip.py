@@ -43,7 +43,9 @@ def _run(scale: str, size: str, loss: str, experiment: str, optimizer: str = "ad
         return cell("full_run", config=f"fastclip:{argument}")
     rates = {"sgd": (0.5, 3e-6), "lamb": (1e-2, 0.1), "lion": (2e-4, 0.3), "adamw": (2e-3, 0.2)}
     rate, decay = rates[optimizer]
-    changes = {} if optimizer == "adamw" else {"optimizer.name": optimizer, "optimizer.weight_decay": decay}
+    changes: dict[str, Any] = (
+        {} if optimizer == "adamw" else {"optimizer.name": optimizer, "optimizer.weight_decay": decay}
+    )
     changes |= {"optimizer.learning_rate": rate} if optimizer != "adamw" else {}
     if scale == "tiny":
         return _digits_run(loss, **changes)
@@ -126,7 +128,7 @@ def figure_2(scale: str) -> list[Entry]:
         for position, nodes in enumerate(_NODES):
             batch = 8 * nodes  # of the digits
             if scale == "tiny":
-                rate = {"optimizer.learning_rate": 1e-3 * nodes / 2}
+                rate: dict[str, Any] = {"optimizer.learning_rate": 1e-3 * nodes / 2}
                 entries.append(Entry(f"{loss}, here", f"{nodes} nodes", (_digits_run(loss, batch, **rate),), "top1"))
             elif scale == "small":
                 changes = {"batch_size": 32 * nodes, "optimizer.learning_rate": 5e-4 * nodes, "cpu_devices": 1}
@@ -196,7 +198,7 @@ def figure_5(scale: str) -> list[Entry]:
     entries = []
     for gamma in (0.2, 0.8):
         for nodes in (2, 8):
-            change = {"global_contrastive.gamma_min": gamma}
+            change: dict[str, Any] = {"global_contrastive.gamma_min": gamma}
             if scale == "tiny":
                 run = _digits_run("fastclip_v3", 8 * nodes, **change)
             elif scale == "small":
@@ -212,8 +214,12 @@ def figure_5(scale: str) -> list[Entry]:
 
 def comparison(scale: str) -> list[Entry]:
     """Accuracy of CLIP, CLIP with a slow temperature and FastCLIP-v3, with three seeds."""
-    slow = {"optimizer.temperature_learning_rate": 1e-4}
-    variants = {"clip": ("clip", {}), "clip, slow temperature": ("clip", slow), "fastclip_v3": ("fastclip_v3", {})}
+    slow: dict[str, Any] = {"optimizer.temperature_learning_rate": 1e-4}
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
+        "clip": ("clip", {}),
+        "clip, slow temperature": ("clip", slow),
+        "fastclip_v3": ("fastclip_v3", {}),
+    }
     entries = []
     for name, (loss, changes) in variants.items():
         if scale == "tiny":

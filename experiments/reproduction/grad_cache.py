@@ -79,7 +79,6 @@ def table_1(scale: str) -> list[Entry]:
             }
             run = cell("short_run", changes=changes | chunks)
             label = f"{name}, 1 device"
-        entries.append(Entry(label, "top-1", (run,), "hit1"))
         entries.append(Entry(label, "top-20", (run,), "hit20", top20))
         entries.append(Entry(label, "top-100", (run,), "hit100", top100))
     return entries

@@ -25,7 +25,7 @@ _SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion400m": 280_000_000}
 
 # Loss memory of a GPU in GB by GPUs, implementation and batch size in thousands; the text has no entry where the
 # baseline ran out of memory.
-_TABLE_1 = {
+_TABLE_1: dict[int, dict[str, dict[int, float | str]]] = {
     8: {
         "dense": {32: 16.67, 64: 66.11, 128: _OOM, 256: _OOM, 1024: _OOM},
         "local": {32: 2.27, 64: 8.63, 128: 33.64, 256: _OOM, 1024: _OOM},
@@ -181,7 +181,7 @@ def figure_4(scale: str) -> list[Entry]:
     """Time of a step by strategy and batch size."""
     entries = []
     # The text gives 49.4 and 220.3 s for Inf-CL's steps at 64k and 256k.
-    figures = {("xla", 64): 49.4, ("xla", 256): 220.3}
+    figures: dict[tuple[str, int], float] = {("xla", 64): 49.4, ("xla", 256): 220.3}
     for implementation, name in _NAMES.items():
         for thousands in (32, 64, 128, 256):
             paper = figures.get((implementation, thousands), NOT_LEGIBLE)

@@ -4,10 +4,11 @@ Each measurement takes the folder of the cell and the arguments of the cell, and
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from experiments.reproduction import training
 from experiments.reproduction.training import mesh_of
 from infcl_jax import clip_loss, run
 from infcl_jax.distributed import DATA_AXIS
+from infcl_jax.models import CLIP
 from infcl_jax.models.convert import config_of
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import SAFE_SHARE, Workload, device_named, largest_batch, plan_memory
@@ -182,7 +184,7 @@ def planned_batch(
     with on_device(device) as limit:
         workload = planned_workload(changes, devices, implementation)
         batch = largest_batch(workload, int(SAFE_SHARE * limit))
-        plan = plan_memory(planned_workload({**changes, "batch_size": batch}, devices, implementation), limit)
+        plan = plan_memory(dataclasses.replace(workload, batch_size=batch), limit)
     return {"batch_k": batch / 1024, "loss_gib": plan.loss / _GIB}
 
 
@@ -201,7 +203,7 @@ def planned_workload(changes: Mapping[str, Any], devices: int, implementation: s
 
 def model_flops(workload: Workload) -> float:
     """Count the FLOPs of one step: towers, loss, and the second encoding of recomputed chunks."""
-    config = config_of(workload.model)
+    config = config_of(cast(CLIP, workload.model))
     towers = step_flops(config)
     recomputed = 0.0 if workload.cache.chunk_size is None else 1 - workload.stored_rows / workload.block_rows
     pair = towers * (1 + recomputed / 3) + 8 * workload.batch_size * config.embed_dim

@@ -1,9 +1,6 @@
 """Plan of a target at the scale "paper": memory and time of each cell before anything starts."""
 
-from collections.abc import Sized
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import Any, cast
 
 from experiments.reproduction.cells import describe
 from experiments.reproduction.measurements import model_flops, on_device
@@ -15,6 +12,8 @@ from infcl_jax.planner import Workload, format_plan, peak_flops, plan_memory
 # Share of a GPU's peak throughput that training reaches: 0.40 to 0.50 on H200s in docs/benchmarks.md, 2026-11.
 _UTILIZATION = 0.4
 _DAY = 86_400
+# Samples by dataset, for the sample state of global contrastive losses (Table 2 of FastCLIP).
+_SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}
 
 
 def estimated_step_seconds(workload: Workload, device: str) -> float | None:
@@ -63,7 +62,7 @@ def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]
     if config.loss == "retrieval":
         return None, f"{describe(cell)}\nplanned by: python -m experiments.plan --config=configs/dpr.py"
     with on_device(device) as limit:
-        workload = run.workload(config, devices, limit, source=_Samples(config))
+        workload = run.workload(config, devices, limit, source=cast(Any, range(_SAMPLES.get(config.dataset, 0))))
         plan = plan_memory(workload, limit)
     seconds = estimated_step_seconds(workload, device)
     parts = [describe(cell), format_plan(plan)]
@@ -72,17 +71,3 @@ def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]
     whole = seconds * config.total_steps
     parts.append(f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days")
     return whole, "\n".join(parts)
-
-
-class _Samples(Sized):
-    """Number of samples of a dataset that is not read: as many as a plan of `configs/fastclip.py` assumes."""
-
-    def __init__(self, config: ConfigDict) -> None:
-        self._size = _SAMPLES.get(config.dataset, 0)
-
-    def __len__(self) -> int:
-        return self._size
-
-
-# Samples by dataset, for the sample state of global contrastive losses (Table 2 of FastCLIP).
-_SAMPLES: dict[str, Any] = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}

@@ -13,7 +13,7 @@ TINY_TOWERS = (
 )
 WIDER_TOWERS = TINY_TOWERS.replace("vision.width=32,vision.layers=1", "vision.width=64,vision.layers=2")
 
-_DIGITS_RUN = {
+_DIGITS_RUN: dict[str, Any] = {
     "dataset": "digits",
     "model": "tiny",
     "num_workers": 0,
@@ -51,7 +51,9 @@ def digits(
     """
     renamed = {name.replace("__", "."): value for name, value in changes.items()}
     length = {} if "total_steps" in renamed else {"epochs": epochs}
-    own = {"batch_size": batch, "seed": seed, "model_overrides": towers}
+    steps = renamed.get("total_steps", (samples or DIGITS) // batch * epochs)
+    warmup = min(_DIGITS_RUN["optimizer.warmup_steps"], steps // 2)
+    own = {"batch_size": batch, "seed": seed, "model_overrides": towers, "optimizer.warmup_steps": warmup}
     arguments: dict[str, Any] = {"changes": _DIGITS_RUN | length | own | renamed}
     arguments |= {} if devices == 1 else {"devices": devices}
     return cell("short_run", **arguments, **({} if samples is None else {"samples": samples}))
@@ -67,7 +69,9 @@ def shapes(batch: int, *, seed: int = 0, samples_seen: int = 256_000, **changes:
       **changes: further settings, with "__" for the dot.
     """
     renamed = {name.replace("__", "."): value for name, value in changes.items()}
-    own = {"batch_size": batch, "seed": seed, "total_steps": samples_seen // batch, "eval_every": 0, "cpu_devices": 1}
+    steps = samples_seen // batch
+    own = {"batch_size": batch, "seed": seed, "total_steps": steps, "eval_every": 0, "cpu_devices": 1}
+    own |= {"optimizer.warmup_steps": min(100, steps // 4)}
     return cell("full_run", config="quickstart", changes=own | renamed)
 
 

@@ -29,7 +29,6 @@ _METRICS = {
     "retrieval/image_to_text_r1": "image_to_text_r1",
     "retrieval/text_to_image_r1": "text_to_image_r1",
     "imagenet1k/top1": "imagenet_top1",
-    "text_retrieval/top1": "hit1",
     "text_retrieval/top20": "hit20",
     "text_retrieval/top100": "hit100",
 }

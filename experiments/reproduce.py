@@ -4,7 +4,7 @@
     python -m experiments.reproduce --target=inf-cl-table-1 --scale=tiny
 
 Writes `table.md`, `figure.png` and `results.json` of the target, with the measured figures beside the paper's, to
-WORKDIR/SCALE/TARGET. Each finished cell is a file in WORKDIR/SCALE/cells: the same command continues after an
+RESULTS/SCALE/TARGET. Each finished cell is a file in RESULTS/SCALE/cells: the same command continues after an
 interruption and repeats failed cells. The scale "paper" prints its plan, and starts with --yes.
 """
 
@@ -18,6 +18,7 @@ from absl import flags
 
 from experiments import command_line
 from experiments.reproduction import SCALES, TARGETS, Target, measure_cells, target_named
+from experiments.reproduction.cells import FINISHED
 from experiments.reproduction.output import write_output
 from experiments.reproduction.page import overview, write_page
 from experiments.reproduction.plan import describe_target
@@ -28,7 +29,7 @@ from infcl_jax.planner import device_named
 _ALL = "all"
 _TARGET = flags.DEFINE_string("target", None, "Table or figure to regenerate, or all.")
 _SCALE = flags.DEFINE_string("scale", "tiny", f"One of {', '.join(SCALES)}.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/reproduction", "Folder of the results.")
+_RESULTS = flags.DEFINE_string("results", "runs/reproduction", "Folder of the results.")
 _YES = flags.DEFINE_bool("yes", False, "Start the scale paper; without it, only its plan is printed.")
 _GPU = flags.DEFINE_string("gpu", "H100-80", "GPU for which the scale paper is planned, see experiments.plan.")
 _GPUS = flags.DEFINE_integer("gpus", 8, "Number of GPUs for which the scale paper is planned.", lower_bound=1)
@@ -55,7 +56,7 @@ def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
     table = write_output(target, scale, records, folder / target.name)
     say(table.read_text())
     say(f"written: {table.parent}")
-    return [records[cell.key]["error"] for cell in cells if records[cell.key]["status"] != "ok"]
+    return [records[cell.key]["error"] for cell in cells if records[cell.key]["status"] not in FINISHED]
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
         print(overview(list(TARGETS.values())))
         return
     if _PAGE.value is not None:
-        print(write_page(list(TARGETS.values()), _WORKDIR.value, _PAGE.value))
+        print(write_page(list(TARGETS.values()), _RESULTS.value, _PAGE.value))
         return
     if _SCALE.value not in SCALES:
         raise ValueError(f"expected --scale to be one of {', '.join(SCALES)}, got {_SCALE.value!r}")
@@ -87,7 +88,7 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")  # also where there is a GPU
         jax.config.update("jax_num_cpu_devices", target.devices)
     compilation_cache.enable(None, say)
-    if errors := reproduce(target, _SCALE.value, _WORKDIR.value):
+    if errors := reproduce(target, _SCALE.value, _RESULTS.value):
         raise ValueError(f"expected all cells to succeed, got {len(errors)} failures, the first: {errors[0]}")
 
 

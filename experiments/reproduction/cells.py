@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from experiments.benchmarks.harness import is_out_of_memory
 from experiments.reproduction.measurements import MEASUREMENTS
 from experiments.reproduction.target import Cell
 from infcl_jax.console import say
@@ -17,6 +18,8 @@ from infcl_jax.distributed import is_lead
 
 CELLS = "cells"
 RUNS = "runs"
+OUT_OF_MEMORY = "out of memory"
+FINISHED = ("ok", OUT_OF_MEMORY)  # a strategy that does not fit is a result
 
 
 def measure_cells(cells: Sequence[Cell], folder: str | Path) -> dict[str, dict[str, Any]]:
@@ -29,12 +32,12 @@ def measure_cells(cells: Sequence[Cell], folder: str | Path) -> dict[str, dict[s
       folder: folder of the scale; the files are in its folder `cells`, training runs in its folder `runs`.
 
     Returns:
-      Record of each cell by its key: measure, arguments, status ("ok" or "failed"), values, error, seconds, and date,
-      JAX version and device.
+      Record of each cell by its key: measure, arguments, status ("ok", "failed" or "out of memory"), values, error,
+      seconds, and date, JAX version and device.
     """
     records = read_cells(cells, folder)
     for number, cell in enumerate(cells, 1):
-        if records.get(cell.key, {}).get("status") == "ok":
+        if records.get(cell.key, {}).get("status") in FINISHED:
             continue
         say(f"cell {number}/{len(cells)}: {describe(cell)}")
         record = _measure(cell, Path(folder))
@@ -80,7 +83,10 @@ def _measure(cell: Cell, folder: Path) -> dict[str, Any]:
         record["values"] = MEASUREMENTS[cell.measure](folder / RUNS / cell.key, **cell.arguments)
     except Exception as error:  # any failure of one cell must leave the others alone; a stop request is no Exception
         lines = str(error).strip().splitlines() or [""]
-        record |= {"status": "failed", "error": f"{type(error).__name__}: {lines[0]}"}
+        status = (
+            OUT_OF_MEMORY if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(error) else "failed"
+        )
+        record |= {"status": status, "error": f"{type(error).__name__}: {lines[0]}"}
     return record | {"seconds": time.perf_counter() - start}
 
 

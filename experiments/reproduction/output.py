@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.reproduction.cells import OUT_OF_MEMORY
 from experiments.reproduction.target import Entry, Target
 
 TABLE_FILE, PICTURE_FILE, RESULTS_FILE = "table.md", "figure.png", "results.json"
@@ -54,12 +55,17 @@ def write_output(target: Target, scale: str, records: Records, folder: str | Pat
 
 
 def measured(entry: Entry, records: Records) -> list[float] | str | None:
-    """Return the values of an entry, one of each seed; "failed" or "not run"; None for the paper's figures alone."""
+    """Return the values of an entry, one of each seed.
+
+    Without values: "failed", "out of memory" or "not run"; None for a figure of the paper alone.
+    """
     if not entry.cells:
         return None
     found = [records.get(cell.key) for cell in entry.cells]
     if None in found:
         return MISSING
+    if any(record["status"] == OUT_OF_MEMORY for record in found):
+        return OUT_OF_MEMORY
     if any(record["status"] != "ok" or entry.value not in record["values"] for record in found):
         return FAILED
     return [record["values"][entry.value] for record in found]

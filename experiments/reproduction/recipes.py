@@ -102,7 +102,7 @@ def inf_cl_run(model: str, dataset: str, samples: int, batch: int, **changes: An
             "optimizer.beta1": 0.9,
             "optimizer.beta2": 0.95,
             "optimizer.warmup_steps": max(1, steps // 16),
-            "grad_cache.chunk_size": 8192,
+            "grad_cache.chunk_size": min(batch, 8192),
             "grad_cache.residency": "host",
             "eval_every": 0,
             "evaluations": ("imagenet1k",),

@@ -2,10 +2,14 @@
 
 import difflib
 
-from experiments.reproduction import disco_clip, fastclip, grad_cache, inf_cl
+from experiments.reproduction import disco_clip, fastclip, grad_cache, inf_cl, inf_cl_accuracy
 from experiments.reproduction.target import Target
 
-TARGETS = {target.name: target for module in (inf_cl, grad_cache, disco_clip, fastclip) for target in module.TARGETS}
+TARGETS = {
+    target.name: target
+    for module in (inf_cl, inf_cl_accuracy, grad_cache, disco_clip, fastclip)
+    for target in module.TARGETS
+}
 
 
 def target_named(name: str) -> Target:

@@ -48,7 +48,7 @@ def a_target(*entries, **changes):
         ((), "expected --target, .* got none"),
         (("--target=inf-cl-table-9",), r"one of \d+ targets or all, got 'inf-cl-table-9'; did you mean inf-cl-table-"),
         ((f"--target={CHEAP}", "--scale=huge"), "--scale to be one of tiny, small, paper, got 'huge'"),
-        (("--page=docs", "--workdir=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
+        (("--page=docs", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
     ],
 )
 def test_wrong_flags_are_named(arguments, message, tmp_path):
@@ -60,8 +60,7 @@ def test_the_list_has_every_target_of_the_papers():
     status, stdout, _ = runs.command(COMMAND, "--list")
     assert status == 0 and all(f"| `{name}` |" in stdout for name in TARGETS)
     numbers = {
-        "inf-cl": ("table-1", "table-2", "table-3", "table-4", "table-s1", "table-s2", "table-s3")
-        + ("figure-4", "figure-5", "figure-s2"),
+        "inf-cl": (*(f"table-{i}" for i in (1, 2, 3, 4, "s1", "s2", "s3")), "figure-4", "figure-5", "figure-s2"),
         "grad-cache": ("figure-3", "figure-4", "table-1"),
         "disco-clip": tuple(f"table-{i}" for i in range(2, 8)),
         "fastclip": ("table-4", "table-5", "table-6", "figure-2", "figure-3", "figure-4", "figure-5"),
@@ -91,17 +90,19 @@ def test_a_failing_cell_is_recorded_and_the_others_go_on(monkeypatch, tmp_path):
     def measure(folder, *, number):
         calls.append(number)
         if number == 1 and calls.count(1) == 1:
-            raise RuntimeError("no memory\nfor this")
+            raise RuntimeError("no file\nfor this")
+        if number == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return {"ms": float(number)}
 
     monkeypatch.setitem(MEASUREMENTS, "count", measure)
     three = [cell("count", number=number) for number in range(3)]
     records = measure_cells(three, tmp_path)
-    assert [records[one.key]["status"] for one in three] == ["ok", "failed", "ok"]
-    assert records[three[1].key]["error"] == "RuntimeError: no memory"
+    assert [records[one.key]["status"] for one in three] == ["ok", "failed", "out of memory"]
+    assert records[three[1].key]["error"] == "RuntimeError: no file"
     target = a_target(*(Entry("a", str(i), (one,), "ms", 7.0) for i, one in enumerate(three)))
     text = output.write_output(target, "tiny", records, tmp_path / "some").read_text()
-    assert "| a | 0 / 7 | failed / 7 | 2 / 7 |" in text
+    assert "| a | 0 / 7 | failed / 7 | out of memory / 7 |" in text
     again = measure_cells(three, tmp_path)
     assert calls == [0, 1, 2, 1] and again[three[1].key]["values"] == {"ms": 1.0}
 
@@ -175,7 +176,7 @@ def test_the_scale_paper_needs_a_yes():
 
 @pytest.mark.slow
 def test_a_killed_command_continues(tmp_path):
-    arguments = (f"--target={CHEAP}", f"--workdir={tmp_path}")
+    arguments = (f"--target={CHEAP}", f"--results={tmp_path}")
     process = runs.start(COMMAND, *arguments)
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("tiny/cells/*.json")) and time.monotonic() < deadline:

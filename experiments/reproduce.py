@@ -1,9 +1,9 @@
-"""Regenerate the tables and figures of four papers, at the scale that you can afford.
+"""Regenerate the tables and figures of four papers.
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --target=inf-cl-table-1 --scale=tiny
 
-Writes `table.md`, `figure.png` and `results.json` of the target, with the measured figures beside the paper's, to
+Writes `table.md`, `figure.png` and `results.json` of the target, with the measured figures and the paper's, to
 RESULTS/SCALE/TARGET. Each finished cell is a file in RESULTS/SCALE/cells: the same command continues after an
 interruption and repeats failed cells. The scale "paper" prints its plan, and starts with --yes.
 """
@@ -93,7 +93,9 @@ def main() -> None:
 
 
 def _run_all() -> None:
-    """Run every target in a process of its own, since they need different numbers of simulated devices.
+    """Run every target in a process of its own.
+
+    Targets need different numbers of simulated devices.
 
     Raises:
       ValueError: a target failed.

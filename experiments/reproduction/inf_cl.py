@@ -136,7 +136,7 @@ def figure_4(scale: str) -> list[Entry]:
 
 
 # Seconds of a step of ViT-B/32: GPUs, then vanilla and Inf-CL by batch size in thousands.
-_TABLE_S1 = {
+_TABLE_S1: dict[int, dict[int, tuple[float | str, float | str]]] = {
     1: {32: (28.73, 28.17), 64: (_OOM, 58.50), 128: (_OOM, 156.72), 256: (_OOM, 332.13)},
     8: {32: (6.53, 5.01), 64: (15.85, 10.56), 128: (_OOM, 20.71), 256: (_OOM, 45.98)},
     32: {32: (3.10, 1.49), 64: (8.38, 2.76), 128: (_OOM, 5.27), 256: (_OOM, 11.27)},

@@ -1,4 +1,4 @@
-"""Targets of Inf-CL with training runs: accuracy, the ablation of the tiling, and training losses."""
+"""Targets of Inf-CL with training runs: accuracy, ablation, training losses."""
 
 from experiments.reproduction.inf_cl import INF_CL, NAMES, K, planned_step
 from experiments.reproduction.recipes import DIGITS, SEEDS, TINY_TOWERS, WIDER_TOWERS, digits, inf_cl_run, shapes
@@ -18,7 +18,13 @@ _SETS = ("ImageNet v2", "ObjectNet", "ImageNet OOD", "COCO image to text R@1", "
 
 
 def accuracy_run(scale: str, implementation: str | None, thousands: int) -> Cell:
-    """Return the run of a method at a batch size: in thousands for the paper, of as many digits or shapes here."""
+    """Return the run of a method at a batch size.
+
+    Args:
+      scale: one of `SCALES`.
+      implementation: implementation of the loss.
+      thousands: batch size of the paper in thousands; as many digits, or 16 times as many shapes.
+    """
     if scale == "tiny":
         return digits(thousands, devices=8, implementation=implementation)
     best = None if implementation == "xla" else implementation
@@ -60,7 +66,7 @@ _TILING = {
 
 
 def table_4(scale: str) -> list[Entry]:
-    """Ablation of the tiling: memory and accuracy at a batch of 64k on 4 GPUs."""
+    """Ablation of the tiling at a batch of 64k on 4 GPUs."""
     entries = []
     for implementation, (memory, peak, accuracy) in _TABLE_4.items():
         row = f"{_TILING[implementation]} (`{implementation}`)"

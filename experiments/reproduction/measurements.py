@@ -35,7 +35,7 @@ _REPEATS = 3
 def loss_memory(
     folder: Path, *, implementation: str, batch: int, dim: int, devices: int, dtype: str = "float32"
 ) -> dict[str, float]:
-    """Plan the workspace of the CLIP loss with its gradients by XLA, without allocating it.
+    """Compile the CLIP loss with its gradients and return its planned workspace.
 
     Returns:
       "gib": workspace of one device in GiB, without features and their gradients.
@@ -76,7 +76,7 @@ def loss_time(
 def _clip_loss(
     mesh: Mesh, implementation: str, batch: int, dim: int, dtype: str
 ) -> tuple[Callable[..., jax.Array], jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the loss over a mesh and the shapes of its features and its scale."""
+    """Return the loss, the shape of its features and that of its scale."""
     loss = functools.partial(clip_loss, mesh=mesh if mesh.size > 1 else None, implementation=implementation)
     rows, replicated = (NamedSharding(mesh, spec) for spec in (PartitionSpec(DATA_AXIS), PartitionSpec()))
     features = jax.ShapeDtypeStruct((batch, dim), dtype, sharding=rows)
@@ -128,7 +128,9 @@ def _gemm() -> timing.Gemm:
 def retrieval_step_time(
     folder: Path, *, model: str, batch: int, devices: int, cache: Mapping[str, Any] | None = None, steps: int = 1
 ) -> dict[str, float]:
-    """Time training steps of a text retriever: queries of 16 tokens, passages of 128, one hard negative each.
+    """Time training steps of a text retriever.
+
+    Queries have 16 tokens, passages 128, with one hard negative each.
 
     Args:
       folder: folder of the cell; not used.
@@ -202,7 +204,7 @@ def planned_workload(changes: Mapping[str, Any], devices: int, implementation: s
 
 
 def model_flops(workload: Workload) -> float:
-    """Count the FLOPs of one step: towers, loss, and the second encoding of recomputed chunks."""
+    """Count the FLOPs of one step, with the recomputation of chunks."""
     config = config_of(cast(CLIP, workload.model))
     towers = step_flops(config)
     recomputed = 0.0 if workload.cache.chunk_size is None else 1 - workload.stored_rows / workload.block_rows

@@ -1,4 +1,4 @@
-"""Output of a target: a table with the paper's figures beside the measured ones, a PNG and a JSON file."""
+"""Output of a target: table, picture and results as JSON."""
 
 import json
 import statistics
@@ -61,14 +61,14 @@ def measured(entry: Entry, records: Records) -> list[float] | str | None:
     """
     if not entry.cells:
         return None
-    found = [records.get(cell.key) for cell in entry.cells]
-    if None in found:
+    cell_records = [records.get(cell.key) for cell in entry.cells]
+    if None in cell_records:
         return MISSING
-    if any(record["status"] == OUT_OF_MEMORY for record in found):
+    if any(record["status"] == OUT_OF_MEMORY for record in cell_records):
         return OUT_OF_MEMORY
-    if any(record["status"] != "ok" or entry.value not in record["values"] for record in found):
+    if any(record["status"] != "ok" or entry.value not in record["values"] for record in cell_records):
         return FAILED
-    return [record["values"][entry.value] for record in found]
+    return [record["values"][entry.value] for record in cell_records]
 
 
 def table(target: Target, entries: Sequence[Entry], records: Records) -> str:
@@ -81,24 +81,34 @@ def table(target: Target, entries: Sequence[Entry], records: Records) -> str:
     for entry in entries:
         cells.setdefault(entry.row, {})[entry.column] = _pair(entry, records, target.style)
     lines = [f"| measured / paper | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
-    lines += [f"| {row} | {' | '.join(found.get(c, '') for c in columns)} |" for row, found in cells.items()]
+    lines += [f"| {row} | {' | '.join(texts.get(c, '') for c in columns)} |" for row, texts in cells.items()]
     return "\n".join(lines)
 
 
 def _pair(entry: Entry, records: Records, style: str) -> str:
     values = measured(entry, records)
     if isinstance(values, list):
-        here = format(statistics.mean(values), style)
+        here = _figure(statistics.mean(values), style)
         if len(values) > 1:
-            here += f" ({min(values):{style}} to {max(values):{style}})"
+            here += f" ({_figure(min(values), style)} to {_figure(max(values), style)})"
     else:
         here = values or NONE
-    paper = entry.paper if isinstance(entry.paper, str) else NONE if entry.paper is None else f"{entry.paper:{style}}"
+    paper = (
+        entry.paper if isinstance(entry.paper, str) else NONE if entry.paper is None else _figure(entry.paper, style)
+    )
     return f"{here} / {paper}"
 
 
+def _figure(value: float, style: str) -> str:
+    """Format a figure; large ones without an exponent."""
+    return format(value, ",.0f" if abs(value) >= 1000 and "e" in format(value, style) else style)
+
+
 def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path) -> None:
-    """Draw the measured figures (solid) and the paper's (dashed) over the columns, or curves over the steps."""
+    """Draw the figures over the columns: measured solid, the paper's dashed.
+
+    With `Target.curve`, draw the curves over the steps.
+    """
     if target.curve is not None:
         _draw_curves(target, entries, records, path)
         return
@@ -112,12 +122,14 @@ def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path)
         points = [(columns.index(e.column), v) for e in own if isinstance(v := measured(e, records), list)]
         paper = [(columns.index(e.column), e.paper) for e in own if isinstance(e.paper, int | float)]
         if points:
-            place, values = [x for x, _ in points], [v for _, v in points]
-            axes.plot(place, [statistics.mean(v) for v in values], color=color, marker="o", label=row)
+            positions, values = [x for x, _ in points], [v for _, v in points]
+            axes.plot(
+                positions, [statistics.mean(v) for v in values], color=color, marker="o", label=row.replace("`", "")
+            )
             if max(map(len, values)) > 1:
-                axes.fill_between(place, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.2)
+                axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.2)
         if paper:
-            label = None if points else row
+            label = None if points else row.replace("`", "")
             axes.plot(*zip(*paper, strict=True), color=color, linestyle="--", marker="x", alpha=0.6, label=label)
     axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=20, ha="right")
     axes.set(xlabel=target.axis, ylabel=target.unit, yscale="log" if target.log else "linear")
@@ -127,15 +139,17 @@ def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path)
 
 
 def _draw_curves(target: Target, entries: Sequence[Entry], records: Records, path: Path) -> None:
-    """Draw the losses of the entries and their relative differences from those of the first."""
+    """Draw the losses of all entries and their differences from the first."""
     figure = Figure(figsize=(9, 3.6), dpi=_DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
-    found = {e.row: records[e.cells[0].key]["values"] for e in entries if isinstance(measured(e, records), list)}
-    curves = {row: np.asarray(values[target.curve]) for row, values in found.items()}
+    values_by_row = {
+        e.row: records[e.cells[0].key]["values"] for e in entries if isinstance(measured(e, records), list)
+    }
+    curves = {row: np.asarray(values[target.curve]) for row, values in values_by_row.items()}
     first = next(iter(curves.values()), None)
     for row, curve in curves.items():
         steps = range(1, len(curve) + 1)
-        left.plot(steps, curve, label=row, linewidth=1)
+        left.plot(steps, curve, label=row.replace("`", ""), linewidth=1)
         if len(curve) == len(first):
             right.plot(steps, np.maximum(deviation(curve, first), _LEAST), linewidth=1)
     left.set(xlabel="step", ylabel=target.unit)

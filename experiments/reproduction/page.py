@@ -51,7 +51,7 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
     """
     docs, tiny = Path(docs), Path(folder, "tiny")
     (docs / FIGURES).mkdir(parents=True, exist_ok=True)
-    parts, missing = [], []
+    sections, missing = [], []
     for target in targets:
         cells = target.cells("tiny")
         records = read_cells(cells, tiny)
@@ -60,15 +60,15 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
             continue
         table = write_output(target, "tiny", records, tiny / target.name)
         shutil.copyfile(tiny / target.name / PICTURE_FILE, docs / FIGURES / f"{target.name}.png")
-        parts.append(_section(target, records, (table.parent / TABLE_FILE).read_text()))
-    if not parts:
+        sections.append(_section(target, records, (table.parent / TABLE_FILE).read_text()))
+    if not sections:
         raise ValueError(f"expected finished targets of the scale tiny in {folder}, got none; run them first")
     rest = ""
     if missing:
         names = "\n".join(f"- `{target.name}`: {target.title}" for target in missing)
         rest = f"\n## Not measured yet\n\nThese targets have no finished table at `tiny`:\n\n{names}\n"
     page = docs / "reproduction.md"
-    page.write_text(_HEAD + "\n" + overview(targets) + "\n" + "\n".join(parts) + rest)
+    page.write_text(_HEAD + "\n" + overview(targets) + "\n" + "\n".join(sections) + rest)
     return page
 
 

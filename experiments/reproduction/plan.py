@@ -1,4 +1,4 @@
-"""Plan of a target at the scale "paper": memory and time of each cell before anything starts."""
+"""Plan of a target at the scale "paper": memory and time of each cell."""
 
 from typing import Any, cast
 
@@ -17,7 +17,9 @@ _SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}
 
 
 def estimated_step_seconds(workload: Workload, device: str) -> float | None:
-    """Estimate the time of a training step from its FLOPs; communication is assumed to overlap.
+    """Estimate the time of a training step from its FLOPs.
+
+    Communication is assumed to overlap. Every time of a plan comes from this function.
 
     Args:
       workload: settings of the step.
@@ -43,14 +45,14 @@ def describe_target(target: Target, device: str, devices: int) -> str:
     """
     heading = f"{target.name}: {target.title}\npaper: {target.paper.reference}\nhardware: {target.paper.hardware}"
     lines = [heading, f"plan for {devices} {device} GPU(s)"]
-    total, unknown = 0.0, 0
+    all_seconds, unknown = 0.0, 0
     for cell in target.cells("paper"):
         seconds, text = _describe(cell, device, devices)
         lines.append(f"\n{text}")
-        total += seconds or 0.0
+        all_seconds += seconds or 0.0
         unknown += seconds is None
     note = f", without {unknown} cell(s) of unknown time" if unknown else ""
-    lines.append(f"\nestimated time of all cells: {total / _DAY:.2f} days{note}")
+    lines.append(f"\nestimated time of all cells: {all_seconds / _DAY:.2f} days{note}")
     return "\n".join(lines)
 
 
@@ -65,9 +67,9 @@ def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]
         workload = run.workload(config, devices, limit, source=cast(Any, range(_SAMPLES.get(config.dataset, 0))))
         plan = plan_memory(workload, limit)
     seconds = estimated_step_seconds(workload, device)
-    parts = [describe(cell), format_plan(plan)]
+    cell_lines = [describe(cell), format_plan(plan)]
     if seconds is None:
-        return None, "\n".join(parts)
+        return None, "\n".join(cell_lines)
     whole = seconds * config.total_steps
-    parts.append(f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days")
-    return whole, "\n".join(parts)
+    cell_lines.append(f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days")
+    return whole, "\n".join(cell_lines)

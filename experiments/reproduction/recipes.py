@@ -1,4 +1,4 @@
-"""Cells of training runs: on the digits, on the built-in shapes, and with a paper's settings."""
+"""Cells of training runs, on built-in data and with a paper's settings."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def shapes(batch: int, *, seed: int = 0, samples_seen: int = 256_000, **changes:
 
 
 def inf_cl_run(model: str, dataset: str, samples: int, batch: int, **changes: Any) -> Cell:
-    """Return a run with the settings of Inf-CL, section 4.1: Adafactor, 8 epochs, crops of 8 to 100 % of the area.
+    """Return a run with the settings of Inf-CL, section 4.1.
 
     Args:
       model: name of the model.
@@ -112,7 +112,7 @@ def inf_cl_run(model: str, dataset: str, samples: int, batch: int, **changes: An
 
 
 def disco_run(dataset: str, samples: int, epochs: int, batch: int, **changes: Any) -> Cell:
-    """Return a run with the settings of DisCo-CLIP, section 5.1: ViT-B/32, Adam, learning rate linear in the batch.
+    """Return a run with the settings of DisCo-CLIP, section 5.1.
 
     Args:
       dataset: dataset in TFDS's format in the data folder.

@@ -1,4 +1,4 @@
-"""Targets: a table or figure of a paper, as entries that are measured beside the paper's figures."""
+"""Targets: a table or figure of a paper, as entries to measure."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Training runs of cells: short ones in memory, and full ones in a work directory."""
+"""Training runs of cells: short ones in memory, full ones in folders."""
 
 import importlib
 import itertools
@@ -74,7 +74,7 @@ def short_run(
     devices: int = 1,
     samples: int | None = None,
 ) -> dict[str, Any]:
-    """Train a run of at most some minutes in memory, without checkpoints, and evaluate it once.
+    """Train a short run without checkpoints and evaluate it.
 
     Args:
       folder: folder of the cell, for a generated corpus.
@@ -106,9 +106,9 @@ def short_run(
 
 
 def full_run(folder: Path, *, config: str = "base", changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train a run on all devices in its work directory; a killed run continues from its latest checkpoint.
+    """Train a run on all devices in its work directory.
 
-    Prepares the built-in shapes if they are missing.
+    A killed run continues from its latest checkpoint. Prepares the built-in shapes if they are missing.
 
     Returns:
       See `short_run`.
@@ -124,7 +124,7 @@ def full_run(folder: Path, *, config: str = "base", changes: Mapping[str, Any] |
 def _values(results: Mapping[str, float], losses: list[float], times: list[float]) -> dict[str, Any]:
     values: dict[str, Any] = {new: 100 * results[name] for name, new in _METRICS.items() if name in results}
     values |= {"loss": statistics.mean(losses[-_LAST:]), "losses": losses}
-    if len(times) > 2:
+    if len(times) > 1:
         # The first difference includes no compilation: that is before the first time.
         values["step_ms"] = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times))
     return values

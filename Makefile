@@ -19,7 +19,7 @@ RELEASE_CHECKS := docs test-notebooks
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -59,10 +59,18 @@ faults: $(FAULTS)  ## Every count of docs/reliability.md in full, for hours; wit
 $(FAULTS): faults-%: $(STAMP)
 	$(BIN)/python -m tests.faults.$*
 
+reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores, and docs/reproduction.md
+	$(BIN)/python -m experiments.reproduce --target=all --scale=tiny
+	$(BIN)/python -m experiments.reproduce --page=docs
+
 notebooks: $(STAMP)  ## Execute the notebooks outside the checkout and store their outputs
 	$(BIN)/python tests/notebook_runner.py
 
-test-notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
+test-reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores, and docs/reproduction.md
+	$(BIN)/python -m experiments.reproduce --target=all --scale=tiny
+	$(BIN)/python -m experiments.reproduce --page=docs
+
+notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
 	$(BIN)/python tests/notebook_runner.py --wheel="$(or $(WHEEL),.)"
 
 docs: $(DOCS)  ## The documentation site, in build/site; `.venv/bin/mkdocs serve` shows changes at once

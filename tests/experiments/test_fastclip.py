@@ -1,14 +1,11 @@
 """The configurations of FastCLIP, and the comparison of losses."""
 
-import json
 import math
 
 import oracle
 import pytest
-import runs
 
 from configs import fastclip
-from experiments.benchmarks import compare_losses
 from infcl_jax import run
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.training import GlobalContrastive, GlobalContrastiveConfig, OptimizerConfig
@@ -159,30 +156,3 @@ def test_a_run_gives_its_loss_the_settings_of_its_optimizer():
 def test_what_there_are_no_settings_for_is_refused_in_one_line(argument, message):
     with pytest.raises(ValueError, match=rf"^expected [^\n]*{message}[^\n]*$"):
         fastclip.get_config(argument)
-
-
-def test_losses_are_compared_by_loss_and_seed(monkeypatch, tmp_path):
-    def train(config, workdir):
-        workdir.mkdir(parents=True)
-        better = 0.1 * (config.loss == "fastclip_v3") + 0.2 * (config.optimizer.weight_decay == 0)
-        lines = [
-            {"step": step, "time": 0.0}
-            | dict.fromkeys(compare_losses.METRICS, better + step / 100 + config.seed / 1000)
-            for step in (10, 20)
-        ]
-        (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    monkeypatch.setattr(compare_losses, "train", train)
-    curves = compare_losses.compare(runs.config(), ("clip", "fastclip_v3,optimizer.weight_decay=0"), (0, 1), tmp_path)
-    assert [len(lines) for lines in curves["clip"]] == [2, 2]
-    final = json.loads((tmp_path / "losses.json").read_text())
-    assert final["fastclip_v3,optimizer.weight_decay=0"][1]["zero_shot/top1"] == pytest.approx(0.1 + 0.2 + 0.2 + 0.001)
-    assert (tmp_path / "losses.png").stat().st_size > 0
-    assert compare_losses.summary("R@1", [0.1, 0.2, 0.3]) == "R@1 20.0 % (10.0 to 30.0)"
-
-
-@pytest.mark.parametrize("change", ["depth=3", "optimizer.rate=1", "schedule.rate=1", "seed.rate=1", "batch_size=many"])
-def test_a_change_that_does_not_fit_is_named(change, tmp_path):
-    with pytest.raises(ValueError, match=f"--compare with settings of the configuration, got '{change}'"):
-        compare_losses.compare(runs.config(), (f"clip,{change}",), (0,), tmp_path)
-    assert not list(tmp_path.iterdir())

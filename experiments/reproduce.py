@@ -1,0 +1,116 @@
+"""Regenerate the tables and figures of four papers.
+
+    python -m experiments.reproduce --list
+    python -m experiments.reproduce --target=inf-cl-table-1 --scale=tiny
+
+Writes `table.md`, `figure.png` and `results.json` of the target, with the measured figures and the paper's, to
+RESULTS/SCALE/TARGET. Each finished cell is a file in RESULTS/SCALE/cells: the same command continues after an
+interruption and repeats failed cells. The scale "paper" prints its plan, and starts with --yes.
+"""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from experiments import command_line
+from experiments.reproduction import SCALES, TARGETS, Target, measure_cells, target_named
+from experiments.reproduction.cells import FINISHED
+from experiments.reproduction.output import write_output
+from experiments.reproduction.page import overview, write_page
+from experiments.reproduction.plan import describe_target
+from infcl_jax import compilation_cache
+from infcl_jax.console import say
+from infcl_jax.planner import device_named
+
+_ALL = "all"
+_TARGET = flags.DEFINE_string("target", None, "Table or figure to regenerate, or all.")
+_SCALE = flags.DEFINE_string("scale", "tiny", f"One of {', '.join(SCALES)}.")
+_RESULTS = flags.DEFINE_string("results", "runs/reproduction", "Folder of the results.")
+_YES = flags.DEFINE_bool("yes", False, "Start the scale paper; without it, only its plan is printed.")
+_GPU = flags.DEFINE_string("gpu", "H100-80", "GPU for which the scale paper is planned, see experiments.plan.")
+_GPUS = flags.DEFINE_integer("gpus", 8, "Number of GPUs for which the scale paper is planned.", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "Targets measured at the same time, with --target=all.", lower_bound=1)
+_LIST = flags.DEFINE_bool("list", False, "List the targets with their costs, and exit.")
+_PAGE = flags.DEFINE_string("page", None, "Write reproduction.md and its pictures into this folder, and exit.")
+
+
+def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
+    """Measure the cells of a target and write its table, picture and results.
+
+    Args:
+      target: the target.
+      scale: one of `SCALES`.
+      workdir: folder of the results of all scales.
+
+    Returns:
+      Errors of the cells that failed.
+    """
+    folder = Path(workdir, scale)
+    cells = target.cells(scale)
+    say(f"{target.name}: {target.title}; the paper used {target.paper.hardware}")
+    records = measure_cells(cells, folder)
+    table = write_output(target, scale, records, folder / target.name)
+    say(table.read_text())
+    say(f"written: {table.parent}")
+    return [records[cell.key]["error"] for cell in cells if records[cell.key]["status"] not in FINISHED]
+
+
+def main() -> None:
+    """Run what the flags say.
+
+    Raises:
+      ValueError: a flag is wrong or missing, or cells failed.
+    """
+    if _LIST.value:
+        print(overview(list(TARGETS.values())))
+        return
+    if _PAGE.value is not None:
+        print(write_page(list(TARGETS.values()), _RESULTS.value, _PAGE.value))
+        return
+    if _SCALE.value not in SCALES:
+        raise ValueError(f"expected --scale to be one of {', '.join(SCALES)}, got {_SCALE.value!r}")
+    if _TARGET.value is None:
+        raise ValueError("expected --target, a name of --list, or all, got none")
+    if _TARGET.value == _ALL:
+        _run_all()
+        return
+    target = target_named(_TARGET.value)
+    if _SCALE.value == "paper":
+        print(describe_target(target, device_named(_GPU.value).name, _GPUS.value))
+        if not _YES.value:
+            print("start it with --yes")
+            return
+    if _SCALE.value == "tiny":
+        jax.config.update("jax_platforms", "cpu")  # also where there is a GPU
+        jax.config.update("jax_num_cpu_devices", target.devices)
+    compilation_cache.enable(None, say)
+    if errors := reproduce(target, _SCALE.value, _RESULTS.value):
+        raise ValueError(f"expected all cells to succeed, got {len(errors)} failures, the first: {errors[0]}")
+
+
+def _run_all() -> None:
+    """Run every target in a process of its own.
+
+    Targets need different numbers of simulated devices.
+
+    Raises:
+      ValueError: a target failed.
+    """
+    others = [flag for flag in sys.argv[1:] if not flag.lstrip("-").startswith("target=")]
+
+    def succeeds(name: str) -> bool:
+        command = [sys.executable, "-m", "experiments.reproduce", f"--target={name}", *others]
+        return not subprocess.run(command, check=False).returncode
+
+    with ThreadPoolExecutor(_JOBS.value) as pool:
+        failed = [name for name, success in zip(TARGETS, pool.map(succeeds, TARGETS), strict=True) if not success]
+    if failed:
+        raise ValueError(f"expected all targets to succeed, got failures of {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

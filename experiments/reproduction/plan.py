@@ -1,0 +1,75 @@
+"""Plan of a target at the scale "paper": memory and time of each cell."""
+
+from typing import Any, cast
+
+from experiments.reproduction.cells import describe
+from experiments.reproduction.measurements import model_flops, on_device
+from experiments.reproduction.target import Cell, Target
+from experiments.reproduction.training import run_config
+from infcl_jax import run
+from infcl_jax.planner import Workload, format_plan, peak_flops, plan_memory
+
+# Share of a GPU's peak throughput that training reaches: 0.40 to 0.50 on H200s in docs/benchmarks.md, 2026-11.
+_UTILIZATION = 0.4
+_DAY = 86_400
+# Samples by dataset, for the sample state of global contrastive losses (Table 2 of FastCLIP).
+_SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}
+
+
+def estimated_step_seconds(workload: Workload, device: str) -> float | None:
+    """Estimate the time of a training step from its FLOPs.
+
+    Communication is assumed to overlap. Every time of a plan comes from this function.
+
+    Args:
+      workload: settings of the step.
+      device: kind of the GPU, such as "A100-80".
+
+    Returns:
+      Seconds, or None if the throughput of the GPU is unknown.
+    """
+    peak = peak_flops(device.split("-")[0])
+    return None if peak is None else model_flops(workload) / workload.devices / (_UTILIZATION * peak)
+
+
+def describe_target(target: Target, device: str, devices: int) -> str:
+    """Format the plan of all cells of a target at the scale "paper".
+
+    Args:
+      target: the target.
+      device: GPU of `infcl_jax.planner.DEVICES` to plan for.
+      devices: number of GPUs.
+
+    Raises:
+      ValueError: a setting of a cell does not fit the GPUs.
+    """
+    heading = f"{target.name}: {target.title}\npaper: {target.paper.reference}\nhardware: {target.paper.hardware}"
+    lines = [heading, f"plan for {devices} {device} GPU(s)"]
+    all_seconds, unknown = 0.0, 0
+    for cell in target.cells("paper"):
+        seconds, text = _describe(cell, device, devices)
+        lines.append(f"\n{text}")
+        all_seconds += seconds or 0.0
+        unknown += seconds is None
+    note = f", without {unknown} cell(s) of unknown time" if unknown else ""
+    lines.append(f"\nestimated time of all cells: {all_seconds / _DAY:.2f} days{note}")
+    return "\n".join(lines)
+
+
+def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]:
+    """Return the seconds of a cell, if known, and its description."""
+    if cell.measure != "full_run":
+        return None, describe(cell)
+    config = run_config(cell.arguments.get("config", "base"), cell.arguments.get("changes", {}))
+    if config.loss == "retrieval":
+        return None, f"{describe(cell)}\nplanned by: python -m experiments.plan --config=configs/dpr.py"
+    with on_device(device) as limit:
+        workload = run.workload(config, devices, limit, source=cast(Any, range(_SAMPLES.get(config.dataset, 0))))
+        plan = plan_memory(workload, limit)
+    seconds = estimated_step_seconds(workload, device)
+    cell_lines = [describe(cell), format_plan(plan)]
+    if seconds is None:
+        return None, "\n".join(cell_lines)
+    whole = seconds * config.total_steps
+    cell_lines.append(f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days")
+    return whole, "\n".join(cell_lines)

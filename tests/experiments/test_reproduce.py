@@ -1,0 +1,241 @@
+"""The command `experiments.reproduce`: its targets, their cells, tables, pictures and page."""
+
+import json
+import math
+import re
+import signal
+import time
+
+import jax
+import pytest
+import runs
+
+from experiments.reproduction import SCALES, TARGETS, cells, measure_cells, output, page, target_named
+from experiments.reproduction.measurements import MEASUREMENTS
+from experiments.reproduction.plan import describe_target
+from experiments.reproduction.recipes import digits
+from experiments.reproduction.target import NOT_LEGIBLE, Entry, Paper, Target, cell
+from experiments.reproduction.training import run_config
+
+COMMAND = "experiments.reproduce"
+CHEAP = "disco-clip-table-3"
+WHOLE = (CHEAP, "inf-cl-table-2", "inf-cl-figure-s2")  # run at the scale tiny
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes dtypes
+        yield
+
+
+def a_target(*entries, **changes):
+    return Target(
+        **{
+            "name": "some",
+            "paper": Paper("Some", "A paper", "a GPU"),
+            "title": "Table 1",
+            "shows": "",
+            "entries": lambda scale: list(entries),
+            "unit": "ms",
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected --target, .* got none"),
+        (("--target=inf-cl-table-9",), r"one of \d+ targets or all, got 'inf-cl-table-9'; did you mean inf-cl-table-"),
+        ((f"--target={CHEAP}", "--scale=huge"), "--scale to be one of tiny, small, paper, got 'huge'"),
+        (("--page=docs", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
+    ],
+)
+def test_wrong_flags_are_named(arguments, message, tmp_path):
+    status, _, stderr = runs.command(COMMAND, *arguments)
+    assert status == 1 and re.search(message, stderr), stderr
+
+
+def test_the_list_has_every_target_of_the_papers():
+    status, stdout, _ = runs.command(COMMAND, "--list")
+    assert status == 0 and all(f"| `{name}` |" in stdout for name in TARGETS)
+    numbers = {
+        "inf-cl": (*(f"table-{i}" for i in (1, 2, 3, 4, "s1", "s2", "s3")), "figure-4", "figure-5", "figure-s2"),
+        "grad-cache": ("figure-3", "figure-4", "table-1"),
+        "disco-clip": tuple(f"table-{i}" for i in range(2, 8)),
+        "fastclip": ("table-4", "table-5", "table-6", "figure-2", "figure-3", "figure-4", "figure-5"),
+    }
+    assert {f"{paper}-{number}" for paper, of in numbers.items() for number in of} <= TARGETS.keys()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_cell_has_valid_settings(scale):
+    for target in TARGETS.values():
+        entries = target.entries(scale)
+        rows = [(entry.row, entry.column) for entry in entries]
+        assert len(set(rows)) == len(rows), target.name
+        assert target.cells(scale), target.name
+        for one in target.cells(scale):
+            assert one.measure in MEASUREMENTS
+            json.dumps(dict(one.arguments))
+            if one.measure in ("short_run", "full_run"):
+                config = run_config(one.arguments.get("config", "base"), one.arguments.get("changes", {}))
+                steps = config.total_steps or math.inf
+                assert 0 <= config.optimizer.warmup_steps < steps, (target.name, one)
+
+
+def test_a_failing_cell_is_recorded_and_the_others_go_on(monkeypatch, tmp_path):
+    calls = []
+
+    def measure(folder, *, number):
+        calls.append(number)
+        if number == 1 and calls.count(1) == 1:
+            raise RuntimeError("no file\nfor this")
+        if number == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {"ms": float(number)}
+
+    monkeypatch.setitem(MEASUREMENTS, "count", measure)
+    three = [cell("count", number=number) for number in range(3)]
+    records = measure_cells(three, tmp_path)
+    assert [records[one.key]["status"] for one in three] == ["ok", "failed", "out of memory"]
+    assert records[three[1].key]["error"] == "RuntimeError: no file"
+    target = a_target(*(Entry("a", str(i), (one,), "ms", 7.0) for i, one in enumerate(three)))
+    text = output.write_output(target, "tiny", records, tmp_path / "some").read_text()
+    assert "| a | 0 / 7 | failed / 7 | out of memory / 7 |" in text
+    again = measure_cells(three, tmp_path)
+    assert calls == [0, 1, 2, 1] and again[three[1].key]["values"] == {"ms": 1.0}
+
+
+def test_a_stop_request_keeps_finished_cells(monkeypatch, tmp_path):
+    def measure(folder, *, number):
+        if number:
+            raise KeyboardInterrupt
+        return {"ms": 1.0}
+
+    monkeypatch.setitem(MEASUREMENTS, "count", measure)
+    two = [cell("count", number=number) for number in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        measure_cells(two, tmp_path)
+    assert list(cells.read_cells(two, tmp_path)) == [two[0].key]
+
+
+def test_tables_have_seeds_and_what_is_missing(tmp_path):
+    two = [cell("count", seed=seed) for seed in range(2)]
+    records = {
+        one.key: {"status": "ok", "values": {"top1": value, "losses": [2.0, 1.0]}, "error": None, "seconds": 1.0}
+        for one, value in zip(two, (80.0, 90.0), strict=True)
+    }
+    entries = [
+        Entry("a", "x", tuple(two), "top1", 85.0),
+        Entry("a", "y", (cell("other"),), "top1", NOT_LEGIBLE),
+        Entry("b", "y", (), "", 3.0),
+        Entry("b", "x", (two[0],), "lost"),
+    ]
+    target = a_target(*entries, style=".1f")
+    lines = output.table(target, entries, records).splitlines()
+    assert lines[2:] == [
+        "| a | 85.0 (80.0 to 90.0) / 85.0 | not run / not legible in the source |",
+        "| b | failed / - | - / 3.0 |",
+    ]
+    for name, changed in (("figures", target), ("curves", a_target(*entries, curve="losses"))):
+        output.draw(changed, entries, records, tmp_path / f"{name}.png")
+        assert 0 < (tmp_path / f"{name}.png").stat().st_size < 60_000
+
+
+def test_deviation_is_relative():
+    assert output.deviation([2.0, 3.0], [2.0, 4.0]).tolist() == [0.0, 0.25]
+
+
+def test_the_page_has_finished_targets_alone(monkeypatch, tmp_path):
+    monkeypatch.setitem(MEASUREMENTS, "count", lambda folder: {"ms": 3.0})
+    done = a_target(Entry("a", "x", (cell("count"),), "ms", 4.0), name="done")
+    rest = a_target(Entry("a", "x", (cell("other"),), "ms"), name="rest")
+    measure_cells(done.cells("tiny"), tmp_path / "tiny")
+    text = page.write_page([done, rest], tmp_path, tmp_path / "docs").read_text()
+    assert "| a | 3 / 4 |" in text and "The paper used: a GPU." in text
+    assert "- `rest`: Table 1" in text and "--target=rest" not in text
+    assert (tmp_path / "docs" / page.FIGURES / "done.png").is_file()
+
+
+def test_gradient_caching_trains_alike(tmp_path):
+    changes = {"total_steps": 3, "towers": runs.OVERRIDES}
+    direct = digits(32, **changes)
+    cached = digits(32, grad_cache__chunk_size=8, grad_cache__residency="host", **changes)
+    records = measure_cells([direct, cached], tmp_path)
+    losses = [records[one.key]["values"]["losses"] for one in (direct, cached)]
+    assert len(losses[0]) == 3 and output.deviation(losses[1], losses[0]).max() <= 1e-5
+    assert 0 <= records[direct.key]["values"]["top1"] <= 100
+
+
+def test_the_scale_paper_needs_a_yes():
+    text = describe_target(target_named("fastclip-figure-5"), "H100-80", 8)
+    assert "hardware: 2 nodes of 4 Tesla T4" in text and text.count("memory per device: 8 device(s)") == 4
+    assert re.search(r"[\d.]+ s per step, 146,619 steps: [\d.]+ days", text)
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues(tmp_path):
+    arguments = (f"--target={CHEAP}", f"--results={tmp_path}")
+    process = runs.start(COMMAND, *arguments)
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.glob("tiny/cells/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("tiny/cells/*.json")}
+    status, stdout, _ = runs.finish(runs.start(COMMAND, *arguments))[0]
+    assert kept and status == 0 and "| measured / paper |" in stdout
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_target_runs_at_tiny(name, tmp_path):
+    target = target_named(name)
+    records = measure_cells(target.cells("tiny"), tmp_path)
+    assert [record["error"] for record in records.values()] == [None] * len(records)
+    entries = target.entries("tiny")
+    output.write_output(target, "tiny", records, tmp_path / name)
+    values = {(e.row, e.column): output.measured(e, records)[0] for e in entries}
+    if name == "inf-cl-table-2":
+        for row in {entry.row for entry in entries}:
+            clip, open_clip, inf_cl = (values[row, f"{method}, thousands"] for method in ("CLIP", "OpenCLIP", "Inf-CL"))
+            assert clip < open_clip < inf_cl
+    if name == "inf-cl-figure-s2":
+        curves = [record["values"]["losses"] for record in records.values()]
+        assert all(output.deviation(curve[:20], curves[0][:20]).max() <= 1e-3 for curve in curves)
+
+
+def smallest(one):
+    """Return a cell of the same measurement in two steps, or with few rows."""
+    arguments = dict(one.arguments)
+    devices = min(arguments.get("devices", 1), 8)
+    if one.measure == "short_run":
+        changes = {k: v for k, v in arguments["changes"].items() if k != "epochs"}
+        arguments["changes"] = changes | {"total_steps": 2, "batch_size": 32, "optimizer.warmup_steps": 0}
+        arguments.pop("samples", None)
+    elif "batch" in arguments:
+        small = {"batch": 8 * devices, "devices": devices}
+        small |= {"dim": 16} if "dim" in arguments else {}
+        small |= {"cache": {"chunk_size": 4 * devices}} if "cache" in arguments else {}
+        arguments |= small
+    return cell(one.measure, **arguments)
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    """Folder in which equal cells of several targets are measured once."""
+    return tmp_path_factory.mktemp("cells")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TARGETS.keys() - set(WHOLE)))
+def test_a_target_runs_two_steps(name, shared_folder):
+    target = target_named(name)
+    kinds = {entry.cells[0].measure: entry for entry in target.entries("tiny") if entry.cells}
+    few = {measure: smallest(entry.cells[0]) for measure, entry in kinds.items()}
+    records = measure_cells(list(few.values()), shared_folder)
+    for measure, one in few.items():
+        assert records[one.key]["error"] is None
+        assert math.isfinite(records[one.key]["values"][kinds[measure].value])

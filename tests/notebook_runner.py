@@ -26,7 +26,8 @@ from open_clip_folder import open_clip_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-LIMIT = 180  # seconds per notebook
+LIMIT = 180  # seconds per cell
+INSTALL_LIMIT = 900  # seconds per cell with a wheel, whose install cell installs about 1 GB
 LARGEST_OUTPUT = 200_000  # bytes of one stored picture or text
 
 
@@ -55,7 +56,10 @@ def execute(name: str, wheel: Path | None = None) -> nbformat.NotebookNode:
         }
         with _checkout(temporary) if wheel is None else _environment(temporary, wheel) as (kernel, more):
             client = nbclient.NotebookClient(
-                notebook, timeout=LIMIT, kernel_name=kernel, resources={"metadata": {"path": folder}}
+                notebook,
+                timeout=LIMIT if wheel is None else INSTALL_LIMIT,
+                kernel_name=kernel,
+                resources={"metadata": {"path": folder}},
             )
             client.execute(env=environ | more)
     return notebook

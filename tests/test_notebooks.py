@@ -39,6 +39,20 @@ def test_your_own_images():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_your_own_training_loop():
+    shown = notebook_runner.text(notebook_runner.execute("your_own_training_loop"))
+    differences = re.findall(r"^largest difference of the losses.*: ([\d.e-]+)$", shown, re.M)
+    assert len(differences) == 2 and max(map(float, differences)) < 1e-4
+    verdicts = re.findall(r"^(right|wrong)(?:: (\w+)$|: loss and gradients agree)", shown, re.M)
+    causes = [cause for verdict, cause in verdicts if verdict == "wrong"]
+    assert len(verdicts) == 6 and causes == ["missing_axis_name", "psum_too_many", "no_gradient"]
+    assert shown.count("expected floating parameters") == 2 and shown.count("expected axis_name") == 2
+    right, wrong = (float(percent) for percent in re.findall(r" R@1 ([\d.]+)%$", shown, re.M))
+    assert right > wrong > 10
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_openclip_weights():
     shown = notebook_runner.text(notebook_runner.execute("openclip_weights"))
     features = [float(difference) for difference in re.findall(r"differ by at most ([\d.e-]+)$", shown, re.M)]

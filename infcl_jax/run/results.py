@@ -19,4 +19,5 @@ def save_curves(workdir: Path, suite: Suite | TextRetrievalSuite) -> None:
 
 def say_results(step: int, results: Mapping[str, float]) -> None:
     """Print the table of results, on the leading process only."""
-    say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: nothing to evaluate on")
+    nothing = "nothing to evaluate on; evaluation.retrieval_dataset and evaluation.zero_shot_dataset name data"
+    say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: {nothing}")

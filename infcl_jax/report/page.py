@@ -28,6 +28,7 @@ body { max-width: 80rem; }
 .memory thead th:first-child, .evaluations thead th:first-child { text-align: left; }
 :is(.differences, .settings) :is(td, tbody th) { max-width: 24rem; min-width: 7rem; overflow-wrap: anywhere; }
 :is(.differences, .settings) td { text-align: left; white-space: normal; }
+:is(.differences, .settings) tbody th { min-width: 12rem; }
 .note { opacity: .75; }
 .messages { font-size: .9rem; }
 """

@@ -89,4 +89,4 @@ def ranges_by_id(
         jnp.searchsorted(among, keys, side=side, method="scan_unrolled").astype(jnp.int32) for side in ("left", "right")
     )
     none = (rows < 0) | (end <= first)
-    return tuple(jnp.where(none, jnp.full_like(a, -1), a) for a in (first, end - 1))
+    return jnp.where(none, jnp.full_like(first, -1), first), jnp.where(none, jnp.full_like(end, -1), end - 1)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
-from infcl_jax.ops.pairwise_lse.base import Array, round_up
+from infcl_jax.ops.pairwise_lse.base import Array, as_varying, round_up
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import (
     Operands,
     Pairs,
@@ -30,7 +30,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
 
 def positive_sums(
     tiles: Tiles, operands: Operands, pairs: Pairs, sm_count: int, persistent: bool, *, maxima: bool
-) -> tuple[Float32[Array, "bx"], ...]:
+) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
     """Implement `Kernels.positive_sums` with the given tiles, in a band of tiles."""
     operands, rows = _padded(operands, tiles), operands.x.shape[0]
     width = term_width(operands.x, pairs)
@@ -83,7 +83,9 @@ def positive_sums(
         epilogue=epilogue,
         finalize=finalize,
     )
-    return tuple(out[name][:rows] for name in names)
+    varying = jax.typeof(operands.x).manual_axis_type.varying  # `plgpu.kernel` drops these axes from its results
+    sums, similarity, moment = (as_varying(out[name][:rows], varying) for name in names)
+    return sums, similarity, moment
 
 
 def _padded(operands: Operands, tiles: Tiles) -> Operands:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fused_ids import check_ids
 from gpus import ALONE, count_kernels, described
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -207,6 +208,23 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("tiles", "scale", "options"),
+    [
+        ("single CTAs", "shared", {"multi_positive": "mean", "exclude": True}),
+        ("clusters of two CTAs", "shared", {"multi_positive": "any", "exclude": False}),
+        pytest.param(
+            "clusters of two CTAs", "per_sample", {"multi_positive": "any", "exclude": True}, marks=pytest.mark.slow
+        ),
+        pytest.param("single CTAs", "rows", {"multi_positive": "mean", "exclude": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_positives_by_id(interpreter, monkeypatch, tiles, scale, options):
+    fused = Fused(kernels(*CONFIGURATIONS[tiles]))
+    monkeypatch.setitem(TABLE, "mosaic_gpu", dataclasses.replace(TABLE["mosaic_gpu"], backend=lambda _: fused))
+    check_ids("mosaic_gpu", scale, **options)
+
+
+@pytest.mark.parametrize(
     ("dtype", "needs_grad"), [(jnp.bfloat16, NeedsGrad(x=False)), (jnp.float32, NeedsGrad(x=False, y=False))]
 )
 def test_only_needed_gradients(interpreter, dtype, needs_grad):
@@ -340,16 +358,18 @@ def test_windows_are_whole_tiles_within_the_limit(limit):
         assert math.prod(size) <= limit
 
 
-def lowered(argnums, rows, dim, dtype, mesh=None, **options):
+def lowered(argnums, rows, dim, dtype, mesh=None, by_id=False):
     """Lowers a loss and its gradients for Hopper GPUs."""
     features = jax.ShapeDtypeStruct((rows, dim), dtype)
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    scale, ids = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.int32) if by_id else None
 
     def loss(*args):
+        *args, ids = args
+        options = {"image_ids": ids, "text_ids": ids}
         return clip_loss(*args, mesh=mesh, implementation="mosaic_gpu", **options)
 
     with jax.sharding.use_abstract_mesh(mesh or ALONE):
-        program = jax.jit(jax.value_and_grad(loss, argnums=argnums)).trace(features, features, scale)
+        program = jax.jit(jax.value_and_grad(loss, argnums=argnums)).trace(features, features, scale, ids)
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -357,15 +377,22 @@ FAST = [(640, jnp.bfloat16), (1024, jnp.float32)]
 SLOW = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024, 1280)), (1000, jnp.float32)]
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
-def test_large_batches_take_few_kernels_and_little_memory(dim, dtype):
+@pytest.mark.parametrize(
+    ("dim", "dtype", "by_id"),
+    [
+        *((*case, False) for case in FAST),
+        (512, jnp.bfloat16, True),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, by_id):
     """Windows have few shapes, and arrays are bounded in size.
 
     No array has more pairs than a window, or more elements than the features' bf16 terms.
     """
     b = 65536
-    text = lowered((0, 1, 2), b, dim, dtype)
-    assert count_kernels(text) <= 4 * 5 + 1
+    text = lowered((0, 1, 2), b, dim, dtype, by_id=by_id)
+    assert count_kernels(text) <= 4 * 5 + (6 if by_id else 1)
     arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
     assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
@@ -382,13 +409,16 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     assert count_kernels(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
 
 
-def test_a_ring_of_eight_lowers():
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
+def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 
-    Each of two paths has kernels for blocks with and without positives. The kernel of the positives is the same.
+    Each of two paths has kernels for blocks with and without positives by label. The kernel of the positives is the
+    same. By id every block has positives: two sums, maxima and two dS. Two kernels reduce positives to sums and to
+    maxima, and two to moments of a slice of the columns, for rows and for columns.
     """
-    text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8))
-    assert count_kernels(text) == 2 * 6 - 1
+    text = lowered((0, 1, 2), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8), by_id=by_id)
+    assert count_kernels(text) == number
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -15,6 +15,7 @@ import numpy as np
 import oracle
 import pytest
 import triton_interpreter
+from fused_ids import check_ids
 from gpus import ALONE
 
 from infcl_jax import retrieval_loss
@@ -210,6 +211,19 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     loss = functools.partial(retrieval_loss, implementation="triton")
     with jax.sharding.use_abstract_mesh(ALONE):
         check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("scale", "options"),
+    [
+        ("shared", {"multi_positive": "mean", "exclude": True, "dtype": jnp.float32, "tolerance": 1e-4}),
+        ("per_sample", {"multi_positive": "any", "exclude": True, "dtype": jnp.float32, "tolerance": 4e-5}),
+        ("rows", {"multi_positive": "any", "exclude": False}),
+    ],
+)
+def test_positives_by_id(interpreter, monkeypatch, scale, options):
+    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(TALL)))
+    check_ids("triton", scale, **options)
 
 
 def test_infinite_shifts_are_exact_zeros(interpreter):

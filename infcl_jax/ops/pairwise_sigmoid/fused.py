@@ -175,7 +175,10 @@ class _Sweep(GradientSweep):
 def _number_ranges(
     numbers: Int32[Array, "n"], mask: Bool[Array, "_"] | None, size: int
 ) -> tuple[Int32[Array, "ranges"], Int32[Array, "ranges"]]:
-    """Return the lowest and the highest group number of each range of `size` rows, without masked rows and padding."""
+    """Return the lowest and the highest group number of each range.
+
+    A range has `size` rows. Masked rows and padding do not count.
+    """
     limits = jnp.iinfo(jnp.int32)
     matched = numbers >= 0
     if mask is not None:
@@ -185,5 +188,8 @@ def _number_ranges(
 
 
 def _nonzero(scale: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Replace 0 by 1. The VJP then sets the gradients of the features to zero."""
+    """Replace 0 by 1.
+
+    The VJP then sets the gradients of the features to zero.
+    """
     return jnp.where(scale == 0, jnp.ones_like(scale), scale)

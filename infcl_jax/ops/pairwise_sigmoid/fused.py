@@ -21,6 +21,10 @@ from infcl_jax.ops.pairwise_sigmoid.base import UNMATCHED_COLUMN, UNMATCHED_ROW,
 from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Kernels, Matches, Operands, Weights
 from infcl_jax.ops.pairwise_sigmoid.xla import zero_accumulators
 
+# Most pairs of a window of sums: 128 MiB of partial sums, of positives and of negatives, one each per 128 columns. They
+# may be in memory together with a window of dS, because the gradients do not depend on the sums.
+MAX_FORWARD_PAIRS = 1 << 31
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -44,9 +48,8 @@ class Fused:
         padded = self._padded(block)
         operands = self._operands(block, padded)
         rows, columns = padded.x.shape[0], padded.y.shape[0]
-        window_rows, window_columns = self.windows.sums(
-            rows, columns, padded.width, len(padded.pairs), self.kernels.tile
-        )
+        limit = MAX_FORWARD_PAIRS // len(padded.pairs)
+        window_rows, window_columns = self.windows.best_size(rows, columns, limit, padded.width, self.kernels.tile)
 
         def add_rows(row: Array, count: int, sums: tuple) -> tuple:
             def add_window(column: Array, width: int, sums: tuple) -> tuple:

@@ -1,4 +1,4 @@
-"""Pairwise sigmoid loss of one block in float64, and comparison of a backend with it."""
+"""Backends of the pairwise sigmoid loss against float64, on one block."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,10 @@ EVERYTHING = NeedsGrad()
 def make(
     bx=128, by=128, dim=64, dtype=jnp.bfloat16, kind="random", scale=20.0, bias=-10.0, masked=False, ids="own"
 ):  # fmt: skip
-    """Creates a block; `ids` are "own", None, or the number of groups that rows and columns are drawn from."""
+    """Creates a block.
+
+    `ids` are "own", None, or the number of groups from which the rows and columns are drawn.
+    """
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(a, dtype) for a in oracle.features(kind, bx, by, dim))
     x_mask, y_mask = (rng.random(n) < 0.8 if masked else None for n in (bx, by))
@@ -55,7 +58,10 @@ def expected(block, cotangents):
 
 
 def check(backend, block, *, needs_grad=EVERYTHING, dtype=jnp.float32, tolerance=1e-6, rounding=1):
-    """Compares sums and gradients of a backend with float64; `rounding` multiplies the error of bf16 dS."""
+    """Compares sums and gradients of a backend with float64.
+
+    `rounding` is the error of bf16 relative to round-to-nearest.
+    """
     rng = np.random.default_rng(1)
     cotangents = Sums(*(jnp.asarray(rng.uniform(0.5, 1, block.x.shape[0]), jnp.float32) for _ in range(2)))
     sums = jax.jit(backend.forward)(block)

@@ -135,7 +135,7 @@ def _triton_error() -> str | None:
     return None
 
 
-# Backends of the rings in plain XLA. `infcl_jax.siglip_loss` uses the same strip sizes.
+# Backends of the rings in plain XLA. `pairwise_sigmoid` uses the same strip sizes.
 XLA_RINGS = {"ring": XlaStrips(rows=None), "xla": XlaStrips()}
 
 _DISCO = Strategy(all_gather.disco_forward, all_gather.disco_backward)

@@ -121,7 +121,10 @@ def _permuted(rows: Array | None, order: Int32[Array, "b"], inverse: Int32[Array
 def _permute(
     rows: Shaped[Array, "b *rest"], order: Int32[Array, "b"], inverse: Int32[Array, "b"]
 ) -> Shaped[Array, "b *rest"]:
-    """Return `rows[order]`. Its gradient is a gather, which is faster than the transpose, a scatter."""
+    """Return `rows[order]`.
+
+    The gradient is a gather, which is faster than the transpose of a gather, a scatter.
+    """
     return jnp.take(rows, order, axis=0, unique_indices=True, mode="clip")
 
 

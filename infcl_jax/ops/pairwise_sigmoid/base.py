@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Loss terms of each row, summed over its positives and over its negatives; or their cotangents.
+    """Sums of each row's loss terms, or their cotangents.
 
     Attributes:
       positive: `[bx]`, sums of softplus(-logit).
@@ -78,7 +78,7 @@ class Backend(Protocol):
 
     @property
     def sorts_ids(self) -> bool:
-        """Whether blocks with rows and columns sorted by their group numbers are faster."""
+        """True if sorted group numbers make blocks faster."""
 
     def forward(self, block: Block) -> Sums:
         """Compute the row sums of a block; arbitrary but never NaN for masked rows."""

@@ -21,6 +21,10 @@ from infcl_jax.ops.pairwise_sigmoid.base import UNMATCHED_COLUMN, UNMATCHED_ROW,
 from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Kernels, Matches, Operands, Weights
 from infcl_jax.ops.pairwise_sigmoid.xla import zero_accumulators
 
+# Most pairs of a window of sums: 128 MiB of partial sums, of positives and of negatives, one each per 128 columns. They
+# may be in memory together with a window of dS, because the gradients do not depend on the sums.
+MAX_FORWARD_PAIRS = 1 << 31
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -44,9 +48,8 @@ class Fused:
         padded = self._padded(block)
         operands = self._operands(block, padded)
         rows, columns = padded.x.shape[0], padded.y.shape[0]
-        window_rows, window_columns = self.windows.sums(
-            rows, columns, padded.width, len(padded.pairs), self.kernels.tile
-        )
+        limit = MAX_FORWARD_PAIRS // len(padded.pairs)
+        window_rows, window_columns = self.windows.best_size(rows, columns, limit, padded.width, self.kernels.tile)
 
         def add_rows(row: Array, count: int, sums: tuple) -> tuple:
             def add_window(column: Array, width: int, sums: tuple) -> tuple:
@@ -175,7 +178,10 @@ class _Sweep(GradientSweep):
 def _number_ranges(
     numbers: Int32[Array, "n"], mask: Bool[Array, "_"] | None, size: int
 ) -> tuple[Int32[Array, "ranges"], Int32[Array, "ranges"]]:
-    """Return the lowest and the highest group number of each range of `size` rows, without masked rows and padding."""
+    """Return the lowest and the highest group number of each range.
+
+    A range has `size` rows. Masked rows and padding do not count.
+    """
     limits = jnp.iinfo(jnp.int32)
     matched = numbers >= 0
     if mask is not None:
@@ -185,5 +191,8 @@ def _number_ranges(
 
 
 def _nonzero(scale: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Replace 0 by 1. The VJP then sets the gradients of the features to zero."""
+    """Replace 0 by 1.
+
+    The VJP then sets the gradients of the features to zero.
+    """
     return jnp.where(scale == 0, jnp.ones_like(scale), scale)

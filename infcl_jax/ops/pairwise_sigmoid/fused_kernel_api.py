@@ -12,10 +12,10 @@ from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window
 
 
 class Matches(NamedTuple):
-    """Group numbers of a block's rows and columns; a pair with equal numbers is a positive.
+    """Group numbers of a block's rows and columns.
 
-    A tile whose ranges of rows and columns do not overlap skips the comparison. Unmatched rows and columns are in no
-    range. `Kernels.ranges` are the sizes of a range.
+    A pair with equal numbers is a positive. A tile whose ranges of rows and columns do not overlap skips the
+    comparison. Unmatched rows and columns are in no range. `Kernels.ranges` are the sizes of a range.
 
     Attributes:
       row: int32 `[bx]`.

@@ -1,6 +1,6 @@
 """Implementations of the pairwise sigmoid loss.
 
-Requirements, selection and workspace are those of the rows of the same names in the table of `pairwise_lse`.
+Requirements, ranks and workspace are those of the rows of the same names in the table of `pairwise_lse`.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,3 @@ SIGMOID_IMPLEMENTATIONS = tuple(BACKENDS)
 def best_implementation(dtype: Any) -> str:
     """Return the fastest implementation for the default device and the dtype of the features."""
     return lse.best_implementation(dtype)
-
-
-def workspace_bytes(implementation: str, rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Estimate the workspace on each device.
-
-    The arguments are those of `lse.Implementation.workspace_bytes`.
-    """
-    return lse.TABLE[implementation].workspace_bytes(rows, width, dtype, devices)

@@ -38,6 +38,8 @@ from infcl_jax.ops.pairwise_sigmoid.softplus import LN2, log1p, merge
 # The tile sizes of `pairwise_lse`.
 FORWARD = Tiles()
 BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
+# Row moments of dS: sum_j dS_ij s_ij and sum_j dS_ij.
+MOMENTS = ("scale_moment", "bias_moment")
 # Columns of a register tile of the wgmma layout, the narrowest slice.
 FOLDED = 8
 
@@ -140,8 +142,8 @@ class MosaicGpu:
                         folded.append((_fold(operator.add, [ds * s_ij]), _fold(operator.add, [ds])))
                     store(ds, i, j)
                 if moments:
-                    for name, parts in zip(("scale_moment", "bias_moment"), zip(*folded, strict=True), strict=True):
-                        moment = functools.reduce(operator.add, parts).sum(1)
+                    for name, subtiles in zip(MOMENTS, zip(*folded, strict=True), strict=True):
+                        moment = functools.reduce(operator.add, subtiles).sum(1)
                         work.refs[name][work.column_tile, pl.ds(work.row + i, SUBTILE)] = moment
             return carry
 
@@ -152,7 +154,7 @@ class MosaicGpu:
         results = {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
         if moments:
             shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
-            results |= {"scale_moment": shape, "bias_moment": shape}
+            results |= dict.fromkeys(MOMENTS, shape)
         named = _named_operands(operands, window)
         named |= {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
         out = run(
@@ -166,7 +168,7 @@ class MosaicGpu:
         )
         if not moments:
             return out["ds"], None
-        return out["ds"], jnp.stack([out[name].sum(0) for name in ("scale_moment", "bias_moment")], axis=1)
+        return out["ds"], jnp.stack([out[name].sum(0) for name in MOMENTS], axis=1)
 
     def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: Pairs) -> TileSchedule:
         width = term_width(operands.x, pairs)
@@ -187,14 +189,17 @@ def _subtiles(length: int) -> range:
 
 
 def _preloaded_bias(work: WorkTile) -> list[Array]:
-    """Load the column bias of each subtile for a whole task; an empty list without one."""
+    """Load the column bias of each subtile for a whole task.
+
+    Returns an empty list if no column is masked or padding.
+    """
     if "column_bias" not in work.refs:
         return []
     return [work.load_columns("column_bias", j) for j in _subtiles(work.schedule.tiles.columns)]
 
 
 def _strip_logits(work: WorkTile, s: Array, i: int, row_bias: Array, column_bias: list[Array]) -> list[Array]:
-    """Compute the logits in base 2 of the subtiles in one strip of `SUBTILE` rows."""
+    """Compute the logits of the subtiles in one strip of rows, in base 2."""
     scale, bias = work.refs["scale"][0], broadcast(row_bias, 0)
     logits = []
     for index, j in enumerate(_subtiles(work.schedule.tiles.columns)):
@@ -204,9 +209,9 @@ def _strip_logits(work: WorkTile, s: Array, i: int, row_bias: Array, column_bias
 
 
 def _may_match(work: WorkTile, i: int, j: int | None = None) -> Array:
-    """Return whether the ranges of the strip at row `i` and of its columns overlap.
+    """Return whether a strip of rows may have positives in some columns.
 
-    The columns are those of the subtile at column `j`, or all of the tile for None.
+    The strip begins at row `i` of the tile. The columns are those of the subtile at column `j`; None: all of the tile.
     """
     refs = work.refs
     row = lax.div(window_offset(refs, 0) + work.row + i, SUBTILE)
@@ -231,7 +236,7 @@ def _row_sum(logits: list[Array]) -> Array:
 
 
 def _split_sums(work: WorkTile, i: int, logits: list[Array]) -> tuple[Array, Array]:
-    """Compute the row sums of the negatives and of the positives of the strip at row `i`."""
+    """Compute the row sums of a strip's negatives and of its positives, in nats."""
     negatives: tuple[list, list] = [], []
     positives: tuple[list, list] = [], []
     for j, z in zip(_subtiles(work.schedule.tiles.columns), logits, strict=True):
@@ -254,7 +259,10 @@ def _reduced(linear: list[Array], exponentials: list[Array]) -> Array:
 
 
 def _fold(combine: Any, subtiles: list[Array]) -> Array:
-    """Combine the columns of subtiles elementwise to `[SUBTILE, FOLDED]`, within the registers of a thread."""
+    """Combine the columns of subtiles elementwise to `[SUBTILE, FOLDED]`.
+
+    All operands of an element are in the registers of one thread.
+    """
     halves = list(subtiles)
     while halves[0].shape[1] > FOLDED:
         middle = halves[0].shape[1] // 2
@@ -276,6 +284,9 @@ def _sigmoid(z: Array) -> Array:
 
 
 def _with_positives(work: WorkTile, i: int, j: int, ds: Array, z: Array) -> Array:
-    """Overwrite dS of the positives of a subtile, in fp32 and without the cancellation of sigmoid(z) - 1."""
+    """Overwrite dS of the positives of a subtile.
+
+    In fp32, and without the cancellation of sigmoid(z) - 1.
+    """
     weight = broadcast(work.load_rows("positive_weight", i), 0)
     return jnp.where(_matches(work, i, j), weight * _sigmoid(-z), ds)

@@ -34,7 +34,10 @@ def merge_halves(u):
 
 @triton.jit
 def row_sum(linear, e):
-    """Sum linear * ln 2 + log1p(e) over the columns, with one logarithm for eight pairs."""
+    """Sum linear * ln 2 + log1p(e) over the columns.
+
+    One logarithm serves eight pairs.
+    """
     u = merge_halves(merge_halves(merge_halves(e)))
     return tl.sum(linear, 1) * LN2 + tl.sum(log1p(u), 1)
 
@@ -49,7 +52,7 @@ def store_rows(ptr, tile, values):
 
 @triton.jit
 def tile_of(window_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return the tile of this program, and its first row and column in the block."""
+    """Return the tile of this program, its first row and its first column."""
     tiles_m, tiles_n = tl.load(window_ptr + 2), tl.load(window_ptr + 3)
     program = tl.program_id(0)
     tile_m, tile_n = tl.swizzle2d(program // tiles_n, program % tiles_n, tiles_m, tiles_n, GROUP_M)
@@ -135,7 +138,7 @@ def ds_kernel(
     NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr, DS_TERMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of dS and the row moments of dS, before it is rounded."""
+    """Compute one tile of dS and its row moments."""
     tile, start_m, start_n = tile_of(window_ptr, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     # Loaded before the main loop to hide the latency.

@@ -108,7 +108,10 @@ def _column_operands(block: Block) -> tuple:
 
 
 def _with_columns(block: Block, operands: tuple, first: int, own: bool) -> Block:
-    """Return the block with other columns, of which `first` is the index of the first on its device."""
+    """Return the block with other columns.
+
+    `first` is the index of the first of them on the device that owns them.
+    """
     y, y_mask, y_ids = operands
     x_ids = block.x_ids
     if x_ids is None and own:  # own pairs

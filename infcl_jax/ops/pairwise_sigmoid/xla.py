@@ -99,7 +99,7 @@ class _Rows(NamedTuple):
 
 
 def zero_accumulators(x: Array, y: Array, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
-    """Return zeros for every needed gradient, shaped like `x`, `y` and the scalars of the block."""
+    """Return zeros for every needed gradient; those of the features in `dtype`."""
 
     def zeros(shape: tuple[int, ...], needed: bool, dtype: jnp.dtype) -> Array | None:
         return constant(shape, 0, dtype, varying_like=x) if needed else None

@@ -1,4 +1,4 @@
-"""The fused backend around kernels in plain JAX: windows, ranges of ids, sorting, gradients and the ring.
+"""The fused backend around kernels in plain JAX, and the ring.
 
 `test_pallas_mosaic_gpu.py` and `test_triton.py` test the GPU kernels.
 """
@@ -24,7 +24,10 @@ from infcl_jax.ops.pairwise_sigmoid.softplus import log1p, merge
 
 
 class PlainKernels:
-    """`Kernels` in plain JAX with small tiles, which skip the comparison of ids as the GPU kernels do."""
+    """`Kernels` in plain JAX with small tiles.
+
+    Like the GPU kernels, they compare no ids where ranges do not overlap.
+    """
 
     tile, depth, ranges = (16, 8), 8, (8, 4)
 
@@ -70,12 +73,12 @@ class PlainKernels:
         ds = weight / (1 + jnp.exp2(-z))
         if match is not None:
             ds = jnp.where(match, positive / (1 + jnp.exp2(z)), ds)
-        parts, rest = [], ds
+        rounded, rest = [], ds
         for _ in range(terms):
-            parts.append(lax.reduce_precision(rest, 8, 7))
-            rest = rest - parts[-1]
+            rounded.append(lax.reduce_precision(rest, 8, 7))
+            rest = rest - rounded[-1]
         moment = jnp.stack([(ds * s).sum(1), ds.sum(1)], axis=1) if moments else None
-        return jnp.concatenate(parts, axis=1).astype(jnp.bfloat16), moment
+        return jnp.concatenate(rounded, axis=1).astype(jnp.bfloat16), moment
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Hopper kernels of the sigmoid loss without a GPU: interpreted on the CPU, and lowered for CUDA."""
+"""Hopper kernels of the sigmoid loss, interpreted or lowered for CUDA."""
 
 import contextlib
 import dataclasses
@@ -63,8 +63,7 @@ def test_any_tiles_in_odd_sizes(interpreter, k):
         {"masked": True, "ids": 12, "bias": 0.0},
         {"ids": None, "scale": 100.0, "bias": -100.0},
         {"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True},
-        {"dtype": jnp.float32, "dim": 70, "scale": 1.0, "bias": 10.0, "ids": 40},
-        {"scale": 0.0},
+        {"dtype": jnp.float32, "dim": 50, "scale": 1.0, "bias": 10.0, "ids": 40},
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
 )
@@ -82,8 +81,8 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
 
 def test_windows_make_the_whole(interpreter, monkeypatch):
     """Tests windows with remainders, in loops, with rounding per column group."""
-    monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (128, 128))
-    check(Fused(CLUSTERED, WindowConfig(group_bytes=0)), make(bx=340, by=330, ids=9), dtype=jnp.bfloat16)
+    monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (256, 128))
+    check(Fused(CLUSTERED, WindowConfig(group_bytes=0)), make(bx=270, by=200, ids=9), dtype=jnp.bfloat16)
 
 
 def lowered(argnums, rows, dim, dtype, mesh=None, ids=False, mask=False):
@@ -107,7 +106,10 @@ def lowered(argnums, rows, dim, dtype, mesh=None, ids=False, mask=False):
     ],
 )
 def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, ids, mask):
-    """No array has more pairs than a window, or more elements than the features' bf16 terms."""
+    """Windows have few shapes, and arrays are bounded in size.
+
+    No array has more pairs than a window, or more elements than the features' bf16 terms.
+    """
     b = 65536
     text = lowered((0, 1, 2, 3), b, dim, dtype, ids=ids, mask=mask)
     assert count_kernels(text) <= 2 * 4

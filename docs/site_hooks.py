@@ -11,7 +11,8 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # in the root: on the site
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+# A fenced block of code, in which `encoders[name](rows)` is no link, or the path of a link.
+_CODE_OR_LINK = re.compile(r"^```.*?^```|(?<=\]\()(?![a-z]+:|#)([^)#\s]+)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,6 +32,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = {page: name for name, page in _PAGES.items()}.get(uri, f"docs/{uri}")
 
     def resolved(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         target = _PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if target in files.src_uris and not target.endswith(".py"):
@@ -39,4 +42,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise PluginError(f"{source}: expected a link to a file of the repository, got {match[1]!r}")
         return f"{config.repo_url}/{'tree' if (_ROOT / path).is_dir() else 'blob'}/main/{path}"
 
-    return _LINK.sub(resolved, markdown)
+    return _CODE_OR_LINK.sub(resolved, markdown)

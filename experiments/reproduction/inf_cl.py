@@ -183,7 +183,8 @@ TARGETS = (
         name="inf-cl-table-2",
         paper=INF_CL,
         title="Table 2: largest batch",
-        shows="At every scale the planner's largest batch for A100 GPUs of 80 GB, chunks of 128 pairs per GPU, AdamW.",
+        shows="At every scale the planner's largest batch for A100 GPUs of 80 GB, chunks of 128 pairs per GPU, AdamW. "
+        "With data offload, host memory is not counted.",
         entries=table_2,
         unit="largest batch, thousands",
         style=",.0f",

@@ -234,7 +234,7 @@ TARGETS = (
         paper=INF_CL,
         title="Figure 5 (S1 in the supplement): accuracy over the batch size",
         shows="The batch scaling curve with three seeds: mean (range). Everything but the batch stays the same, also "
-        "learning rate and epochs. Tiny: digits, 8 epochs. Small: built-in shapes.",
+        "learning rate and epochs; the warm-up is at most half the steps. Tiny: digits, 8 epochs. Small: shapes.",
         entries=figure_5,
         unit=_ACCURACY,
         style=".2f",

@@ -82,7 +82,7 @@ class Target:
       axis: label of the columns, for the axis of the picture.
       log: whether the picture has a logarithmic axis of figures.
       devices: simulated CPU devices at the scale "tiny".
-      costs: duration at the scales "tiny" and "small".
+      costs: estimated duration at the scales "tiny" and "small".
       curve: name of a list among the values of a cell, such as losses, to plot in place of the entries; None: none.
     """
 

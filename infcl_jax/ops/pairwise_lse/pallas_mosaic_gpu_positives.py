@@ -1,4 +1,4 @@
-"""Positives by id in the Hopper kernels: sums over the tiles that contain them, and their terms in dS."""
+"""Positives by id in the Hopper kernels: their sums and terms of dS."""
 
 from collections.abc import Callable
 

@@ -24,11 +24,11 @@ def _value(args, implementation, exclude, multi_positive, ids, masks):
         implementation=implementation,
     )
     outputs = [result.row, result.col, *result.positive.row[:2], *(result.positive.col or (None, None))[:2]]
-    total = jnp.zeros_like(result.row, shape=())
+    value = jnp.zeros_like(result.row, shape=())
     for i, output in enumerate(a for a in outputs if a is not None):
         weights = np.cos((i + 1) * np.arange(len(output))).astype(output.dtype)
-        total += jnp.where(jnp.isfinite(output), weights * output, jnp.zeros_like(output)).sum()
-    return total
+        value += jnp.where(jnp.isfinite(output), weights * output, jnp.zeros_like(output)).sum()
+    return value
 
 
 def check_ids(

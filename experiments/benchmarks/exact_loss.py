@@ -157,7 +157,7 @@ def _row_statistics(
         row, row_id = operands
         similarity = columns @ row.astype(jnp.float64)
         lse = jax.nn.logsumexp(scale * similarity)
-        logits = jnp.where(column_ids == row_id, scale * similarity * any_positive, -jnp.inf)
+        logits = jnp.where(column_ids == row_id, scale * similarity * float(any_positive), -jnp.inf)
         target = jax.nn.logsumexp(logits)
         return _Statistics(
             lse, jnp.exp(scale * similarity - lse) @ similarity, target, jnp.exp(logits - target) @ similarity
@@ -180,7 +180,7 @@ def _gradient_of_rows(
     """Compute the float64 `[samples, D]` gradients of the sampled rows of `own`."""
     b, columns = len(own), other.astype(jnp.float64)
     logits = scale * own[rows].astype(jnp.float64) @ columns.T
-    target_logits = jnp.where(ids[rows][:, None] == ids[None, :], logits * any_positive, -jnp.inf)
+    target_logits = jnp.where(ids[rows][:, None] == ids[None, :], logits * float(any_positive), -jnp.inf)
     p = (jnp.exp(logits - of_own.lse[rows][:, None]) + jnp.exp(logits - of_other.lse[None, :])) / 2
     target = jnp.exp(target_logits - of_own.target[rows][:, None]) + jnp.exp(target_logits - of_other.target[None, :])
     return scale / b * (p - target / 2) @ columns

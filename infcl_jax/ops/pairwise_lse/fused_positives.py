@@ -100,7 +100,10 @@ def weights_by_id(block: Block, cotangents: Cotangents) -> WeightsByID:
 def scale_gradients_by_id(
     kernels: Kernels, block: Block, padded: Padded, cotangents: Cotangents, *, x_scale: bool, y_scale: bool
 ) -> tuple[Float32[Array, "bx"] | None, Float32[Array, "by"] | None]:
-    """Compute the positives' terms of the gradients of per-sample scales; None for those that are not needed."""
+    """Compute the positives' terms of the gradients of per-sample scales.
+
+    Returns None for gradients that are not needed.
+    """
 
     def gradient(transposed: bool) -> Float32[Array, "n"]:
         positives = cotangents.column_positives if transposed else cotangents.row_positives

@@ -78,7 +78,9 @@ def sort_block(block: Block) -> tuple[Block, Order, Order]:
 def ranges_by_id(
     rows: Int32[Array, "rows"], columns: Int32[Array, "columns"]
 ) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"]]:
-    """Return the first and the last column of each row's positives, -1 without a positive.
+    """Return the first and the last column of each row's positives.
+
+    Both are -1 for a row without a positive.
 
     Args:
       rows: group numbers of the rows, sorted.

@@ -84,8 +84,8 @@ def run(
         def produce() -> None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-            def load_tile(task: WorkTile, r: Array, step: Array) -> Array:
-                work = task.tile(r)
+            def load_tile(i: Array, r: Array, step: Array) -> Array:
+                work = task_of(i).tile(r)
                 for p, q in schedule.pairs:
 
                     def load(k: Array, step: Array, p: int = p, q: int = q) -> Array:
@@ -109,8 +109,8 @@ def run(
                 return step
 
             def load_task(i: Array, step: Array) -> Array:
-                task = task_of(i)
-                return lax.fori_loop(0, task.num_tiles, functools.partial(load_tile, task), step)
+                num_tiles = task_of(i).num_tiles if schedule.band else schedule.segment
+                return lax.fori_loop(0, num_tiles, functools.partial(load_tile, i), step)
 
             steps = lax.fori_loop(0, tasks, load_task, jnp.int32(0))
 

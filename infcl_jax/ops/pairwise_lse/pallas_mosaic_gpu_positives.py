@@ -1,4 +1,4 @@
-"""Positives by id in the Hopper kernels: sums over the tiles that contain them, and their terms in dS."""
+"""Positives by id in the Hopper kernels: their sums and terms of dS."""
 
 from collections.abc import Callable
 
@@ -53,7 +53,7 @@ def positive_sums(
         acc = dict(zip(starts, carry, strict=True))
         for i, (scale, shift) in zip(range(0, tiles.rows, SUBTILE), rows, strict=True):
             for j in range(0, tiles.columns, SUBTILE):
-                s_ij, is_positive = s[i : i + SUBTILE, j : j + SUBTILE], work.is_positive(i, j)
+                s_ij, is_positive = s[i : i + SUBTILE, j : j + SUBTILE], work.is_positive(i, j, work.first_column)
                 z = s_ij * broadcast(scale, 0) - broadcast(shift, 0)
                 s_ij = jnp.where(is_positive, s_ij, jnp.zeros_like(s_ij))
                 e = jnp.exp2(jnp.where(is_positive, z, jnp.full_like(z, -jnp.inf)))
@@ -136,12 +136,14 @@ def ds_by_id(
       overwrite: whether dS is the positives' terms at the positives, which excludes them from the sums.
     """
 
+    first = work.first_column
+
     def changed(s: Array, exponentials: tuple) -> Array:
         terms = _positive_terms(work, s, exponentials[0], i, j)
         ds = weigh(*exponentials)
-        return jnp.where(work.is_positive(i, j), terms if overwrite else ds + terms, ds)
+        return jnp.where(work.is_positive(i, j, first), terms if overwrite else ds + terms, ds)
 
-    return work.if_positive(i, changed, lambda s, exponentials: weigh(*exponentials), s, exponentials)
+    return work.if_positive(i, first, changed, lambda s, exponentials: weigh(*exponentials), s, exponentials)
 
 
 def _positive_terms(work: WorkTile, s: Array, e: Array, i: int, j: int) -> Array:

@@ -208,6 +208,11 @@ class WorkTile:
         """First column of the tile."""
         return self.column_tile * self.schedule.tiles.columns
 
+    @property
+    def first_column(self) -> Array:
+        """First column of the tile in the block."""
+        return window_offset(self.refs, 1) + self.column
+
     def load_rows(self, name: str, i: int) -> Array:
         """Load `[SUBTILE]` of a row vector from row `i` of the tile."""
         rows = pl.ds(window_offset(self.refs, 0) + self.row + i, SUBTILE)
@@ -223,24 +228,28 @@ class WorkTile:
 
         `values` is a pytree of subtiles. A tile outside the label range of its rows skips the comparison with labels.
         """
+        first = self.first_column
 
         def changed(values: Any) -> Any:
-            is_positive = self.is_positive(i, j)
+            is_positive = self.is_positive(i, j, first)
             return jax.tree.map(lambda value: jnp.where(is_positive, change(value), value), values)
 
-        return self.if_positive(i, changed, lambda values: values, values)
+        return self.if_positive(i, first, changed, lambda values: values, values)
 
-    def if_positive(self, i: int, changed: Callable[..., Any], unchanged: Callable[..., Any], *values: Any) -> Any:
-        """Call `changed` if the tile may contain positives of the subtile rows from row `i`, else `unchanged`."""
-        first = window_offset(self.refs, 1) + self.column
+    def if_positive(
+        self, i: int, first: Array, changed: Callable[..., Any], unchanged: Callable[..., Any], *values: Any
+    ) -> Any:
+        """Call `changed` if the tile may contain positives of the subtile rows from row `i`, else `unchanged`.
+
+        `first` is `first_column`.
+        """
         label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
         may_contain = (lowest < first + self.schedule.tiles.columns) & (highest >= first)
         return lax.cond(may_contain, changed, unchanged, *values)
 
-    def is_positive(self, i: int, j: int) -> Array:
-        """Return a bool subtile, True at the positives of the subtile at `[i, j]`."""
-        first = window_offset(self.refs, 1) + self.column
+    def is_positive(self, i: int, j: int, first: Array) -> Array:
+        """Return a bool subtile, True at the positives of the subtile at `[i, j]`; `first` is `first_column`."""
         label = broadcast(self.load_rows("labels", i) - (first + j), 0)
         column = plgpu.broadcasted_iota(jnp.int32, label.shape, 1, layout=WGMMA_LAYOUT)
         if "last" not in self.refs:

@@ -93,7 +93,10 @@ def store_ds(ds_ptr, ds, tile, DS_TERMS: tl.constexpr):
 
 @triton.jit
 def find_positives(label, last, BLOCK_N: tl.constexpr):
-    """Mark the positives of a tile: one column of each row, or with ids a range up to `last`."""
+    """Mark the positives of a tile.
+
+    They are one column of each row, or with ids the columns from `label` to `last`.
+    """
     column = tl.arange(0, BLOCK_N)[None, :]
     return label[:, None] == column if last is None else (label[:, None] <= column) & (column <= last[:, None])
 
@@ -275,7 +278,10 @@ def positive_sums_kernel(
     MAXIMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the positives by id of one row tile, over the column tiles that contain them."""
+    """Reduce the positives by id of one row tile.
+
+    It loops over the column tiles that contain positives.
+    """
     tile_m = tl.program_id(0)
     start_m = tile_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)

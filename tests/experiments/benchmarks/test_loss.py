@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import properties_ids
 import pytest
 import runs
 
@@ -45,7 +46,7 @@ def test_every_case_is_measured_printed_and_recorded(devices, tmp_path, capsys):
     assert [(r["batch"], r["implementation"]) for r in records] == cases
     where, headings, *rows = capsys.readouterr().out.splitlines()
     assert re.search(rf"{devices} device\(s\), 1 process.*bfloat16, scale 50; 1024\^3 bf16 GEMM: [\d.]+ TFLOP/s", where)
-    assert re.search("implementation +b +D +forward ms +backward ms .*% of GEMM +memory MiB .*status", headings)
+    assert re.search("implementation +b +D +ids +forward ms +backward ms .*% of GEMM +memory MiB .*status", headings)
     assert [row.split()[:3] for row in rows] == [[name, str(b), "32"] for b, name in cases]
     for record, row in zip(records, rows, strict=True):
         assert len(row) == len(headings) and row.endswith("ok")
@@ -137,6 +138,20 @@ def test_the_sigmoid_loss_is_measured(tmp_path):
     (record,) = benchmark_loss.measure_all(settings, oracle.mesh_of(1), tmp_path)
     assert record.items() >= {"loss": "siglip", "bias": -10.0, "implementation": "xla"}.items()
     assert all(record[name] <= most for name, most in (ERRORS | {"bias_error": 1e-5}).items())
+
+
+@pytest.mark.parametrize("multi_positive", ["mean", "any"])
+@pytest.mark.parametrize("kind", ["unique", "1%", "8"])
+def test_the_exact_gradients_by_id_are_those_of_the_oracle(kind, multi_positive):
+    mesh = oracle.mesh_of(2)
+    settings = Settings((), (), (), "float32", scale=14.5, samples=7, multi_positive=multi_positive)
+    case = Case.draw(120, 33, settings, mesh, kind)
+    image, text, ids = (np.asarray(a) for a in (*case.operands[:2], case.ids))
+    assert len(np.unique(ids)) == {"unique": 120, "1%": 119, "8": 15}[kind]
+    kept, ones = np.ones((120, 120), bool), np.ones(120)
+    want, _ = properties_ids.expected(image, text, 14.5, (ids, ids), kept, (1, 0), ones, multi_positive, 0.0)
+    want = (want[0], want[1][case.rows], want[2][case.rows], want[3])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), tuple(case.exact()), want)
 
 
 def test_features_are_unit_vectors_with_pairs_of_every_angle():

@@ -125,7 +125,7 @@ def test_positives_are_column_ranges_of_sorted_blocks(kind):
     match = is_match(in_order.x_ids, in_order.y_ids)
     for rows, columns, want in ((in_order.x_ids, in_order.y_ids, match), (in_order.y_ids, in_order.x_ids, match.T)):
         first, last = ranges_by_id(rows, columns)
-        column = np.arange(want.shape[1])
+        column = np.arange(want.shape[1])[None, :]
         np.testing.assert_array_equal((first[:, None] <= column) & (column <= last[:, None]), want)
 
 

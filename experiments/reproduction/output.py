@@ -116,6 +116,9 @@ def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path)
     rows = list(dict.fromkeys(entry.row for entry in entries))
     figure = Figure(figsize=(8, 4.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
+    if len(columns) == 1:  # the rows take the place of the columns
+        columns, rows = rows, columns
+        entries = [entry._replace(row=entry.column, column=entry.row) for entry in entries]
     for number, row in enumerate(rows):
         own = [entry for entry in entries if entry.row == row]
         color = f"C{number % _COLORS}"
@@ -128,6 +131,7 @@ def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path)
             )
             if max(map(len, values)) > 1:
                 axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.2)
+                axes.vlines(positions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.5)
         if paper:
             label = None if points else row.replace("`", "")
             axes.plot(*zip(*paper, strict=True), color=color, linestyle="--", marker="x", alpha=0.6, label=label)
@@ -140,7 +144,7 @@ def draw(target: Target, entries: Sequence[Entry], records: Records, path: Path)
 
 def _draw_curves(target: Target, entries: Sequence[Entry], records: Records, path: Path) -> None:
     """Draw the losses of all entries and their differences from the first."""
-    figure = Figure(figsize=(9, 3.6), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(8, 3.2), dpi=_DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
     values_by_row = {
         e.row: records[e.cells[0].key]["values"] for e in entries if isinstance(measured(e, records), list)

@@ -217,12 +217,13 @@ def _after(done: Any, tree: Any) -> Any:
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
     """Split a pytree of column arrays into slices.
 
-    Each slice comes with the index of its first column. On a single device there is one slice.
+    Each slice comes with the index of its first column. On a single device there is one slice. The last slice contains
+    the padding of accumulators.
     """
-    if not ring_axes(axis_name):
-        return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
     width = slice_columns(columns)
+    if not ring_axes(axis_name) or width == columns:
+        return [(0, tree)]
     return [(n, jax.tree.map(lambda a, n=n: a[n : n + width], tree)) for n in range(0, columns, width)]
 
 

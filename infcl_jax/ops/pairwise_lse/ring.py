@@ -217,7 +217,8 @@ def _after(done: Any, tree: Any) -> Any:
 def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
     """Split a pytree of column arrays into slices.
 
-    Each slice comes with the index of its first column. On a single device there is one slice.
+    Each slice comes with the index of its first column. On a single device there is one slice. The last slice contains
+    the padding of accumulators.
     """
     if not ring_axes(axis_name):
         return [(0, tree)]
@@ -225,7 +226,7 @@ def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
     width = slice_columns(columns)
 
     def columns_from(n: int) -> Any:
-        stop = None if n + width >= columns else n + width  # the last slice keeps the padding of accumulators
+        stop = None if n + width >= columns else n + width
         return jax.tree.map(lambda a: a[n:stop], tree)
 
     return [(n, columns_from(n)) for n in range(0, columns, width)]

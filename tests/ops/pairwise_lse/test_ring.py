@@ -203,3 +203,19 @@ def test_blocks_cross_hosts_once_per_host(shape):
     both = list(executed(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, x).jaxpr))
     assert both.count((("host",), (2, 5))) == 3 * (hosts - 1)  # again in the backward pass, with the gradient
     assert both.count((AXES, (2, 5))) == 1  # the backward pass starts with each device's furthest block
+
+
+@pytest.mark.parametrize("columns", [40, 256, 300, 1000, 20_000])
+def test_slices_keep_the_padding_of_accumulators(columns):
+    """Kernels pad accumulators to whole tiles, also in blocks with fewer columns than a slice."""
+    padded = -(-columns // 256) * 256
+    tree = (np.arange(columns), np.arange(padded))
+
+    @jax.shard_map(mesh=mesh_of((8,)), in_specs=P(), out_specs=P())
+    def check(x):
+        slices = ring.split(tree, "device")
+        for index, array in enumerate(tree):
+            np.testing.assert_array_equal(np.concatenate([arrays[index] for _, arrays in slices]), array)
+        return x
+
+    jax.eval_shape(check, jnp.ones(()))

@@ -20,9 +20,11 @@ from gpus import ALONE
 
 from infcl_jax import retrieval_loss
 from infcl_jax.ops.pairwise_lse import triton as kernels
+from infcl_jax.ops.pairwise_lse.base import Block, Cotangents, NeedsGrad, PositiveCotangents
 from infcl_jax.ops.pairwise_lse.fused import Fused
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Operands, Weights, Window
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
+from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
@@ -224,6 +226,37 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
 def test_positives_by_id(interpreter, monkeypatch, scale, options):
     monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(TALL)))
     check_ids("triton", scale, **options)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_blocks_of_a_ring_by_id(interpreter, per_sample):
+    """Columns of another device, sorted by the group numbers of all devices: some rows have no positive there."""
+    rng = np.random.default_rng(6)
+    bx, by = 70, 90
+    x, y = oracle.features("random", bx, by, 24)
+    groups = [jnp.asarray(np.sort(rng.integers(1, 50, n)), jnp.int32) for n in (bx, by)]
+    scales = [jnp.asarray(rng.uniform(5, 30, n), jnp.float32) for n in (bx, by)]
+    scales = scales if per_sample else [jnp.float32(20), None]
+    block = Block(jnp.asarray(x), jnp.asarray(y), *scales, x_ids=groups[0], y_ids=groups[1])
+    fused, strips = Fused(WIDE), XlaStrips()
+    got, want = (backend.forward(block, exclude=True, columns=True) for backend in (fused, strips))
+    for a, b in ((got.row_positives, want.row_positives), (got.column_positives, want.column_positives)):
+        np.testing.assert_allclose(a.lse.log(), b.lse.log(), rtol=1e-5)
+        np.testing.assert_allclose(a.similarity, b.similarity, atol=2e-6)
+    rows, columns = (jnp.asarray(rng.normal(size=(3, n)) / n, jnp.float32) for n in (bx, by))
+    cotangents = Cotangents(
+        *(want.row, rows[0], want.column, columns[0], want.positive, None),
+        PositiveCotangents(want.row_positives.lse, *rows[1:]),
+        PositiveCotangents(want.column_positives.lse, *columns[1:]),
+    )
+    needs = NeedsGrad(y_scale=per_sample)
+    gradients = []
+    for backend in (fused, strips):
+        acc = backend.accumulators(block, needs, jnp.float32)
+        acc = backend.backward(block, cotangents, acc, exclude=True)
+        gradients.append(backend.gradient(block, cotangents, acc, needs))
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert oracle.relative_error(a, b) <= 1e-4
 
 
 def test_infinite_shifts_are_exact_zeros(interpreter):

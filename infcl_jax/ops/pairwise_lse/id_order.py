@@ -45,7 +45,7 @@ class Order(NamedTuple):
 @jax.custom_vjp
 def _permute(array: Array, rows: Array, positions: Array) -> Array:
     """Return `array[rows]`; its gradient is a permutation too, instead of a scatter."""
-    return array.at[rows].get(mode="promise_in_bounds", unique_indices=True)
+    return jnp.asarray(array).at[rows].get(mode="promise_in_bounds", unique_indices=True)
 
 
 def _permute_forward(array: Array, rows: Array, positions: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -72,7 +72,7 @@ def pairwise_sigmoid(
       y_ids: int32 `[b]` or `[b, 2]`, ids of the columns.
       mask: bool `[b]`, False for masked rows and columns (padding). They are in no sum, match no id, and may have any
         value, including NaN.
-      implementation: one of `SIGMOID_IMPLEMENTATIONS`; None selects the best for the platform.
+      implementation: one of `SIGMOID_IMPLEMENTATIONS`; None for "xla".
 
     Raises:
       ValueError: shapes, dtypes, ids, the axis name or the implementation are not as described, or `axis_name` is

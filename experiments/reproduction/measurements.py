@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from experiments.reproduction import training
 from experiments.reproduction.training import mesh_of
 from infcl_jax import clip_loss, run
 from infcl_jax.distributed import DATA_AXIS
-from infcl_jax.models import CLIP
-from infcl_jax.models.convert import config_of
-from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import SAFE_SHARE, Workload, device_named, largest_batch, plan_memory
 from infcl_jax.settings import make_config
 from infcl_jax.training import GradCacheConfig, make_train_step
@@ -201,15 +198,6 @@ def on_device(device: str) -> Any:
 def planned_workload(changes: Mapping[str, Any], devices: int, implementation: str | None = None) -> Workload:
     """Return the workload of changed settings, without reading data."""
     return run.workload(make_config(dict(changes)), devices, None, implementation)
-
-
-def model_flops(workload: Workload) -> float:
-    """Count the FLOPs of one step, with the recomputation of chunks."""
-    config = config_of(cast(CLIP, workload.model))
-    towers = step_flops(config)
-    recomputed = 0.0 if workload.cache.chunk_size is None else 1 - workload.stored_rows / workload.block_rows
-    pair = towers * (1 + recomputed / 3) + 8 * workload.batch_size * config.embed_dim
-    return pair * workload.batch_size
 
 
 MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -3,33 +3,15 @@
 from typing import Any, cast
 
 from experiments.reproduction.cells import describe
-from experiments.reproduction.measurements import model_flops, on_device
+from experiments.reproduction.measurements import on_device
 from experiments.reproduction.target import Cell, Target
 from experiments.reproduction.training import run_config
 from infcl_jax import run
-from infcl_jax.planner import Workload, format_plan, peak_flops, plan_memory
+from infcl_jax.planner import format_plan, plan_memory, step_time
 
-# Share of a GPU's peak throughput that training reaches: 0.40 to 0.50 on H200s in docs/benchmarks.md, 2026-11.
-_UTILIZATION = 0.4
 _DAY = 86_400
 # Samples by dataset, for the sample state of global contrastive losses (Table 2 of FastCLIP).
 _SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}
-
-
-def estimated_step_seconds(workload: Workload, device: str) -> float | None:
-    """Estimate the time of a training step from its FLOPs.
-
-    Communication is assumed to overlap. Every time of a plan comes from this function.
-
-    Args:
-      workload: settings of the step.
-      device: kind of the GPU, such as "A100-80".
-
-    Returns:
-      Seconds, or None if the throughput of the GPU is unknown.
-    """
-    peak = peak_flops(device.split("-")[0])
-    return None if peak is None else model_flops(workload) / workload.devices / (_UTILIZATION * peak)
 
 
 def describe_target(target: Target, device: str, devices: int) -> str:
@@ -66,10 +48,7 @@ def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]
     with on_device(device) as limit:
         workload = run.workload(config, devices, limit, source=cast(Any, range(_SAMPLES.get(config.dataset, 0))))
         plan = plan_memory(workload, limit)
-    seconds = estimated_step_seconds(workload, device)
-    cell_lines = [describe(cell), format_plan(plan)]
-    if seconds is None:
-        return None, "\n".join(cell_lines)
+    seconds = step_time(workload, device).total
     whole = seconds * config.total_steps
-    cell_lines.append(f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days")
-    return whole, "\n".join(cell_lines)
+    length = f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days"
+    return whole, "\n".join((describe(cell), format_plan(plan), length))

@@ -58,7 +58,8 @@ def test_clip_loss_matches_float64(implementation, b, dim, dtype, kinds, multi_p
         )
         rounding = float(jnp.finfo(dtype).eps) if dtype == BF16 else 2e-5
         assert loss == pytest.approx(want[0], rel=1e-6, abs=EPS * scale)
-        assert gradients[2] == pytest.approx(want[3], abs=max(rounding / 8, 10 * EPS) * size[3] + 1e-9)
+        # Few different weights give few different values of dS, whose roundings do not average out.
+        assert gradients[2] == pytest.approx(want[3], abs=rounding / 2 * size[3] + 1e-9)
         for got, expected, terms in zip(gradients[:2], want[1:], size[1:], strict=False):
             assert got.dtype == dtype and not np.any(np.asarray(got)[~mask])
             assert oracle.absolute_error(got, expected) <= max(

@@ -11,7 +11,10 @@ from changed import changed_files, matching_tests
     [
         ("infcl_jax/losses/clip.py", ["tests/losses/test_clip.py"]),
         ("infcl_jax/models/__init__.py", None),
-        ("infcl_jax/planner/state.py", [f"tests/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search")]),
+        (
+            "infcl_jax/planner/state.py",
+            [f"tests/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search", "_times")],
+        ),
         ("infcl_jax/distributed.py", ["tests/test_distributed.py"]),
         ("infcl_jax/run/train.py", ["tests/run/test_train.py"]),
         ("experiments/plan.py", ["tests/experiments/test_plan.py"]),

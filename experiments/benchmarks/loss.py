@@ -39,7 +39,9 @@ IDS = ("none", "unique", "1%", "8")
 
 LOSSES = {"clip": IMPLEMENTATIONS, "siglip": SIGMOID_IMPLEMENTATIONS}
 
-_LOSS = flags.DEFINE_enum("loss", "clip", list(LOSSES), "Loss: softmax over rows and columns, or sigmoid of pairs.")
+_LOSS = flags.DEFINE_enum(
+    "loss", "clip", list(LOSSES), "Loss: softmax over rows and columns, or sigmoid of pairs.", allow_override=True
+)
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
 _FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")

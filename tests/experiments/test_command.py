@@ -239,7 +239,7 @@ def test_the_help_lists_flags_and_settings():
     process = runs.start("experiments.plan", "--help")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
-    assert stdout.startswith("Plan the memory of a run without running it.\n")
+    assert stdout.startswith("Plan the memory and the time of a run without running it.\n")
     for name in ("config", "print_config", "traceback", "memory_gib", *(f"config.{name}" for name in SETTINGS)):
         assert f"\n  --{name}=" in stdout
 

@@ -19,7 +19,7 @@ RELEASE_CHECKS := docs test-notebooks
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-slow test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-slow test-full test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -40,6 +40,9 @@ test: $(TRITON)  ## The test suite on the CPU
 
 test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 10 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
+
+test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
+	$(BIN)/python -m pytest -q -m full -n 2
 
 test-oldest: .venv-oldest.txt  ## Lowering, exactness and a training run on the oldest supported JAX
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=$< .venv-oldest/.triton

@@ -22,7 +22,7 @@ from infcl_jax.training.optimizers import decay_factors
 FROZEN = json.loads((runs.ROOT / "tests" / "golden" / "recipes.json").read_text())
 NAMES = [(recipe, argument) for recipe, arguments in ARGUMENTS.items() for argument in arguments]
 K = 1024
-slow = pytest.mark.slow  # tracing a large tower takes seconds
+slow, full = pytest.mark.slow, pytest.mark.full  # tracing a large tower takes seconds
 
 
 @pytest.mark.parametrize(("recipe", "argument"), NAMES)
@@ -44,26 +44,26 @@ def test_every_frozen_recipe_is_tested():
 # Recipe, argument, GPU and number of GPUs: the papers' GPUs (an A800 computes as an A100), and H100s in place of TPUs.
 PLANS = [
     (openclip, "ViT-B-32", "A100-40", 128),
-    pytest.param(openclip, "ViT-B-16", "A100-40", 176, marks=slow),
-    pytest.param(openclip, "ViT-B-16-plus-240", "A100-40", 224, marks=slow),
+    pytest.param(openclip, "ViT-B-16", "A100-40", 176, marks=full),
+    pytest.param(openclip, "ViT-B-16-plus-240", "A100-40", 224, marks=full),
     pytest.param(openclip, "ViT-L-14", "A100-40", 400, marks=slow),
     pytest.param(disco_clip, "laion100m", "A100-40", 64, marks=slow),
-    pytest.param(disco_clip, "laion100m", "A100-40", 8, marks=slow),
-    pytest.param(disco_clip, "laion100m,batch_size=196608", "A100-40", 64, marks=slow),
+    pytest.param(disco_clip, "laion100m", "A100-40", 8, marks=full),
+    pytest.param(disco_clip, "laion100m,batch_size=196608", "A100-40", 64, marks=full),
     pytest.param(inf_cl, "laion400m", "A100-80", 8, marks=slow),
-    pytest.param(inf_cl, "laion400m,gpus=4", "A100-80", 4, marks=slow),
-    pytest.param(inf_cl, "laion400m,batch_size=1048576,gpus=32", "A100-80", 32, marks=slow),
-    pytest.param(inf_cl, "laion400m,model=ViT-L/14", "A100-80", 8, marks=slow),
-    pytest.param(inf_cl, "laion400m,experiment=clip,model=ViT-L/14,batch_size=262144", "A100-80", 8, marks=slow),
+    pytest.param(inf_cl, "laion400m,gpus=4", "A100-80", 4, marks=full),
+    pytest.param(inf_cl, "laion400m,batch_size=1048576,gpus=32", "A100-80", 32, marks=full),
+    pytest.param(inf_cl, "laion400m,model=ViT-L/14", "A100-80", 8, marks=full),
+    pytest.param(inf_cl, "laion400m,experiment=clip,model=ViT-L/14,batch_size=262144", "A100-80", 8, marks=full),
     pytest.param(
-        inf_cl, "laion400m,experiment=clip,model=ViT-L/14,offload=yes,batch_size=4194304", "A100-80", 8, marks=slow
+        inf_cl, "laion400m,experiment=clip,model=ViT-L/14,offload=yes,batch_size=4194304", "A100-80", 8, marks=full
     ),
     pytest.param(siglip, "base", "H100", 32, marks=slow),
-    pytest.param(siglip, "finetune", "H100", 16, marks=slow),
-    pytest.param(siglip, "scaled_b", "H100", 64, marks=slow),
-    pytest.param(siglip, "scaled_l", "H100", 128, marks=slow),
-    pytest.param(siglip, "siglit", "H100", 4, marks=slow),
-    pytest.param(siglip, "siglit_4", "H100", 4, marks=slow),
+    pytest.param(siglip, "finetune", "H100", 16, marks=full),
+    pytest.param(siglip, "scaled_b", "H100", 64, marks=full),
+    pytest.param(siglip, "scaled_l", "H100", 128, marks=full),
+    pytest.param(siglip, "siglit", "H100", 4, marks=full),
+    pytest.param(siglip, "siglit_4", "H100", 4, marks=full),
 ]
 
 

@@ -189,7 +189,7 @@ def test_a_killed_command_continues(tmp_path):
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_target_runs_at_tiny(name, tmp_path):
     target = target_named(name)
@@ -229,7 +229,7 @@ def shared_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cells")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(TARGETS.keys() - set(WHOLE)))
 def test_a_target_runs_two_steps(name, shared_folder):
     target = target_named(name)

@@ -22,7 +22,7 @@ CHECKS = properties_distillation.checks()
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_matches_float64(name, examples):
     properties.run(CHECKS[name], examples)
 

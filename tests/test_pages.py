@@ -168,5 +168,5 @@ def test_tables_of_planning_are_those_of_the_command():
     given = {"--device=H200", "--config.model=ViT-B/32"}
     flags = next(command for command in OTHERS.values() if given <= {*command} and "--target" not in str(command))
     changed = re.search(r"With `(--\S+ --\S+)`", page)[1].split()
-    for further, table in zip(([], changed), re.findall(r"```text\n(.*?)```", page, re.DOTALL), strict=False):
+    for further, table in zip(([], changed), re.findall(r"```text\n(.*?)```", page, re.DOTALL)[:2], strict=True):
         assert runs.command(*flags, *further).stdout == table

@@ -55,7 +55,7 @@ def siglip_loss(
       image_ids: int32 `[b]`, or `[b, 2]` for 64-bit ids. None: the positive of image i is text i.
       text_ids: int32 `[b]` or `[b, 2]`. Masked pairs match no id.
       implementation: "xla" (strips of a block), "ring" (whole blocks), the fused GPU kernels "mosaic_gpu" and "triton",
-        or None for "xla".
+        or None for the best on this device.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device.

@@ -212,8 +212,7 @@ def workload(
     model, loss_fn = _model(config), loss(config, None, source)
     sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
-    labels = config.loss != "siglip" and not loss_fn.targets.by_id
-    best = implementation or best_implementation(labels=labels)
+    best = implementation or best_implementation()
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
     cache = dict(config.grad_cache)
     if stores_most := cache["keep"] == _STORE_MOST:

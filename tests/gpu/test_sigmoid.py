@@ -23,11 +23,11 @@ def value_and_grad(implementation, devices=1):
 def assert_close(got, want, dtype, scale, bias, size):
     """Compares loss and gradients; those of scale and bias relative to the sum of the absolute terms, `size`."""
     (loss, (d_x, d_y, *scalars)), (want_loss, (want_x, want_y, *want_scalars)) = got, want
-    logits = 1 + scale + abs(bias)
-    assert loss == pytest.approx(want_loss, rel=1e-6 + 2e-7 * logits)
+    logits = 1 + scale + abs(bias)  # tensor cores truncate when they add, so errors of logits share a sign
+    assert loss == pytest.approx(want_loss, rel=1e-6 + 4e-7 * logits)
     for g, w in zip((d_x, d_y), (want_x, want_y), strict=True):
         assert g.dtype == dtype
-        assert oracle.relative_error(g, w) <= (1e-2 if dtype == BF16 else 1e-5 + 1e-7 * logits)
+        assert oracle.relative_error(g, w) <= (1e-2 if dtype == BF16 else 1e-5 + 2e-7 * logits)
     for g, w in zip(scalars, want_scalars, strict=True):
         assert g == pytest.approx(w, rel=1e-6, abs=(1e-6 + 2e-7 * logits) * size)
 

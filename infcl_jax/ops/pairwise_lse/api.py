@@ -105,7 +105,7 @@ def pairwise_lse(
         gradients are 0. Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
       columns: False to compute rows only (one-directional retrieval); `col` is then None.
-      implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform, and "xla" with ids.
+      implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
 
     Returns:
       `PairwiseLSE`. An empty log-sum-exp is -inf, with zero gradient.
@@ -120,7 +120,7 @@ def pairwise_lse(
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     x_ids, y_ids = checked_ids({"x_ids": x_ids, "y_ids": y_ids}, (x.shape[0], y.shape[0]), labels)
     by_id = x_ids is not None
-    implementation = implementation or best_implementation(x.dtype, labels=not by_id)
+    implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None

@@ -190,18 +190,14 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
-def best_implementation(dtype: Any = jnp.float32, *, labels: bool = True) -> str:
+def best_implementation(dtype: Any = jnp.float32) -> str:
     """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
-      labels: whether each row has one positive, by its label. The fused kernels of positives by id and of the sigmoid
-        loss are used by name only, until all of `tests/gpu` has passed with them.
     """
-    if not labels:
-        return "xla"
     capability = compute_capability()
     names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
     by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)

@@ -10,9 +10,9 @@ from infcl_jax.checks import check_implementation
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_ids, checked_mask
-from infcl_jax.ops.pairwise_lse.implementations import check_device
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
 from infcl_jax.ops.pairwise_lse.positives import Groups, match_ids
-from infcl_jax.ops.pairwise_sigmoid.implementations import BACKENDS, SIGMOID_IMPLEMENTATIONS, best_implementation
+from infcl_jax.ops.pairwise_sigmoid.implementations import BACKENDS, SIGMOID_IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_sigmoid.vjp import Plan, blockwise
 
 
@@ -72,7 +72,7 @@ def pairwise_sigmoid(
       y_ids: int32 `[b]` or `[b, 2]`, ids of the columns.
       mask: bool `[b]`, False for masked rows and columns (padding). They are in no sum, match no id, and may have any
         value, including NaN.
-      implementation: one of `SIGMOID_IMPLEMENTATIONS`; None for "xla".
+      implementation: one of `SIGMOID_IMPLEMENTATIONS`; None selects the best for the platform.
 
     Raises:
       ValueError: shapes, dtypes, ids, the axis name or the implementation are not as described, or `axis_name` is

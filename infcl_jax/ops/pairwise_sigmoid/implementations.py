@@ -4,10 +4,8 @@ Requirements, ranks and workspace are those of the rows of the same names in the
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from infcl_jax.ops.common.gpu import compute_capability, multiprocessors
-from infcl_jax.ops.pairwise_lse import implementations as lse
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_sigmoid.base import Backend
 from infcl_jax.ops.pairwise_sigmoid.xla import XlaStrips
@@ -30,7 +28,7 @@ def _triton(single_device: bool) -> Backend:
     return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
 
 
-# `backend(single_device)`, see `lse.Implementation.backend`.
+# `backend(single_device)`, see `pairwise_lse.implementations.Implementation.backend`.
 BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "ring": lambda _: XlaStrips(rows=None),
     "xla": lambda _: XlaStrips(),
@@ -38,8 +36,3 @@ BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "triton": _triton,
 }
 SIGMOID_IMPLEMENTATIONS = tuple(BACKENDS)
-
-
-def best_implementation(dtype: Any) -> str:
-    """Return the default implementation for the device and the dtype of the features."""
-    return lse.best_implementation(dtype, labels=False)

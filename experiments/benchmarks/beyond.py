@@ -228,6 +228,7 @@ def answer_from_flags(workdir: str) -> None:
         warmup = min(config.optimizer.warmup_steps, max(0, _STEPS.value // 10))
         changes = {"total_steps": _STEPS.value, "eval_every": 0, "optimizer.warmup_steps": warmup}
         config = with_changes(config, changes)
+    start_devices(config)
     folder = Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     questions = harness.names("questions", _QUESTIONS.value, QUESTIONS)

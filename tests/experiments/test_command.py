@@ -55,6 +55,11 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
         start_devices(runs.config(cpu_devices=3))
 
 
+def test_simulated_devices_have_no_effect_on_other_platforms(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert start_devices(runs.config(cpu_devices=3)).size == 8
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("total_steps", 0), ("log_every", 0), ("keep_checkpoints", 0), ("eval_every", -1), ("checkpoint_every", -1)],

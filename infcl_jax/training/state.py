@@ -141,10 +141,12 @@ def create_state(
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     check_frozen(frozen, unlocked_groups)
 
+    text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
+    first = text if isinstance(model, TextPair) else jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8)
+
+    @jax.jit  # the outer `jit` below takes its trace from the cache
     def init() -> TrainState:
-        text = jnp.zeros((1, context_length), jnp.int32)
-        first = text if isinstance(model, TextPair) else jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
-        variables = model.init(jax.random.key(seed), first, text)
+        variables = model.lazy_init(jax.random.key(seed), first, text)
         params, statistics = variables["params"], variables.get("batch_stats")
         fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
         fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)

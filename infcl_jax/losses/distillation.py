@@ -18,13 +18,12 @@ from infcl_jax.losses.batch import (
     global_mean,
     over_mesh,
 )
-from infcl_jax.losses.divergence import Plan, pair_logits
-from infcl_jax.losses.teacher_student import dense_logits, operands_of
+from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
+from infcl_jax.ops.pairwise_distillation import DISTILLATION_IMPLEMENTATIONS, blockwise, plan_of
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
-from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
 
-IMPLEMENTATIONS = ("dense", *XLA_RINGS)
+IMPLEMENTATIONS = ("dense", *DISTILLATION_IMPLEMENTATIONS)
 
 
 def distillation_loss(
@@ -135,7 +134,7 @@ def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scale
     if implementation == "dense":
         logits = dense_logits(axis_name, operands)
     else:
-        logits = pair_logits(Plan(axis_name, XLA_RINGS[implementation].rows), *operands)
+        logits = Logits(*blockwise(plan_of(implementation, axis_name), *operands))
     row, column = logits.divergence()
     clip_row, clip_column = (
         cross_entropy(lse, logits.positive) for lse in (logits.row_negatives, logits.column_negatives)

@@ -19,9 +19,11 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
-from infcl_jax.ops.pairwise_distillation import DISTILLATION_IMPLEMENTATIONS, blockwise, plan_of
+from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
+from infcl_jax.ops.pairwise_distillation.vjp import blockwise
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
+from infcl_jax.ops.pairwise_lse.implementations import check_device
 
 IMPLEMENTATIONS = ("dense", *DISTILLATION_IMPLEMENTATIONS)
 
@@ -74,15 +76,15 @@ def distillation_loss(
       mask: bool `[b]`, False for masked pairs (padding), which the softmaxes and the mean exclude. Their features may
         have any values, including NaN.
       weights: `[b]` weights of the pairs in the mean; None for equal weights.
-      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device), or None for
-        "xla".
+      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device), "triton"
+        (fused kernels for Ampere, Ada and Hopper GPUs, not for fp64 features), or None for "xla".
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features of the student); 0 if all pairs are masked.
 
     Raises:
-      ValueError: shapes or dtypes do not match, the implementation is unknown, the batch size is not divisible by the
-        device count, or `axis_name` is missing inside `shard_map`.
+      ValueError: shapes or dtypes do not match, the implementation is unknown or needs another device or dtype, the
+        batch size is not divisible by the device count, or `axis_name` is missing inside `shard_map`.
     """
     teacher = teacher_image, teacher_text, teacher_scale
     options: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "mask": mask, "weights": weights}
@@ -123,6 +125,7 @@ def clip_and_distillation(
     )
     sharded = (image, text, teacher_image, teacher_text, mask, checked_weights(weights, image))
     settings = implementation or "xla"
+    check_device(settings, image.dtype)
     return over_mesh(_losses, settings, sharded, scales, axis_name=axis_name, mesh=mesh, sharded_result=(False, False))
 
 

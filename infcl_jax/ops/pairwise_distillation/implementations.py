@@ -1,20 +1,36 @@
 """Implementations of the pairs' sums for distillation, other than the dense one.
 
-Requirements are those of the rows of the same names in the table of `pairwise_lse`.
+Requirements and ranks are those of the rows of the same names in the table of `pairwise_lse`.
 """
 
 from collections.abc import Callable
 
+from infcl_jax.ops.common.gpu import compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_distillation.base import Backend
 from infcl_jax.ops.pairwise_distillation.vjp import Plan
 from infcl_jax.ops.pairwise_distillation.xla import XlaStrips
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import AxisName
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+
+# Rows of a strip of the general path around the fused kernels, which is rarely taken: 32 MiB for each fp32 array of
+# 65,536 columns.
+GENERAL_ROWS = 128
+
+
+def _triton(single_device: bool) -> Backend:
+    # Imported lazily, because only GPUs need these modules.
+    from infcl_jax.ops.pairwise_distillation.fused import Fused
+    from infcl_jax.ops.pairwise_distillation.triton import TritonKernels
+
+    return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
+
 
 # Backends with shared max-shifts: `backend(single_device)`, see `pairwise_lse.implementations.Implementation.backend`.
 BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "ring": lambda _: XlaStrips(rows=None),
     "xla": lambda _: XlaStrips(),
+    "triton": _triton,
 }
 DISTILLATION_IMPLEMENTATIONS = tuple(BACKENDS)
 
@@ -26,6 +42,6 @@ def plan_of(implementation: str, axis_name: AxisName | None) -> Plan:
       implementation: one of `DISTILLATION_IMPLEMENTATIONS`.
       axis_name: mesh axes of the batch; None for one device.
     """
-    rows = None if implementation == "ring" else XlaStrips().rows
     backend = BACKENDS[implementation](not ring.ring_axes(axis_name))
+    rows = backend.rows if isinstance(backend, XlaStrips) else GENERAL_ROWS
     return Plan(backend, XlaStrips(rows, shared=False), axis_name)

@@ -71,7 +71,7 @@ def blockwise(
 def _block(*operands: Array | None) -> Block:
     *fields, mask = operands
     labels = jnp.arange(len(fields[0]), dtype=jnp.int32)
-    return Block(*fields, x_mask=mask, y_mask=mask, labels=labels)
+    return Block(*fields)._replace(x_mask=mask, y_mask=mask, labels=labels)
 
 
 def _forward_sums(plan: Plan, block: Block) -> tuple[PairLogits, tuple]:

@@ -18,6 +18,15 @@ from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 GENERAL_ROWS = 128
 
 
+def _mosaic_gpu(single_device: bool) -> Backend:
+    # Imported lazily, because only GPUs need these modules.
+    from infcl_jax.ops.pairwise_distillation.fused import Fused
+    from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu import MosaicGpu
+
+    sm_count = multiprocessors()
+    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device), WindowConfig(sm_count))
+
+
 def _triton(single_device: bool) -> Backend:
     # Imported lazily, because only GPUs need these modules.
     from infcl_jax.ops.pairwise_distillation.fused import Fused
@@ -30,6 +39,7 @@ def _triton(single_device: bool) -> Backend:
 BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "ring": lambda _: XlaStrips(rows=None),
     "xla": lambda _: XlaStrips(),
+    "mosaic_gpu": _mosaic_gpu,
     "triton": _triton,
 }
 DISTILLATION_IMPLEMENTATIONS = tuple(BACKENDS)

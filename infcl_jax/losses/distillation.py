@@ -76,8 +76,9 @@ def distillation_loss(
       mask: bool `[b]`, False for masked pairs (padding), which the softmaxes and the mean exclude. Their features may
         have any values, including NaN.
       weights: `[b]` weights of the pairs in the mean; None for equal weights.
-      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device), "triton"
-        (fused kernels for Ampere, Ada and Hopper GPUs, not for fp64 features), or None for "xla".
+      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device),
+        "mosaic_gpu" or "triton" (fused kernels for Hopper GPUs, and for Ampere, Ada and Hopper GPUs; the student's
+        features are not fp64), or None for "xla".
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features of the student); 0 if all pairs are masked.

@@ -214,6 +214,8 @@ def workload(
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     labels = config.loss != "siglip" and not loss_fn.targets.by_id
     best = implementation or best_implementation(labels=labels)
+    if config.distill.teacher is not None:
+        best = "xla"  # the default of `distillation_loss` on any device
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
     cache = dict(config.grad_cache)
     if stores_most := cache["keep"] == _STORE_MOST:

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[1]
 # The first four raise ValueError for arguments of other shapes. Triton compiles its kernels from their source.
 _LEFT_OUT = {
     *("models/clip", "ops/pairwise_lse/api", "ops/pairwise_lse/checks", "ops/pairwise_sigmoid/api"),
-    *("ops/pairwise_lse/triton_kernels", "ops/pairwise_sigmoid/triton_kernels"),
+    *(f"ops/pairwise_{op}/triton_kernels" for op in ("lse", "sigmoid", "distillation")),
 }
 BACKENDS = [
     ".".join(path.relative_to(_ROOT).with_suffix("").parts)

@@ -1,8 +1,10 @@
-r"""Benchmark of the CLIP loss or the sigmoid loss: time, memory and error against float64.
+r"""Benchmark of the CLIP, sigmoid or distillation loss: time, memory and error against float64.
 
     python -m experiments.benchmarks.loss --implementations=xla,dense --batch=1024,4096 --features=512,768 \
         --output=runs/benchmark_loss
     python -m experiments.benchmarks.loss --loss=siglip --scale=10 --bias=-10 --implementations=xla --output=runs/siglip
+    python -m experiments.benchmarks.loss --loss=distillation --features=512 --teacher_features=768 \
+        --implementations=xla --output=runs/distillation
     python -m experiments.benchmarks.loss --implementations=mosaic_gpu --batch=65536 --ids=none,unique,1%,8 \
         --output=runs/benchmark_ids
 
@@ -11,36 +13,35 @@ docs/benchmarks.md defines the figures. On several hosts, or with one process pe
 process, see `infcl_jax.distributed.initialize`.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from experiments import command_line
-from experiments.benchmarks import exact_loss, exact_siglip, harness, timing
+from experiments.benchmarks import exact_siglip, harness, timing
 from experiments.benchmarks.exact_loss import relative_errors
+from experiments.benchmarks.loss_case import IDS, LOSSES, Case, Settings
 from experiments.benchmarks.timing import Gemm, Program
-from infcl_jax import clip_loss, siglip_loss
-from infcl_jax.distributed import DATA_AXIS, is_lead, replicate
+from infcl_jax import clip_loss, distillation_loss, siglip_loss
+from infcl_jax.distributed import is_lead
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
-from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
-IDS = ("none", "unique", "1%", "8")
-
-LOSSES = {"clip": IMPLEMENTATIONS, "siglip": SIGMOID_IMPLEMENTATIONS}
 
 _LOSS = flags.DEFINE_enum(
-    "loss", "clip", list(LOSSES), "Loss: softmax over rows and columns, or sigmoid of pairs.", allow_override=True
+    "loss",
+    "clip",
+    list(LOSSES),
+    "Loss: softmax over rows and columns, sigmoid of pairs, or divergence from a teacher.",
+    allow_override=True,
 )
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
 _FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
@@ -53,6 +54,10 @@ _IDS = flags.DEFINE_list(
     "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
 )
 _MULTI_POSITIVE = flags.DEFINE_enum("multi_positive", "mean", MULTI_POSITIVE, "Target of several positives.")
+_TEACHER_FEATURES = flags.DEFINE_integer(
+    "teacher_features", None, "Feature dimension of the teacher; that of the student by default.", lower_bound=1
+)
+_TEACHER_SCALE = flags.DEFINE_float("teacher_scale", 50.0, "Logit scale of the teacher.", lower_bound=1e-3)
 _SAMPLES = flags.DEFINE_integer(
     "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
 )
@@ -78,37 +83,6 @@ _FIGURES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Benchmark cases: every implementation, dimension, batch size and kind of ids.
-
-    Attributes:
-      implementations: names of implementations that the loss has, see `LOSSES`.
-      batch: global batch sizes b, multiples of the device count.
-      features: feature dimensions D.
-      dtype: dtype of the features.
-      scale: logit scale.
-      repeats: timed runs of each program; the median is reported.
-      samples: rows of each feature gradient compared with float64; 0: no comparison.
-      loss: key of `LOSSES`.
-      bias: logit bias of the siglip loss.
-      ids: kinds of ids, of `IDS`.
-      multi_positive: "mean" or "any", see `clip_loss`.
-    """
-
-    implementations: tuple[str, ...]
-    batch: tuple[int, ...]
-    features: tuple[int, ...]
-    dtype: str = "bfloat16"
-    scale: float = 50.0
-    repeats: int = 5
-    samples: int = 16
-    loss: str = "clip"
-    bias: float = -10.0
-    ids: tuple[str, ...] = ("none",)
-    multi_positive: str = "mean"
-
-
 def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags.
 
@@ -127,7 +101,11 @@ def benchmark_from_flags() -> None:
         bias=_BIAS.value,
         ids=harness.names("ids", _IDS.value, IDS),
         multi_positive=_MULTI_POSITIVE.value,
+        teacher_features=_TEACHER_FEATURES.value,
+        teacher_scale=_TEACHER_SCALE.value,
     )
+    if settings.loss == "distillation" and settings.ids != ("none",):
+        raise ValueError(f"expected --ids=none with --loss=distillation, got {','.join(settings.ids)!r}")
     output = harness.output_folder()
     mesh = harness.start_devices(harness.DEVICES.value)
     harness.check_even("batch", settings.batch, mesh)
@@ -150,7 +128,11 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     names = ["loss", "dtype", "scale", "repeats", "samples"]
     if settings.loss == "siglip":
         about += f", bias {settings.bias:g}"
-    names.append("bias" if settings.loss == "siglip" else "multi_positive")
+    if settings.loss == "distillation":
+        about += f", teacher's scale {settings.teacher_scale:g}"
+    names += {"siglip": ["bias"], "distillation": ["teacher_features", "teacher_scale"]}.get(
+        settings.loss, ["multi_positive"]
+    )
     gemm = harness.start_table(about, _COLUMNS, mesh, settings.repeats, output)
     records = []
     for dim, b, ids in itertools.product(settings.features, settings.batch, settings.ids):
@@ -164,101 +146,6 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     if is_lead():
         plot(records, output / PICTURE_FILE)
     return records
-
-
-def forward_flops(b: int, dim: int) -> int:
-    """Count the nominal FLOPs of the loss, `2 b^2 D`: one GEMM."""
-    return 2 * b * b * dim
-
-
-def total_flops(b: int, dim: int) -> int:
-    """Count the nominal FLOPs of loss and gradients, `8 b^2 D`.
-
-    The count is the same for every implementation.
-    """
-    return 4 * forward_flops(b, dim)
-
-
-class Case(NamedTuple):
-    """One batch of features on the devices.
-
-    Attributes:
-      mesh: devices.
-      operands: image and text features `[b, D]`, sharded over the mesh, the fp32 logit scale and, for the siglip loss,
-        the fp32 logit bias.
-      rows: int32 `[samples]` rows whose gradients are compared with float64.
-      loss: key of `LOSSES`.
-      ids: int32 `[b]` ids of the pairs, sharded over the mesh; None: without ids.
-      multi_positive: "mean" or "any", see `clip_loss`.
-    """
-
-    mesh: Mesh
-    operands: tuple[jax.Array, ...]
-    rows: np.ndarray
-    loss: str = "clip"
-    ids: jax.Array | None = None
-    multi_positive: str = "mean"
-
-    @classmethod
-    def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh, ids: str = "none") -> "Case":
-        """Draw random unit features.
-
-        The cosine between an image and its text is uniform in [0, 1].
-
-        Args:
-          b: global batch size.
-          dim: feature dimension D.
-          settings: benchmark cases.
-          mesh: devices.
-          ids: kind of ids, of `IDS`.
-        """
-
-        def features() -> tuple[jax.Array, jax.Array]:
-            image_key, text_key, cosine_key = jax.random.split(jax.random.key(0), 3)
-            image = _unit(jax.random.normal(image_key, (b, dim), jnp.float32))
-            text = _unit(jax.random.normal(text_key, (b, dim), jnp.float32))
-            cosine = jax.random.uniform(cosine_key, (b, 1), jnp.float32)
-            text = _unit(cosine * image + jnp.sqrt(1 - cosine**2) * text)
-            return image.astype(settings.dtype), text.astype(settings.dtype)
-
-        image, text = jax.jit(features, out_shardings=NamedSharding(mesh, PartitionSpec(DATA_AXIS)))()
-        rows = np.random.default_rng(0).choice(b, min(b, settings.samples), replace=False).astype(np.int32)
-        scalars = (settings.scale, settings.bias) if settings.loss == "siglip" else (settings.scale,)
-        operands = image, text, *(replicate(mesh, np.float32(scalar)) for scalar in scalars)
-        numbers = draw_ids(ids, b)
-        if numbers is not None:
-            numbers = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(DATA_AXIS)))
-        return cls(mesh, operands, rows, settings.loss, numbers, settings.multi_positive)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the loss that are not arrays."""
-        return {} if self.loss == "siglip" else {"multi_positive": self.multi_positive}
-
-    def exact(self) -> Any:
-        """Compute the float64 loss and gradients."""
-        exact_gradients = (exact_siglip if self.loss == "siglip" else exact_loss).exact_gradients
-        return exact_gradients(self.mesh, *self.operands, self.rows, self.ids, **self.options)
-
-
-def draw_ids(kind: str, b: int) -> np.ndarray | None:
-    """Draw shuffled int32 ids `[b]`; None without ids.
-
-    Args:
-      kind: one of `IDS`.
-      b: number of pairs.
-    """
-    rng = np.random.default_rng(1)
-    ids = rng.permutation(b).astype(np.int32)
-    if kind == "none":
-        return None
-    if kind == "1%":
-        ids[rng.choice(b, b // 100, replace=False)] = rng.integers(0, b, b // 100)
-    return ids // 8 if kind == "8" else ids
-
-
-def _unit(rows: jax.Array) -> jax.Array:
-    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Any) -> dict[str, Any]:
@@ -279,14 +166,18 @@ def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: An
 
 def _measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Any) -> Iterator[dict[str, float]]:
     """Yield figures one at a time, to record those before an out-of-memory error."""
-    b, dim = case.operands[0].shape
     mesh = case.mesh if case.mesh.size > 1 else None
     options = {"mesh": mesh, "implementation": implementation, **case.options}
     operands, num_operands = case.operands, len(case.operands)
     if case.ids is not None:
         operands = (*operands, jnp.stack([0x9E3779B * case.ids, case.ids], axis=1))  # as wide as a 64-bit hash
 
+    if case.teacher is not None:
+        operands = (*operands, *case.teacher)
+
     def loss(*operands: jax.Array) -> jax.Array:
+        if case.teacher is not None:
+            return distillation_loss(*operands, **options)
         *features, ids = operands if case.ids is not None else (*operands, None)
         function = siglip_loss if case.loss == "siglip" else clip_loss
         return function(*features, image_ids=ids, text_ids=ids, **options)
@@ -296,13 +187,13 @@ def _measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: A
     with_gradients = Program(jax.value_and_grad(loss, argnums=tuple(range(num_operands))), *operands)
     yield {"memory_mib": with_gradients.memory_bytes / 2**20}
     forward_seconds = forward.seconds(repeats)
-    rate = timing.tflops(forward_flops(b, dim), forward_seconds, case.mesh.size)
+    rate = timing.tflops(case.forward_flops, forward_seconds, case.mesh.size)
     yield {"forward_ms": 1e3 * forward_seconds, "forward_tflops": rate}
     if exact is not None:
         errors = relative_errors(case.mesh, with_gradients(), exact, case.rows)
         yield {f"{name}_error": error for name, error in errors.items()}
     seconds = with_gradients.seconds(repeats)
-    rate = timing.tflops(total_flops(b, dim), seconds, case.mesh.size)
+    rate = timing.tflops(case.total_flops, seconds, case.mesh.size)
     yield {"total_ms": 1e3 * seconds, "backward_ms": 1e3 * (seconds - forward_seconds)}
     yield {"tflops": rate, "gemm_fraction": rate / gemm.tflops}
 

@@ -18,13 +18,14 @@ from infcl_jax.losses.batch import (
     global_mean,
     over_mesh,
 )
-from infcl_jax.losses.divergence import Plan, pair_logits
-from infcl_jax.losses.teacher_student import dense_logits, operands_of
+from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
+from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
+from infcl_jax.ops.pairwise_distillation.vjp import blockwise
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
-from infcl_jax.ops.pairwise_lse.implementations import XLA_RINGS
+from infcl_jax.ops.pairwise_lse.implementations import check_device
 
-IMPLEMENTATIONS = ("dense", *XLA_RINGS)
+IMPLEMENTATIONS = ("dense", *DISTILLATION_IMPLEMENTATIONS)
 
 
 def distillation_loss(
@@ -75,15 +76,16 @@ def distillation_loss(
       mask: bool `[b]`, False for masked pairs (padding), which the softmaxes and the mean exclude. Their features may
         have any values, including NaN.
       weights: `[b]` weights of the pairs in the mean; None for equal weights.
-      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device), or None for
-        "xla".
+      implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device),
+        "mosaic_gpu" or "triton" (fused kernels for Hopper GPUs, and for Ampere, Ada and Hopper GPUs; the student's
+        features are not fp64), or None for "xla".
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features of the student); 0 if all pairs are masked.
 
     Raises:
-      ValueError: shapes or dtypes do not match, the implementation is unknown, the batch size is not divisible by the
-        device count, or `axis_name` is missing inside `shard_map`.
+      ValueError: shapes or dtypes do not match, the implementation is unknown or needs another device or dtype, the
+        batch size is not divisible by the device count, or `axis_name` is missing inside `shard_map`.
     """
     teacher = teacher_image, teacher_text, teacher_scale
     options: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "mask": mask, "weights": weights}
@@ -124,6 +126,7 @@ def clip_and_distillation(
     )
     sharded = (image, text, teacher_image, teacher_text, mask, checked_weights(weights, image))
     settings = implementation or "xla"
+    check_device(settings, image.dtype)
     return over_mesh(_losses, settings, sharded, scales, axis_name=axis_name, mesh=mesh, sharded_result=(False, False))
 
 
@@ -135,7 +138,7 @@ def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scale
     if implementation == "dense":
         logits = dense_logits(axis_name, operands)
     else:
-        logits = pair_logits(Plan(axis_name, XLA_RINGS[implementation].rows), *operands)
+        logits = Logits(*blockwise(plan_of(implementation, axis_name), *operands))
     row, column = logits.divergence()
     clip_row, clip_column = (
         cross_entropy(lse, logits.positive) for lse in (logits.row_negatives, logits.column_negatives)

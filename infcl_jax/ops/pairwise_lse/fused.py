@@ -5,6 +5,7 @@ A kernel call computes one window of a block (see `fused_windows`) from bf16 ope
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     zero_gradients,
 )
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
-from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows
+from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows, row_slices
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Kernels, Operands, Weights, Window
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded
 from infcl_jax.ops.pairwise_lse.fused_positives import scale_gradients_by_id, sums_by_id, weights_by_id
@@ -70,7 +71,7 @@ class Fused:
         return Sums(
             shifted_log_sum(shifts[0], row[:bx]),
             shifted_log_sum(shifts[1], column[:by]) if columns else None,
-            self._positives(block, padded),
+            label_similarities(self.kernels, block, padded),
             *by_id,
         )
 
@@ -85,12 +86,7 @@ class Fused:
         stored = NeedsGrad(x, needs_grad.y, needs_grad.x_scale and not shared, needs_grad.y_scale)
         x_term, y_term = (a[:, : padded.width] for a in (padded.x, padded.y))
         acc = zero_gradients(x_term, y_term, block.x_scale, block.y_scale, stored, dtype)
-        if acc.x is None:
-            return acc
-        rows = slice_rows = acc.x.shape[0]
-        if padded.num_terms == 1 and dtype == jnp.float32:  # bf16 features in a ring
-            slice_rows = self.windows.row_slice(rows, self.kernels.tile[0])
-        return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
+        return acc._replace(x=row_slices(acc.x, padded, self.windows, self.kernels.tile[0]))
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implement `base.Backend.backward`."""
@@ -202,25 +198,32 @@ class Fused:
         )
         return loop_over_slices(rows, window_rows, add_rows, accs)
 
-    def _positives(self, block: Block, padded: Padded) -> Float32[Array, "bx"]:
-        """Compute each row's similarity with its positive, 0 if it is in another block."""
-        bx, by = block.x.shape[0], block.y.shape[0]
-        if block.labels is None:
-            return jnp.zeros_like(block.x[:, 0], jnp.float32)
-        labels = padded.labels(block)
-        padded_rows = padded.x.shape[0]
-        size = min(padded_rows, POSITIVE_ROWS)
-        positive = constant((padded_rows,), 0, jnp.float32, varying_like=padded.x)
-
-        def rows(first: Array, count: int, positive: Array) -> Array:
-            x = lax.dynamic_slice_in_dim(padded.x, first, count)
-            row_labels = lax.dynamic_slice_in_dim(labels, first, count)
-            update = self.kernels.positives(x, jnp.take(padded.y, row_labels, axis=0, mode="clip"), padded.pairs)
-            return lax.dynamic_update_slice_in_dim(positive, update, first, 0)
-
-        positive = loop_over_slices(padded_rows, size, rows, positive)[:bx] * padded.gain
-        return jnp.where((block.labels >= 0) & (block.labels < by), positive, jnp.zeros_like(positive))
-
 
 def _finite_shift(sums: LogSum | None) -> Array | None:
     return None if sums is None else finite_shift(sums.shift)
+
+
+def label_similarities(kernels: Any, block: Block, padded: Padded) -> Float32[Array, "bx"]:
+    """Compute each row's similarity with its positive by label, 0 if it is in another block.
+
+    Args:
+      kernels: object with the method `Kernels.positives`.
+      block: the block whose features are padded.
+      padded: padded features.
+    """
+    bx, by = block.x.shape[0], block.y.shape[0]
+    if block.labels is None:
+        return jnp.zeros_like(block.x[:, 0], jnp.float32)
+    labels = padded.labels(block)
+    padded_rows = padded.x.shape[0]
+    size = min(padded_rows, POSITIVE_ROWS)
+    positive = constant((padded_rows,), 0, jnp.float32, varying_like=padded.x)
+
+    def rows(first: Array, count: int, positive: Array) -> Array:
+        x = lax.dynamic_slice_in_dim(padded.x, first, count)
+        row_labels = lax.dynamic_slice_in_dim(labels, first, count)
+        update = kernels.positives(x, jnp.take(padded.y, row_labels, axis=0, mode="clip"), padded.pairs)
+        return lax.dynamic_update_slice_in_dim(positive, update, first, 0)
+
+    positive = loop_over_slices(padded_rows, size, rows, positive)[:bx] * padded.gain
+    return jnp.where((block.labels >= 0) & (block.labels < by), positive, jnp.zeros_like(positive))

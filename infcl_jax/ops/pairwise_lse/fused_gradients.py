@@ -17,7 +17,7 @@ from infcl_jax.ops.pairwise_lse.base import Array, constant, matmul, zero_after
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Kernels, Operands, Weights, Window
 from infcl_jax.ops.pairwise_lse.fused_operands import Padded
-from infcl_jax.ops.pairwise_lse.fused_windows import WindowSizes
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig, WindowSizes
 
 
 class Accumulators(NamedTuple):
@@ -174,6 +174,21 @@ class GradientSweep:
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         return constant(shape, 0, jnp.float32, varying_like=self.operands.x)
+
+
+def row_slices(
+    acc: Float[Array, "rows k"] | None, padded: Padded, windows: WindowConfig, tile_rows: int
+) -> tuple[Float[Array, "_ k"], ...] | None:
+    """Split a padded row accumulator into row slices; None for None.
+
+    There are several slices with bf16 features and fp32 accumulators, as in a ring, see `WindowConfig.row_slice`.
+    """
+    if acc is None:
+        return None
+    rows = size = acc.shape[0]
+    if padded.num_terms == 1 and acc.dtype == jnp.float32:
+        size = windows.row_slice(rows, tile_rows)
+    return tuple(acc[n : n + size] for n in range(0, rows, size))
 
 
 def combine_rows(combine: Callable[[Array, Array], Array], acc: Array, update: Array, first: Array) -> Array:

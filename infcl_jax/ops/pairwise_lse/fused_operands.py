@@ -101,8 +101,8 @@ class Padded:
           column_shift: max-shift of the columns' exponents in nats, `[]` or `[by]`; not read with a shared scale.
         """
         rows, columns = self.x.shape[0], self.y.shape[0]
-        row_masked = _mask_shift(block.x_mask, self.bx, rows)
-        column_masked = _mask_shift(block.y_mask, self.by, columns)
+        row_masked = mask_shift(block.x_mask, self.bx, rows)
+        column_masked = mask_shift(block.y_mask, self.by, columns)
 
         def vector(a: Array, size: int, count: int, gain: float = 1) -> Array:
             """Convert `a`, scalar or `[size]`, to base 2 and pad it to `[count]`."""
@@ -184,7 +184,7 @@ def pad_to(array: Array, shape: tuple[int, ...], value: Any = 0) -> Array:
     return jnp.pad(array, widths, constant_values=value) if any(w for _, w in widths) else array
 
 
-def _mask_shift(mask: Bool[Array, "{count}"] | None, count: int, padded: int) -> Float32[Array, "{padded}"] | None:
+def mask_shift(mask: Bool[Array, "{count}"] | None, count: int, padded: int) -> Float32[Array, "{padded}"] | None:
     """Return the shift fp32 `[padded]`: +inf for masked rows and padding, else 0.
 
     Returns None if nothing is masked or padded.

@@ -23,6 +23,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     SUBTILE,
     TILE_K,
     WARPGROUPS,
+    Product,
     TileSchedule,
     WorkTile,
     window_offset,
@@ -41,10 +42,10 @@ def run(
     *,
     init: Callable[[WorkTile], Any],
     prefetch: Callable[[WorkTile], Any],
-    epilogue: Callable[[WorkTile, Array, Any, Any], Any],
+    epilogue: Callable[..., Any],
     finalize: Callable[[WorkTile, Any], None],
 ) -> dict[str, Array]:
-    """Compute the tiles of `x @ y.T` and call the epilogue on each.
+    """Compute the tiles of `x @ y.T`, and of `schedule.others`, and call the epilogue on each.
 
     Args:
       schedule: tile schedule.
@@ -53,14 +54,15 @@ def run(
       results: shapes and dtypes of the results by name.
       init: `init(work) -> carry` at the start of a task.
       prefetch: `prefetch(work) -> vectors` of a tile, before its GEMM.
-      epilogue: `epilogue(work, s, vectors, carry) -> carry` of a tile; `s` is fp32 `[rows, columns]` in registers.
+      epilogue: `epilogue(work, *s, vectors, carry) -> carry` of a tile; `s` is fp32 `[rows, columns]` in registers, one
+        array for each of `schedule.products`.
       finalize: `finalize(work, carry)` stores the carry at the end of a task.
 
     Returns:
       The results by name.
     """
     t = schedule.tiles
-    lag = min(t.lag, schedule.steps)
+    lag = min(t.lag, schedule.products[0].steps)
     multicast = "member" if t.cluster > 1 else None
 
     def kernel(*refs: Any) -> None:
@@ -86,26 +88,26 @@ def run(
 
             def load_tile(i: Array, r: Array, step: Array) -> Array:
                 work = task_of(i).tile(r)
-                for p, q in schedule.pairs:
+                for product, p, q in [(gemm, *pair) for gemm in schedule.products for pair in gemm.pairs]:
 
-                    def load(k: Array, step: Array, p: int = p, q: int = q) -> Array:
+                    def load(k: Array, step: Array, product: Product = product, p: int = p, q: int = q) -> Array:
                         slot = lax.rem(step, t.stages)
 
                         @pl.when(step >= t.stages)
                         def _() -> None:
                             plgpu.barrier_wait(empty.at[slot])
 
-                        def features(term: int, k: Array = k) -> Any:
-                            return pl.ds(term * schedule.width + k * TILE_K, TILE_K)
+                        def features(term: int) -> Any:
+                            return pl.ds(term * product.width + k * TILE_K, TILE_K)
 
                         rows = pl.ds(window_offset(named, 0) + work.row_tile * t.cta_rows, t.cta_rows)
                         columns = pl.ds(window_offset(named, 1) + work.column, t.columns)
-                        x, y = named["x"].at[rows, features(p)], named["y"].at[columns, features(q)]
+                        x, y = named[product.x].at[rows, features(p)], named[product.y].at[columns, features(q)]
                         plgpu.copy_gmem_to_smem(x, x_s.at[slot], full.at[slot], collective_axes=multicast)
                         plgpu.copy_gmem_to_smem(y, y_s.at[slot], full.at[slot])
                         return step + 1
 
-                    step = lax.fori_loop(0, schedule.width // TILE_K, load, step)
+                    step = lax.fori_loop(0, product.width // TILE_K, load, step)
                 return step
 
             def load_task(i: Array, step: Array) -> Array:
@@ -150,13 +152,23 @@ def run(
                 work = task.tile(r)
                 vectors = prefetch(work)
 
-                def scope(acc: Any) -> tuple[Array, Any]:
-                    next_step = lax.fori_loop(0, schedule.steps, functools.partial(multiply, acc), step)
-                    s = acc[...]
-                    plgpu.barrier_arrive(empty.at[lax.rem(next_step - 1, t.stages)])
-                    return next_step, epilogue(work, s, vectors, carry)
+                def multiply_all(product: Product, step: Array, use: Callable[[Array], Any]) -> tuple[Array, Any]:
+                    """Compute one similarity tile and return `use` of it."""
 
-                return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
+                    def scope(acc: Any) -> tuple[Array, Any]:
+                        next_step = lax.fori_loop(0, product.steps, functools.partial(multiply, acc), step)
+                        s = acc[...]
+                        plgpu.barrier_arrive(empty.at[lax.rem(next_step - 1, t.stages)])
+                        return next_step, use(s)
+
+                    return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
+
+                *first, last = schedule.products
+                tiles: list[Array] = []
+                for product in first:
+                    step, s = multiply_all(product, step, lambda s: s)
+                    tiles.append(s)
+                return multiply_all(last, step, lambda s: epilogue(work, *tiles, s, vectors, carry))
 
             def compute_task(i: Array, step: Array) -> Array:
                 task = task_of(i)

@@ -85,6 +85,28 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """GEMM of similarities.
+
+    Attributes:
+      x: name of the operand with the row features.
+      y: name of the operand with the column features.
+      width: padded number of features, the contraction length of one GEMM.
+      pairs: pairs of bf16 terms whose GEMMs are summed.
+    """
+
+    x: str
+    y: str
+    width: int
+    pairs: Pairs
+
+    @property
+    def steps(self) -> int:
+        """Steps of one tile."""
+        return len(self.pairs) * self.width // TILE_K
+
+
+@dataclasses.dataclass(frozen=True)
 class TileSchedule:
     """Tile schedule of one kernel call.
 
@@ -101,6 +123,7 @@ class TileSchedule:
       persistent: whether CTAs loop over tasks; otherwise each CTA runs one task.
       diagonal: whether to compute the tiles on the diagonal only.
       band: whether to compute the column tiles of each row tile in the operands `band_first` and `band_tiles` only.
+      others: further GEMMs of each tile, after that of the operands "x" and "y".
     """
 
     tiles: Tiles
@@ -112,11 +135,12 @@ class TileSchedule:
     persistent: bool
     diagonal: bool = False
     band: bool = False
+    others: tuple[Product, ...] = ()
 
     @property
-    def steps(self) -> int:
-        """Steps of one tile."""
-        return len(self.pairs) * self.width // TILE_K
+    def products(self) -> tuple[Product, ...]:
+        """GEMMs of each tile, in their order."""
+        return Product("x", "y", self.width, self.pairs), *self.others
 
     @property
     def clusters(self) -> int:

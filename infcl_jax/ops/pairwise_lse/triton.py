@@ -138,9 +138,7 @@ class TritonLauncher:
             **constants,
             WIDTH=width,
             STRIDE=operands["x"].shape[1],
-            NUM_PAIRS=len(pairs),
-            X_TERMS=_digits([p for p, _ in pairs]),
-            Y_TERMS=_digits([q for _, q in pairs]),
+            **pair_constants(pairs),
             BLOCK_M=c.block_m,
             BLOCK_N=c.block_n,
             BLOCK_D=c.block_d,
@@ -150,6 +148,17 @@ class TritonLauncher:
             *(jax.typeof(a).manual_axis_type.varying for a in operands.values() if a is not None)
         )
         return {name: as_varying(a, varying) for name, a in zip(results, out, strict=True)}
+
+    def positives(
+        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
+    ) -> Float32[Array, "rows"]:
+        """Implement `Kernels.positives`."""
+        rows = x.shape[0]
+        num_tiles = rows // min(self.config.block_m, self.config.block_n)
+        out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
+        operands = {"x": x, "y": y}
+        launch = functools.partial(self._launch, load()[1].diagonal_kernel, "pairwise_diagonal")
+        return launch(num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,17 +203,6 @@ class TritonKernels(TritonLauncher):
         out = self._compute_tiles(operands, weights, window, pairs, needed, exclude=exclude, terms=terms)
         row = out["row_partials"].sum(0) if moments else None
         return out["ds"], row, out["column_partials"].sum(0) if column_moment else None
-
-    def positives(
-        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
-    ) -> Float32[Array, "rows"]:
-        """Implement `Kernels.positives`."""
-        rows = x.shape[0]
-        num_tiles = rows // min(self.config.block_m, self.config.block_n)
-        out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
-        operands = {"x": x, "y": y}
-        launch = functools.partial(self._launch, load()[1].diagonal_kernel, "pairwise_diagonal")
-        return launch(num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
 
     def positive_sums(
         self, operands: Operands, pairs: Pairs, *, maxima: bool
@@ -277,6 +275,15 @@ class TritonKernels(TritonLauncher):
             MAXIMA=maxima,
             DS_TERMS=terms,
         )
+
+
+def pair_constants(pairs: Pairs) -> dict[str, int]:
+    """Return the kernels' constants NUM_PAIRS, X_TERMS and Y_TERMS."""
+    return {
+        "NUM_PAIRS": len(pairs),
+        "X_TERMS": _digits([p for p, _ in pairs]),
+        "Y_TERMS": _digits([q for _, q in pairs]),
+    }
 
 
 def _digits(terms: list[int]) -> int:

@@ -54,6 +54,25 @@ def load_vector(ptr, offs):
 
 
 @triton.jit
+def tile_of(window_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the tile of this program, its first row and its first column."""
+    tiles_m, tiles_n = tl.load(window_ptr + 2), tl.load(window_ptr + 3)
+    program = tl.program_id(0)
+    tile_m, tile_n = tl.swizzle2d(program // tiles_n, program % tiles_n, tiles_m, tiles_n, GROUP_M)
+    start_m = tl.load(window_ptr) + tile_m * BLOCK_M
+    start_n = tl.load(window_ptr + 1) + tile_n * BLOCK_N
+    return (tile_m, tile_n, tiles_m, tiles_n), start_m, start_n
+
+
+@triton.jit
+def store_rows(ptr, tile, values):
+    """Store one value for each row of a tile in `[tiles_n, rows]`."""
+    BLOCK_M: tl.constexpr = values.shape[0]
+    tile_m, tile_n, tiles_m, _ = tile
+    tl.store(ptr + tile_n * (tiles_m.to(tl.int64) * BLOCK_M) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M), values)
+
+
+@triton.jit
 def exponentials(exponent, positive, EXCLUDE: tl.constexpr, MAXIMA: tl.constexpr):
     """Compute the exponentials in base 2, or return the exponents if `MAXIMA`."""
     if EXCLUDE and positive is not None:

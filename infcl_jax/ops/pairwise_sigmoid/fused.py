@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float32, Int32
 from infcl_jax.ops.pairwise_lse import base as lse
 from infcl_jax.ops.pairwise_lse.base import Array, constant
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
-from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows
+from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows, row_slices
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded, pad_to
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
@@ -70,12 +70,7 @@ class Fused:
         padded = self._padded(block)
         x_term, y_term = (a[:, : padded.width] for a in (padded.x, padded.y))
         acc = zero_accumulators(x_term, y_term, block, needs_grad, dtype)
-        if acc.x is None:
-            return acc
-        rows = slice_rows = acc.x.shape[0]
-        if padded.num_terms == 1 and dtype == jnp.float32:  # bf16 features in a ring
-            slice_rows = self.windows.row_slice(rows, self.kernels.tile[0])
-        return acc._replace(x=tuple(acc.x[n : n + slice_rows] for n in range(0, rows, slice_rows)))
+        return acc._replace(x=row_slices(acc.x, padded, self.windows, self.kernels.tile[0]))
 
     def backward(self, block: Block, cotangents: Sums, acc: Gradient) -> Gradient:
         """Implement `base.Backend.backward`."""

@@ -8,7 +8,7 @@ constants are those of `pairwise_lse.triton_kernels`.
 import triton
 import triton.language as tl
 
-from infcl_jax.ops.pairwise_lse.triton_kernels import load_vector, similarity_tile, store_ds
+from infcl_jax.ops.pairwise_lse.triton_kernels import load_vector, similarity_tile, store_ds, store_rows, tile_of
 from infcl_jax.ops.pairwise_sigmoid import softplus
 
 LN2 = tl.constexpr(softplus.LN2)
@@ -40,25 +40,6 @@ def row_sum(linear, e):
     """
     u = merge_halves(merge_halves(merge_halves(e)))
     return tl.sum(linear, 1) * LN2 + tl.sum(log1p(u), 1)
-
-
-@triton.jit
-def store_rows(ptr, tile, values):
-    """Store one value for each row of a tile in `[tiles_n, rows]`."""
-    BLOCK_M: tl.constexpr = values.shape[0]
-    tile_m, tile_n, tiles_m, _ = tile
-    tl.store(ptr + tile_n * (tiles_m.to(tl.int64) * BLOCK_M) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M), values)
-
-
-@triton.jit
-def tile_of(window_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return the tile of this program, its first row and its first column."""
-    tiles_m, tiles_n = tl.load(window_ptr + 2), tl.load(window_ptr + 3)
-    program = tl.program_id(0)
-    tile_m, tile_n = tl.swizzle2d(program // tiles_n, program % tiles_n, tiles_m, tiles_n, GROUP_M)
-    start_m = tl.load(window_ptr) + tile_m * BLOCK_M
-    start_n = tl.load(window_ptr + 1) + tile_n * BLOCK_N
-    return (tile_m, tile_n, tiles_m, tiles_n), start_m, start_n
 
 
 @triton.jit

@@ -11,11 +11,12 @@ import properties_ids
 import pytest
 import runs
 
-from experiments.benchmarks import exact_siglip, timing
+from experiments.benchmarks import exact_siglip, loss_case, timing
 from experiments.benchmarks import loss as benchmark_loss
 from experiments.benchmarks.exact_loss import exact_gradients, relative_errors
 from experiments.benchmarks.harness import OUT_OF_MEMORY
-from experiments.benchmarks.loss import PICTURE_FILE, RECORDS_FILE, Case, Settings
+from experiments.benchmarks.loss import PICTURE_FILE, RECORDS_FILE
+from experiments.benchmarks.loss_case import Case, Settings
 
 MODULE = "experiments.benchmarks.loss"
 SMALL = Settings(("xla", "dense"), batch=(64, 96), features=(32,), repeats=1, samples=5)
@@ -70,8 +71,8 @@ def test_rates_count_what_the_loss_needs_and_are_per_device(tmp_path):
 
 
 def test_a_known_rate():
-    flops = benchmark_loss.total_flops(65_536, 512)
-    assert flops == 4 * benchmark_loss.forward_flops(65_536, 512)
+    flops = loss_case.total_flops(65_536, 512)
+    assert flops == 4 * loss_case.forward_flops(65_536, 512)
     assert timing.tflops(flops, 27.6e-3) == pytest.approx(637.4, abs=0.1)
     assert timing.tflops(flops, 27.6e-3, devices=8) == pytest.approx(637.4 / 8, abs=0.1)
 
@@ -140,6 +141,25 @@ def test_the_sigmoid_loss_is_measured(tmp_path):
     assert all(record[name] <= most for name, most in (ERRORS | {"bias_error": 1e-5}).items())
 
 
+DISTILLED = Settings(("xla",), (48,), (33,), "float32", 14.5, samples=7, loss="distillation", teacher_features=20)
+
+
+def test_the_exact_gradients_of_the_distillation_loss_are_those_of_the_oracle():
+    case = Case.draw(48, 33, DISTILLED, oracle.mesh_of(2))
+    student, teacher = ([np.asarray(a) for a in f[:2]] for f in (case.operands, case.teacher))
+    _, loss, (d_image, d_text, d_scale), _ = oracle.distillation(student, teacher, 14.5, 50.0)
+    expected = (loss, d_image[case.rows], d_text[case.rows], d_scale)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), tuple(case.exact()), expected)
+
+
+@pytest.mark.usefixtures("no_timing")
+def test_the_distillation_loss_is_measured(tmp_path):
+    (record,) = benchmark_loss.measure_all(DISTILLED, oracle.mesh_of(1), tmp_path)
+    assert record.items() >= {"loss": "distillation", "teacher_features": 20, "teacher_scale": 50.0}.items()
+    assert record["tflops"] == pytest.approx((8 * 33 + 4 * 20) * 48 * 48 / 0.01 / 1e12)
+    assert all(record[name] <= most for name, most in ERRORS.items())
+
+
 @pytest.mark.parametrize("multi_positive", ["mean", "any"])
 @pytest.mark.parametrize("kind", ["unique", "1%", "8"])
 def test_the_exact_gradients_by_id_are_those_of_the_oracle(kind, multi_positive):
@@ -167,6 +187,7 @@ MISTAKES = {
     "no output": ((), "expected --output"),
     "unknown implementation": (("--output={tmp}", "--implementations=xla,fast"), "among dense, .*got 'fast'"),
     "another loss": (("--output={tmp}", "--loss=siglip", "--implementations=dense"), "among ring, .*dense"),
+    "ids with a teacher": (("--output={tmp}", "--loss=distillation", "--ids=8"), "--ids=none with --loss=distillation"),
     "no implementation": (("--output={tmp}", "--implementations="), "expected --implementations"),
     "no number": (("--output={tmp}", "--batch=64,many"), "--batch to be positive integers .*'64,many'"),
     "no width": (("--output={tmp}", "--features=0"), "--features to be positive integers"),

@@ -1,0 +1,226 @@
+"""Fused Pallas Mosaic GPU kernels of distillation for Hopper: epilogues on the tiles of both models.
+
+The main loop and its schedule are those of `pairwise_lse`, with two GEMMs for each tile: the student's, then the
+teacher's. Forward: the epilogue reduces a tile to sums over its columns and over its rows. Backward: it converts the
+recomputed tiles to dS, which two cuBLAS GEMMs multiply with the features.
+
+Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
+
+    registers of a thread, of 232: 64 for each model's accumulator, 32 for each of up to three 64 x 64 fp32 subtiles of
+      the epilogue, of which e and f take the place of finished accumulators, 16 for each column vector of a subtile
+    SMEM, of 227 KiB: 32 KiB for each stage, the features of 128 rows and 128 columns, and in the backward pass 8 KiB
+      for each store slot; 7 stages forward, 6 stages and two slots of each warpgroup backward
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import BFloat16, Float32
+
+from infcl_jax.ops.common.gpu import SM_COUNT
+from infcl_jax.ops.pairwise_distillation.fused_kernel_api import BothPairs, KernelSums, Operands, Weights
+from infcl_jax.ops.pairwise_lse import pallas_mosaic_gpu as lse
+from infcl_jax.ops.pairwise_lse.base import Array
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window, term_width
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import SubtileStore, window_start
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import run
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
+    SUBTILE,
+    TILE_K,
+    Product,
+    Tiles,
+    TileSchedule,
+    WorkTile,
+    broadcast,
+)
+
+FORWARD = Tiles(rows=64, columns=128, stages=7, lag=5)
+BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
+ROW_SHIFTS = ("row_shift", "teacher_row_shift")
+ROW_WEIGHTS = ("row_weight", "teacher_row_weight")
+COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpu:
+    """`fused_kernel_api.Kernels` for Hopper GPUs.
+
+    Attributes:
+      forward: tile sizes of the sums.
+      backward: tile sizes of dS.
+      sm_count: number of SMs.
+      persistent: whether CTAs are persistent, see `TileSchedule`.
+    """
+
+    forward: Tiles = FORWARD
+    backward: Tiles = BACKWARD
+    sm_count: int = SM_COUNT
+    persistent: bool = True
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Row and column multiples of every window."""
+        tiles = self.forward, self.backward
+        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
+
+    @property
+    def depth(self) -> int:
+        """Multiple to which the numbers of features are padded."""
+        return TILE_K
+
+    @functools.partial(jax.jit, static_argnames=("self", "pairs"))
+    def sums(self, operands: Operands, window: Window, pairs: BothPairs) -> tuple[KernelSums, KernelSums]:
+        """Implement `Kernels.sums`."""
+        schedule = self._schedule(self.forward, operands, window, pairs)
+        tiles = schedule.tiles
+
+        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
+            # The warpgroups take turns, because their reductions over rows share one SMEM buffer.
+            with work.serialized():
+                for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
+                    row_sums: list[Array] = []
+                    for j in _subtiles(tiles.columns):
+                        at = slice(i, i + SUBTILE), slice(j, j + SUBTILE)
+                        terms = _terms(work, s[at], u[at], row_vectors, i, j)
+                        reduced = [term.sum(1) for term in terms.values()]
+                        row_sums = [a + b for a, b in zip(row_sums, reduced, strict=True)] if row_sums else reduced
+                        for name, term in terms.items():
+                            partials = work.refs[f"column_{name}"].at[work.row // SUBTILE + i // SUBTILE]
+                            partials[pl.ds(work.column + j, SUBTILE)] = term.sum(0)
+                    for name, row_sum in zip(KernelSums._fields, row_sums, strict=True):
+                        work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+            return carry
+
+        shapes = {
+            "row": (schedule.column_tiles, window.rows),
+            "column": (window.rows // SUBTILE, window.columns),
+        }
+        partials = run(
+            schedule,
+            _named_operands(operands, window),
+            {
+                f"{side}_{name}": jax.ShapeDtypeStruct(shape, jnp.float32)
+                for side, shape in shapes.items()
+                for name in KernelSums._fields
+            },
+            init=lambda work: (),
+            prefetch=functools.partial(_load_rows, ROW_SHIFTS),
+            epilogue=epilogue,
+            finalize=lambda work, carry: None,
+        )
+        row, column = (
+            KernelSums(*(partials[f"{side}_{name}"].sum(0) for name in KernelSums._fields)) for side in shapes
+        )
+        return row, column
+
+    @functools.partial(jax.jit, static_argnames=("self", "pairs", "terms", "moments"))
+    def ds(
+        self, operands: Operands, weights: Weights, window: Window, pairs: BothPairs, *, terms: int, moments: bool
+    ) -> tuple[BFloat16[Array, "{window.rows} {terms*window.columns}"], Float32[Array, "{window.rows}"] | None]:
+        """Implement `Kernels.ds`."""
+        schedule = self._schedule(self.backward, operands, window, pairs)
+        tiles = schedule.tiles
+
+        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
+            store = SubtileStore(work, terms)
+            for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
+                moment = None
+                for j in _subtiles(tiles.columns):
+                    s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
+                    ds = _gradient(work, s_ij, u_ij, row_vectors, i, j)
+                    if moments:
+                        reduced = (ds * s_ij).sum(1)
+                        moment = reduced if moment is None else moment + reduced
+                    store(ds, i, j)
+                if moments:
+                    work.refs["moment"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = moment
+            return carry
+
+        results = {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
+        if moments:
+            results["moment"] = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
+        named = {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
+        out = run(
+            schedule,
+            _named_operands(operands, window) | named,
+            results,
+            init=lambda work: (),
+            prefetch=functools.partial(_load_rows, ROW_SHIFTS + ROW_WEIGHTS),
+            epilogue=epilogue,
+            finalize=lambda work, carry: None,
+        )
+        return out["ds"], out["moment"].sum(0) if moments else None
+
+    def positives(
+        self, x: BFloat16[Array, "rows k"], y: BFloat16[Array, "rows k"], pairs: Pairs
+    ) -> Float32[Array, "rows"]:
+        """Implement `Kernels.positives`."""
+        kernels = lse.MosaicGpu(forward=self.forward, sm_count=self.sm_count, persistent=self.persistent)
+        return kernels.positives(x, y, pairs)
+
+    def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: BothPairs) -> TileSchedule:
+        student, teacher = pairs
+        return TileSchedule(
+            tiles,
+            window.rows,
+            window.columns,
+            term_width(operands.x, student),
+            student,
+            self.sm_count,
+            self.persistent,
+            others=(Product("teacher_x", "teacher_y", term_width(operands.teacher_x, teacher), teacher),),
+        )
+
+
+def _named_operands(operands: Operands, window: Window) -> dict[str, Array]:
+    """Return kernel operands by name."""
+    return window_start(window) | {name: a for name, a in operands._asdict().items() if a is not None}
+
+
+def _subtiles(length: int) -> range:
+    """First row or column of each subtile."""
+    return range(0, length, SUBTILE)
+
+
+def _load_rows(names: tuple[str, ...], work: WorkTile) -> list[dict[str, Array]]:
+    """Load row vectors of each subtile of rows."""
+    return [{name: work.load_rows(name, i) for name in names} for i in _subtiles(work.schedule.tiles.rows)]
+
+
+def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
+    """Compute the logits of a subtile, the student's and the teacher's."""
+    return s * work.refs["scale"][0], u * work.refs["teacher_scale"][0]
+
+
+def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j: int) -> tuple[Array, Array]:
+    """Compute the exponentials of a subtile, the student's and the teacher's; 0 for masked pairs."""
+    shifts = [broadcast(rows[name], 0) for name in ROW_SHIFTS]
+    if "column_masked" in work.refs:
+        masked = broadcast(work.load_columns("column_masked", j), 1)
+        shifts = [shift + masked for shift in shifts]
+    return jnp.exp2(z - shifts[0]), jnp.exp2(t - shifts[1])
+
+
+def _terms(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> dict[str, Array]:
+    """Compute the terms of the sums of a subtile, by the fields of `KernelSums`."""
+    z, t = _logits(work, s, u)
+    e, f = _exponentials(work, z, t, rows, j)
+    if "labels" in work.refs:
+        e = work.where_positive(e, i, j, jnp.zeros_like)
+    return dict(zip(KernelSums._fields, (e, f, f * (t - z)), strict=True))
+
+
+def _gradient(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> Array:
+    """Compute dS of a subtile, in fp32: two softmaxes that almost agree cancel."""
+    e, f = _exponentials(work, *_logits(work, s, u), rows, j)
+    row_weights = (broadcast(rows[name], 0) for name in ROW_WEIGHTS)
+    column_weights = (broadcast(work.load_columns(name, j), 1) for name in COLUMN_WEIGHTS)
+    student, teacher = (
+        value * (row + column) for value, row, column in zip((e, f), row_weights, column_weights, strict=True)
+    )
+    if "labels" in work.refs:
+        student = work.where_positive(student, i, j, lambda _: broadcast(work.load_rows("positive_weight", i), 0))
+    return student - teacher

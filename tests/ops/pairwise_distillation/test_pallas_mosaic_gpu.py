@@ -1,0 +1,109 @@
+"""Hopper kernels of distillation, interpreted or lowered for CUDA."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpus import ALONE, count_kernels, described
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from oracle_distillation import check, make
+
+from infcl_jax.losses import clip_and_distillation
+from infcl_jax.ops.pairwise_distillation.base import NeedsGrad
+from infcl_jax.ops.pairwise_distillation.fused import MAX_FORWARD_PAIRS, Fused
+from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu import MosaicGpu
+from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
+
+DEADLOCK = 300  # seconds
+SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, store_slots=1)
+CLUSTERED = MosaicGpu(SMALL, SMALL, sm_count=4)
+SINGLE = MosaicGpu(*[dataclasses.replace(SMALL, columns=128, cluster=1, stages=2, lag=0)] * 2, sm_count=4)
+
+
+@pytest.fixture
+def interpreter(capsys):
+    """Runs kernels in the interpreter and fails on races; a deadlock ends the process."""
+    faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
+    with contextlib.ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)))
+        stack.enter_context(jax.sharding.use_abstract_mesh(ALONE))
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("k", "options"),
+    [
+        (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
+        (CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}),
+        (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
+        (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),
+    ],
+    ids=["masked", "another teacher", "scale 100", "fp32"],
+)
+def test_options_match_oracle(interpreter, k, options):
+    check(Fused(k), make(**{"bx": 150, "by": 140} | options))
+
+
+def test_windows_make_the_whole_without_gradients_of_the_rows(interpreter, monkeypatch):
+    """Tests windows with remainders, in loops, with rounding per column group."""
+    monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (128, 128))
+    backend = Fused(CLUSTERED, WindowConfig(group_bytes=0))
+    check(backend, make(bx=270, by=200), needs_grad=NeedsGrad(x=False), dtype=jnp.bfloat16)
+
+
+def lowered(rows, dim, teacher_dim, dtype, argnums=(0, 1, 2), mesh=None, mask=False):
+    """Lowers both losses and their gradients for Hopper GPUs."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    student, teacher = (
+        [jax.ShapeDtypeStruct((rows, width), d)] * 2 for width, d in ((dim, dtype), (teacher_dim, jnp.bfloat16))
+    )
+    given = {"mask": jax.ShapeDtypeStruct((rows,), bool)} if mask else {}
+
+    def loss(*operands, **arrays):
+        return sum(clip_and_distillation(*operands, **arrays, mesh=mesh, implementation="mosaic_gpu"))
+
+    with jax.sharding.use_abstract_mesh(mesh or ALONE):
+        gradients = jax.jit(jax.value_and_grad(loss, argnums=argnums))
+        program = gradients.trace(*student, scalar, *teacher, scalar, **given)
+    return program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("dim", "teacher_dim", "dtype", "mask"),
+    [(512, 768, jnp.bfloat16, False), pytest.param(1000, 1024, jnp.float32, True, marks=pytest.mark.slow)],
+)
+def test_large_batches_take_few_kernels_and_little_memory(dim, teacher_dim, dtype, mask):
+    """Windows have few shapes, and arrays are bounded in size.
+
+    No array has more pairs than a window, or more elements than the features' bf16 terms.
+    """
+    b = 65536
+    text = lowered(b, dim, teacher_dim, dtype, mask=mask)
+    assert count_kernels(text) <= 3 * 4
+    arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
+    limit = max(WindowConfig.max_pairs, 3 * b * (max(dim, teacher_dim) + 127), MAX_FORWARD_PAIRS // 64)
+    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= limit
+
+
+def test_gradients_that_are_not_needed_are_not_computed():
+    """Only the scale's gradient: no GEMM of dS, except in the general path."""
+    text = lowered(4096, 512, 512, jnp.bfloat16, argnums=(2,))
+    general = functools.partial(re.findall, r"stablehlo.dot_general.*tensor<(\d+)x")
+    assert all(int(rows) <= 4096 for rows in general(text))
+    assert count_kernels(text) == 3  # sums, positives and dS
+
+
+def test_a_ring_of_eight_lowers():
+    """Lowers inside a checked `shard_map`. Only the own block has positives."""
+    text = lowered(8 * 4096, 512, 512, jnp.bfloat16, mesh=described(data=8))
+    assert count_kernels(text) == 5

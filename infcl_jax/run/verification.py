@@ -14,17 +14,19 @@ from ml_collections import ConfigDict
 from infcl_jax.distributed import shard_batch
 from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
-from infcl_jax.models import TOWERS, CLIPConfig, CLIPOutput, ResNetConfig
+from infcl_jax.models import CLIPConfig, ResNetConfig, TextPairConfig, towers_of
 from infcl_jax.run.model import read_model_config
 from infcl_jax.run.parts import initial_state, loss
+from infcl_jax.run.text_retrieval import read_text_pair
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
 from infcl_jax.training.frozen import merge, module_modes, partition
-from infcl_jax.training.step import encode_rows, evaluate_loss, loss_inputs
+from infcl_jax.training.step import encode_rows, evaluate_loss, loss_inputs, model_output
 from infcl_jax.verification import Report, verify
 
 _ROWS_PER_DEVICE = 4  # two chunks of two rows
 _CHUNKS = 2
+_PASSAGE_CHUNKS = 4  # with a size of their own, so that chunks of queries and of passages differ
 _HEAD_DIM = 64  # every attention implementation supports it
 _TOKENS = 12
 _STEPS = 1000  # of the learning rate schedule
@@ -36,8 +38,8 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
     sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
-    random pairs for each device, with random features of a teacher. Then one step of the optimizer must move all
-    trained groups and no frozen one.
+    random pairs for each device, with random features of a teacher. Queries have random passages, of which some are
+    masked. Nothing is read from disk. Then one step of the optimizer must move all trained groups and no frozen one.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")
@@ -58,22 +60,22 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
     small = small_config(config, _ROWS_PER_DEVICE * mesh.size)
     source = range(2 * small.batch_size)
     state = initial_state(small, mesh, source)  # type: ignore[arg-type]
-    batch = _random_batch(read_model_config(small), small)
+    batch = _random_batch(small)
     set_up = _Run(small, mesh, state, loss(small, mesh, source, _TEACHER_SCALE))  # type: ignore[arg-type]
     reference = small.copy_and_resolve_references()
     reference.implementation = "dense" if "dense" in set_up.loss.implementations else None
-    towers = [TOWERS[name] for name in state.frozen_towers]
+    names = towers_of(state.params)
     with jax.default_matmul_precision("highest"):
         return verify(
             set_up.undivided(loss(reference, None, source, _TEACHER_SCALE)),  # type: ignore[arg-type]
-            {name: set_up.encoder(name) for name in TOWERS},
+            {name: set_up.encoder(name) for name in names},
             jax.device_get(state.params),
-            {name: batch[name] for name in TOWERS} | {n: batch[n] for n in set_up.inputs if n in batch},
+            {name: batch[name] for name in (*names, *set_up.inputs) if name in batch},
             mesh=mesh,
             chunk_size=small.grad_cache.chunk_size,
             value_and_grad=set_up.value_and_grad,
             update=set_up.update,
-            frozen=towers,
+            frozen=[names[name] for name in state.frozen_towers],
             rtol=rtol,
         )
 
@@ -102,31 +104,54 @@ def small_config(config: ConfigDict, rows: int) -> ConfigDict:
         # Replayed chunks differ from those in host memory by their source alone, which is random data here.
         residency = "device" if config.grad_cache.residency == "device" else "host"
         chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
+        if config.grad_cache.passage_chunk_size is not None:
+            chunk["passage_chunk_size"] = rows * _passages(config) // _PASSAGE_CHUNKS
         small.grad_cache.update(chunk)
     return small
 
 
+def _model_config(config: ConfigDict) -> CLIPConfig | TextPairConfig:
+    return read_text_pair(config) or read_model_config(config)
+
+
+def _passages(config: ConfigDict) -> int:
+    """Return the number of passages of a query."""
+    return 1 + config.text_retrieval.hard_negatives
+
+
 def _small_model(config: ConfigDict) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
-    model = read_model_config(config)
+    model = _model_config(config)
     size = _HEAD_DIM * -(-max(config.matryoshka, default=1) // _HEAD_DIM)
     tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
-    text = tower | {"context_length": min(_TOKENS, model.text.context_length)}
-    if isinstance(model.vision, ResNetConfig):
-        vision: dict[str, Any] = {"width": 8, "layers": (1, 1, 1, 1), "heads": 4, "image_size": 64}
-    else:
-        vision = tower | {"image_size": 2 * model.vision.patch_size, "patch_dropout": 0.0}
-    values = {f"{name}.{key}": v for name, fields in (("vision", vision), ("text", text)) for key, v in fields.items()}
+    towers: dict[str, Any] = {"text": tower | {"context_length": min(_TOKENS, model.text.context_length)}}
+    if isinstance(model, CLIPConfig):
+        if isinstance(model.vision, ResNetConfig):
+            towers["vision"] = {"width": 8, "layers": (1, 1, 1, 1), "heads": 4, "image_size": 64}
+        else:
+            towers["vision"] = tower | {"image_size": 2 * model.vision.patch_size, "patch_dropout": 0.0}
+    values = {f"{name}.{key}": v for name, fields in towers.items() for key, v in fields.items()}
     dtypes = dict.fromkeys(("dtype", "param_dtype", "feature_dtype"), "float32")
     return values | dtypes | {"embed_dim": size}
 
 
-def _random_batch(model: CLIPConfig, config: ConfigDict) -> dict[str, np.ndarray]:
-    """Draw images, tokens, sample indices, repeating ids and features of a teacher."""
-    rng, rows, side = np.random.default_rng(config.seed), config.batch_size, model.vision.image_size
+def _random_batch(config: ConfigDict) -> dict[str, np.ndarray]:
+    """Draw the entries of a batch: encoders' inputs, sample indices, repeating ids and features of a teacher.
+
+    The passages of a query are `[p, t]`, the positive first, which is never masked.
+    """
+    model, rng, rows = _model_config(config), np.random.default_rng(config.seed), config.batch_size
+
+    def tokens(*shape: int) -> np.ndarray:
+        return rng.integers(1, model.text.vocab_size, (*shape, model.text.context_length), dtype=np.int32)
+
+    if not isinstance(model, CLIPConfig):
+        mask = np.arange(_passages(config)) < rng.integers(1, _passages(config), (rows, 1), endpoint=True)
+        return {"query": tokens(rows), "passage": tokens(rows, _passages(config)), "passage_mask": mask}
+    side = model.vision.image_size
     return {
         "image": rng.integers(0, 256, (rows, side, side, 3), dtype=np.uint8),
-        "text": rng.integers(1, model.text.vocab_size, (rows, model.text.context_length), dtype=np.int32),
+        "text": tokens(rows),
         "index": rng.permutation(2 * rows)[:rows].astype(np.int32),
         "ids": rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32),
         **{name: _random_features(rng, rows) for name in TEACHER_INPUTS},
@@ -138,9 +163,16 @@ def _random_features(rng: np.random.Generator, rows: int) -> np.ndarray:
     return features / np.linalg.norm(features, axis=1, keepdims=True)
 
 
+def _flat_passages(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the axes of queries and passages, as in the batches of the step and the loss."""
+    return {name: a.reshape(-1, *a.shape[2:]) if name.startswith("passage") else a for name, a in batch.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """Training step of a run as a function of parameters and batch.
+
+    Batch entries have one row for each pair or query: passages are `[b, p, ...]`.
 
     Attributes:
       config: settings.
@@ -161,7 +193,7 @@ class _Run:
 
     def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
         """Run the step with an optimizer that stores the gradients."""
-        cache, host = GradCacheConfig(**self.config.grad_cache), jax.device_get(dict(batch))
+        cache, host = GradCacheConfig(**self.config.grad_cache), _flat_passages(jax.device_get(dict(batch)))
         step = make_train_step(self.loss, self.config.seed, cache, self.mesh, self.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
@@ -183,24 +215,26 @@ class _Run:
             variables = jax.device_get(self.state.variables) | {"params": merge(trained, jax.lax.stop_gradient(fixed))}
             options: dict[str, Any] = {"rngs": {"dropout": jax.random.key(0)}, "mutable": ["batch_stats"]}
 
+            flat = _flat_passages({name: rows})[name]
+
             def method(model: Any) -> jax.Array:
-                return encode_rows(model, name, rows, frozen=False)
+                return encode_rows(model, name, flat, frozen=False)
 
             with module_modes(params, self.state.frozen):
-                return self.state.apply_fn(variables, method=method, **options)[0]
+                features = self.state.apply_fn(variables, method=method, **options)[0]
+            return features.reshape(*rows.shape[:2], -1) if name == "passage" else features
 
         return encode
 
     def undivided(self, one_device: Loss) -> Any:
         """Return the loss on one device as a function of parameters and features."""
-        model = read_model_config(self.config)
-        samples = one_device.init_samples(2 * self.config.batch_size, model.init_logit_scale)
+        init_logit_scale = getattr(_model_config(self.config), "init_logit_scale", 0.0)
+        samples = one_device.init_samples(2 * self.config.batch_size, init_logit_scale)
 
         def value(params: Any, features: Mapping[str, Any]) -> jax.Array:
             scalars = self.state.apply_fn({"params": params}, method="logit_scale_and_bias")
-            output = CLIPOutput(features["image"], features["text"], *scalars)
-            state = self.state.replace(samples=samples, step=0)
-            return evaluate_loss(one_device, output, loss_inputs(one_device, state, features))[0]
+            flat, state = _flat_passages(features), self.state.replace(samples=samples, step=0)
+            return evaluate_loss(one_device, model_output(flat, *scalars), loss_inputs(one_device, state, flat))[0]
 
         return value
 

@@ -22,6 +22,8 @@ _FLOOR = 1e-6
 # Largest error by rounding to bf16, in which features near scale 100 lose about 4 % of the gradient.
 _BF16_ERROR = 0.2
 _LOW_PRECISION = ("bf16[", "f16[", "f8_")
+# Largest rounding error of a set-up relative to that of the undivided loss, whose sums are in another order.
+_ROUNDING_FACTOR = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,17 @@ def find_causes(
         text = f"the largest error falls from {measured.largest_error:.1e} to {exact.largest_error:.1e} in float64"
         return (Cause("low_precision", f"{text}; raise the precision of parameters, features or sums, or rtol"),), ()
     measured = exact or measured
+    # A set-up that casts to fp32 stays in fp32. Only errors above its rounding tell which groups are wrong.
+    undivided = Measured.compare(*problem.value_and_grad(narrow=True), expected, frozen, rtol).largest_error
+    rounding = _ROUNDING_FACTOR * undivided
+    if measured.largest_error <= rounding:
+        text = (
+            f"the largest error, {measured.largest_error:.1e}, is due to rounding: without float64, the undivided loss "
+            f"has an error of {undivided:.1e}"
+        )
+        return (Cause("low_precision", f"{text}; raise the precision of parameters, features or sums, or rtol"),), ()
+    if rtol < rounding < _SLOPE_RTOL:
+        rtol, measured = rounding, dataclasses.replace(measured, rtol=rounding)
     cause = _scaled(problem, set_up, measured, frozen, rtol) or _other_rows(problem, measured, expected, rtol)
     if cause is None and problem.mixes_rows():
         cause = Cause(

@@ -65,7 +65,7 @@ class Problem:
         """Return the problem of every row twice, which has twice the chunks."""
         return dataclasses.replace(self, batch=jax.tree.map(lambda a: np.concatenate([a, a]), dict(self.batch)))
 
-    def value_and_grad(self, only: np.ndarray | None = None) -> tuple[float, Any]:
+    def value_and_grad(self, only: np.ndarray | None = None, *, narrow: bool = False) -> tuple[float, Any]:
         """Compute the undivided loss and its gradient.
 
         In float64, except with a random key: `jax.random` draws other numbers under `jax.enable_x64`, so the dtypes
@@ -73,9 +73,11 @@ class Problem:
 
         Args:
           only: rows whose features pass on gradients; None: all rows.
+          narrow: whether to compute in the dtypes of the parameters and the batch, also without a key.
         """
-        with float64(self.rng is None), jax.default_matmul_precision("highest"):
-            params, batch = (wide(tree) if self.rng is None else tree for tree in (self.params, dict(self.batch)))
+        widened = self.rng is None and not narrow
+        with float64(widened or bool(jax.config.jax_enable_x64)), jax.default_matmul_precision("highest"):
+            params, batch = (wide(tree) if widened else tree for tree in (self.params, dict(self.batch)))
             passing = None if only is None else np.isin(np.arange(self.rows), only)
 
             def value(params: Any) -> Array:
@@ -83,7 +85,7 @@ class Problem:
                 if passing is not None:
                     features = jax.tree.map(lambda f: _stop_rows(f, passing), features)
                 # The loss is in float64 even if an encoder casts to a lower precision.
-                return self.loss(params, batch | (wide(features) if self.rng is None else features))
+                return self.loss(params, batch | (wide(features) if widened else features))
 
             loss, grads = jax.jit(jax.value_and_grad(value))(params)
             return float(loss), jax.device_get(grads)

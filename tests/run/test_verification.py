@@ -5,7 +5,7 @@ import oracle
 import pytest
 import runs
 
-from configs import base, digits, fastclip, quickstart
+from configs import base, digits, disco_clip, dpr, fastclip, inf_cl, openclip, quickstart, siglip
 from infcl_jax import run
 from infcl_jax.run.verification import small_config
 from infcl_jax.training import TrainState
@@ -13,7 +13,16 @@ from infcl_jax.training import TrainState
 SHIPPED = {
     "base": base.get_config,
     "digits": digits.get_config,
+    "disco_clip": disco_clip.get_config,
+    "disco_clip:implementation=disco": lambda: disco_clip.get_config("laion100m,implementation=disco"),
+    "dpr": dpr.get_config,
+    "dpr:gpus=8": lambda: dpr.get_config("gpus=8"),
+    "inf_cl": inf_cl.get_config,
+    "inf_cl:experiment=clip,offload=yes": lambda: inf_cl.get_config("laion400m,experiment=clip,offload=yes"),
+    "openclip": openclip.get_config,
     "quickstart": quickstart.get_config,
+    "siglip": siglip.get_config,
+    "siglip:siglit": lambda: siglip.get_config("siglit"),
     **{
         f"fastclip:{size},loss={loss}": lambda size=size, loss=loss: fastclip.get_config(f"{size},loss={loss}")
         for size, experiments in fastclip._EXPERIMENTS.items()
@@ -25,7 +34,7 @@ SHIPPED = {
 def mark(name):
     """Sizes of FastCLIP differ in the model, which is small here, and in the optimizer."""
     losses = ("sogclr", "isogclr", "const")  # which the medium size lacks
-    repeated = name.startswith("fastclip") and "medium" not in name and not name.endswith(losses)
+    repeated = "medium" not in name and not name.endswith(losses) if name.startswith("fastclip") else ":" in name
     return pytest.mark.full if repeated else pytest.mark.slow
 
 
@@ -95,7 +104,7 @@ def test_a_mistake_in_the_trainer_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rtol", "status", "verdict"), [("1e-3", 0, "right: "), ("1e-12", 1, "wrong: ")])
+@pytest.mark.parametrize(("rtol", "status", "verdict"), [("1e-3", 0, "right: "), ("1e-12", 1, "wrong: low_precision")])
 def test_the_exit_status_is_the_verdict(rtol, status, verdict, tmp_path):
     flags = (*runs.flags(runs.config(cpu_devices=2)), f"--rtol={rtol}", f"--output={tmp_path / 'errors.png'}")
     finished = runs.command("experiments.verify", *flags, cpu_devices=2)

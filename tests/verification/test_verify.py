@@ -143,6 +143,10 @@ def on_devices(**changes):
     return {"devices": DEVICES}, functools.partial(inside, **changes)
 
 
+def to_fp32(features):
+    return features.astype(jnp.float32)
+
+
 def mean_of_chunks(chunks):
     return sum(chunks) / len(chunks)
 
@@ -177,6 +181,14 @@ MISTAKES = [
     pytest.param("not_finite", *on_chunks(merge=lambda chunks: sum(chunks) * jnp.nan), marks=slow),
     pytest.param("scaled", *on_chunks(merge=lambda chunks: 0.7 * sum(chunks)), marks=slow),
     pytest.param("unknown", {"chunk_size": CHUNK}, nearly, marks=slow),
+    # Below the rounding error of fp32, to which the set-up casts.
+    pytest.param("low_precision", {"chunk_size": CHUNK, "rtol": 1e-12}, on_chunks(cast=to_fp32)[1], marks=slow),
+    pytest.param(
+        "mean_over_chunks",
+        {"chunk_size": CHUNK, "rtol": 1e-12},
+        on_chunks(cast=to_fp32, merge=mean_of_chunks)[1],
+        marks=slow,
+    ),
 ]
 
 

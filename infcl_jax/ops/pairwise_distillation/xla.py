@@ -160,7 +160,7 @@ def _strip_sums(pairs: _Pairs, shifts: tuple[Array | None, Array | None], axis: 
 
 
 def _log_sum(
-    z: Float[Array, "rows columns"], valid: Bool[Array, "rows columns"] | None, shift: Array | None, axis: int
+    z: Float[Array, "rows columns"], valid: Bool[Array, "#rows #columns"] | None, shift: Array | None, axis: int
 ) -> tuple[LogSum, Float[Array, "rows columns"]]:
     """Return the log-sum-exp over an axis and its terms.
 

@@ -134,9 +134,9 @@ def _rows_of(mesh: Mesh | None) -> NamedSharding | None:
 
 
 def _takes_rng(function: Callable[..., Any], rng: Array | None) -> bool:
-    """Return whether a gradient function has a third positional argument.
+    """Return whether to call a gradient function with a third positional argument.
 
-    Of a wrapper with any number of arguments, such as that of `shard_map`, it has one if there is a key.
+    One with a default, or of a wrapper with any number of arguments, such as that of `shard_map`, is for a key.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -144,4 +144,6 @@ def _takes_rng(function: Callable[..., Any], rng: Array | None) -> bool:
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     any_number = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
-    return len(positional) > 2 or (any_number and rng is not None)
+    if rng is not None:
+        return len(positional) > 2 or any_number
+    return len(positional) > 2 and positional[2].default is inspect.Parameter.empty

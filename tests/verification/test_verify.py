@@ -205,8 +205,13 @@ def test_a_planted_mistake_is_found_and_named(name, options, function, params, b
     assert not report.ok and report.verdict == f"wrong: {name}"
 
 
+def with_default(params, batch, merge=sum):
+    return two_passes(params, batch, merge=merge)
+
+
 RIGHT = [
     ({"chunk_size": CHUNK, "rng": RNG}, two_passes),
+    ({"chunk_size": CHUNK}, with_default),
     ({"devices": DEVICES, "chunk_size": CHUNK, "rng": RNG}, None),
     pytest.param(*on_devices(reduce=summed_gradients), marks=slow),
     pytest.param({"devices": 8, "chunk_size": CHUNK}, None, marks=slow),

@@ -133,7 +133,7 @@ def _forward(plan: Plan, *fields: Array | None) -> tuple[Logits, tuple]:
         exact &= jnp.isfinite(sums.difference).all()
     if plan.axis_name is not None:  # one decision for all devices
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), plan.axis_name), plan.axis_name) > 0
-    final = unless_exact(exact, first, lambda _: _sweep(plan, operands, shared=False))
+    final = unless_exact(exact, first, lambda: _sweep(plan, operands, shared=False))
     rows, columns, positive = final
     logits = Logits(rows.negatives.log(), columns.negatives.log(), positive, rows.gap(), columns.gap())
     return logits, (operands, first, final, exact)
@@ -170,7 +170,7 @@ def _backward(plan: Plan, residuals: tuple, d_logits: Logits) -> tuple:
     d_logits = jax.tree.map(lambda d: d / grad_scale, d_logits)
     # The first sums are used whether they are exact or not, so that the host need not wait for them.
     grads = _gradients(plan, operands, first, d_logits, shared=True)
-    grads = unless_exact(exact, grads, lambda _: _gradients(plan, operands, final, d_logits, shared=False))
+    grads = unless_exact(exact, grads, lambda: _gradients(plan, operands, final, d_logits, shared=False))
     d_x, d_y, d_scale = (g * grad_scale for g in grads)
     return d_x.astype(operands.x.dtype), d_y.astype(operands.y.dtype), d_scale, None, None, None, None
 

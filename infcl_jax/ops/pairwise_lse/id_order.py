@@ -61,18 +61,18 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 
 def sort_block(block: Block) -> tuple[Block, Order, Order]:
-    """Sort rows and columns of a block by group number, except for the features of the columns.
+    """Sort rows and columns of a block by group number.
 
     Returns:
-      The block, and the orders of its rows and columns. `vjp.blockwise` sorts the features `y`.
+      The block, and the orders of its rows and columns.
     """
     x_order, y_order = Order.by(block.x_ids), Order.by(block.y_ids)
     fields = {
         name: (x_order if name.startswith("x") else y_order).sort(array)
         for name, array in block._asdict().items()
-        if name not in ("y", "labels")
+        if name != "labels"
     }
-    return Block(y=block.y, **fields), x_order, y_order
+    return Block(**fields), x_order, y_order
 
 
 def ranges_by_id(

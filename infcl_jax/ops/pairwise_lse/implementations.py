@@ -85,9 +85,9 @@ class Implementation:
         backend = self.backend(not ring.ring_axes(axis_name))
         plan = Plan(self.strategy, backend, axis_name, exclude, columns)
         if block.x_ids is None or not self.sorted_ids:
-            return blockwise(plan, *block, *counts, None)
+            return blockwise(plan, *block, *counts)
         block, x_order, y_order = sort_block(block)
-        row, column, positives = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]), y_order)
+        row, column, positives = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]))
         row, row_positives = jax.tree.map(x_order.restore, (row, positives[0]))
         column, column_positives = jax.tree.map(y_order.restore, (column, positives[1]))
         return row, column, (row_positives, column_positives)

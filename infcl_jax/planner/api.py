@@ -278,9 +278,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
             0 if teacher is None else teacher.forward(workload.shard_rows),
             0,
         ),
-        loss=loss_workspace(
-            workload.implementation, loss_rows, width, dtype, workload.devices, by_id=workload.by_id
-        )
+        loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices, by_id=workload.by_id)
         + (0 if teacher is None else teacher.loss_workspace(workload.implementation, loss_rows, workload.devices)),
         memory_limit=memory_limit,
     )

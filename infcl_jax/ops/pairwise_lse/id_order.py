@@ -14,7 +14,6 @@ from jaxtyping import Int32, Shaped
 from infcl_jax.ops.pairwise_lse.base import FP32_BYTES, Array, Block
 from infcl_jax.ops.pairwise_lse.positives import sort_key
 
-
 # Number of 4-byte vectors `[rows]` that positives by id add to the backward pass: orders, ranges, sums of positives and
 # weights of both sides. Fitted to XLA's memory analysis of `clip_loss` with 512 and 1,024 features.
 NUM_VECTORS = 24

@@ -35,7 +35,7 @@ class OpaqueKernels:
         return row, column if columns else None
 
     def ds(self, operands, weights, window, pairs, *, exclude, terms, moments):
-        shapes = fp32((window.rows,), (window.columns,)) + [((window.rows, terms * window.columns), jnp.bfloat16)]
+        shapes = [*fp32((window.rows,), (window.columns,)), ((window.rows, terms * window.columns), jnp.bfloat16)]
         row, column, ds = results(shapes, operands, weights, window)
         return ds, *((row, column) if moments else (None, None))
 

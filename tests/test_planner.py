@@ -17,6 +17,7 @@ from configs import base
 from infcl_jax import run
 from infcl_jax.models import create_model
 from infcl_jax.ops.attention.api import best_attention
+from infcl_jax.ops.pairwise_lse.id_order import order_bytes
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,
@@ -129,6 +130,14 @@ MEASURED = [
 def test_the_formulas_of_the_loss_meet_the_benchmarks(implementation, batch, width, devices, mib):
     found = loss_workspace(implementation, batch, width, "bfloat16", devices) / MIB
     assert 0.65 < found / mib < 1.15
+
+
+@pytest.mark.parametrize(("implementation", "sorts"), [("mosaic_gpu", True), ("triton", True), ("xla", False)])
+def test_positives_by_id_add_vectors_where_they_are_sorted(implementation, sorts):
+    plans = [plan_memory(runs.workload(implementation=implementation, devices=4, by_id=ids)) for ids in (False, True)]
+    assert plans[1].loss - plans[0].loss == plans[1].peak - plans[0].peak == (order_bytes(16) if sorts else 0)
+    config = runs.config(positives="label", implementation=implementation, batch_size=64)
+    assert run.workload(config, 4).by_id and run.workload(config, 4).implementation == implementation
 
 
 def test_the_devices_at_hand_are_planned_one_by_one(monkeypatch):

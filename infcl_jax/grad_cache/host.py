@@ -64,7 +64,8 @@ class HostDriver:
             lambda copies: jax.tree.map(jnp.zeros_like, widen(copies)), out_shardings=devices.sharding
         )
         self._compiled = {encoder.name: _CompiledEncoder(encoder, devices) for encoder in encoders}
-        self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss))
+        # The cotangents take the memory of the trained features, which positives by id sort into copies.
+        self._loss = jax.jit(functools.partial(_loss_and_cotangents, loss), donate_argnums=2)
         self._finish = jax.jit(lambda direct, sums: jax.tree.map(jnp.add, widen(direct), devices.sum(sums)))
 
     def __call__(

@@ -47,6 +47,7 @@ class Workload:
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
       passages: passages of each query of a `TextPair`.
       teacher: teacher of a run with distillation; None: no distillation.
+      by_id: whether positives are given by id, see `infcl_jax.clip_loss`.
 
     Raises:
       ValueError: a name is unknown, a number is out of range, or the batch or chunk size does not fit the devices.
@@ -67,6 +68,7 @@ class Workload:
     sample_bytes: int = 0
     passages: int = 1
     teacher: TeacherMemory | None = None
+    by_id: bool = False
 
     def __post_init__(self) -> None:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)
@@ -276,7 +278,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
             0 if teacher is None else teacher.forward(workload.shard_rows),
             0,
         ),
-        loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices)
+        loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices, by_id=workload.by_id)
         + (0 if teacher is None else teacher.loss_workspace(workload.implementation, loss_rows, workload.devices)),
         memory_limit=memory_limit,
     )

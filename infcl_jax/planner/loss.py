@@ -19,7 +19,9 @@ from infcl_jax.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
 
 
-def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1) -> int:
+def loss_workspace(
+    implementation: str, batch_size: int, width: int, dtype: Any, devices: int = 1, *, by_id: bool = False
+) -> int:
     """Estimate the workspace in bytes on each device by the implementation's formula.
 
     Examples:
@@ -33,9 +35,11 @@ def loss_workspace(implementation: str, batch_size: int, width: int, dtype: Any,
       width: feature dimension D.
       dtype: dtype of the features.
       devices: number of devices n over which the batch is sharded.
+      by_id: whether positives are given by id. The fused kernels then sort the features. The sorted copies are not
+        counted: in a training step they take the place of the features.
 
     Raises:
       ValueError: the implementation is unknown.
     """
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    return TABLE[implementation].workspace_bytes(batch_size // devices, width, dtype, devices)
+    return TABLE[implementation].workspace_bytes(batch_size // devices, width, dtype, devices, by_id=by_id)

@@ -235,6 +235,7 @@ def workload(
         precomputed=precomputed_towers(config),
         passages=1 if isinstance(model, CLIPConfig) else 1 + config.text_retrieval.hard_negatives,
         teacher=teacher,
+        by_id=loss_fn.targets.by_id,
     )
     if not stores_most:
         return unresolved

@@ -88,7 +88,7 @@ def _forward_sums(plan: Plan, block: Block) -> tuple[PairLogits, tuple]:
         exact &= jnp.isfinite(difference).all()
     if plan.axis_name is not None:  # one decision for all devices
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), plan.axis_name), plan.axis_name) > 0
-    final = unless_exact(exact, first, lambda _: _sweep(plan, plan.general, block))
+    final = unless_exact(exact, first, lambda: _sweep(plan, plan.general, block))
     rows, columns, positive = final
     logits = PairLogits(rows.negatives.log(), columns.negatives.log(), positive, rows.gap(), columns.gap())
     return logits, (first, final, exact)
@@ -142,7 +142,7 @@ def _backward(plan: Plan, residuals: tuple, d_logits: PairLogits) -> tuple:
         return Gradient(d_x, d_y, None if grads.scale is None else grads.scale * grad_scale)
 
     # The first sums are used whether they are exact or not, so that the host need not wait for them.
-    grads = unless_exact(exact, gradient(plan.backend, first), lambda _: gradient(plan.general, final))
+    grads = unless_exact(exact, gradient(plan.backend, first), lambda: gradient(plan.general, final))
     return *grads, None, None, None, None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
@@ -78,8 +78,7 @@ class Fused:
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implement `base.Backend.accumulators`, with padding.
 
-        The gradient of a shared scale has no accumulator, but needs that of x or y (see `gradient`). The accumulator of
-        y can be its features, see `_overwrites_columns`.
+        The gradient of a shared scale has no accumulator, but needs that of x or y (see `gradient`).
         """
         shared = is_shared(block)
         padded = Padded.of(block, self.kernels)
@@ -87,8 +86,6 @@ class Fused:
         stored = NeedsGrad(x, needs_grad.y, needs_grad.x_scale and not shared, needs_grad.y_scale)
         x_term, y_term = (a[:, : padded.width] for a in (padded.x, padded.y))
         acc = zero_gradients(x_term, y_term, block.x_scale, block.y_scale, stored, dtype)
-        if acc.y is not None and _overwrites_columns(block, acc.y):
-            acc = acc._replace(y=padded.y)
         return acc._replace(x=row_slices(acc.x, padded, self.windows, self.kernels.tile[0]))
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
@@ -118,10 +115,7 @@ class Fused:
             fp32=padded.num_terms > 1,
             fp32_accumulators=any(a.dtype == jnp.float32 for a in jax.tree.leaves((acc.x, acc.y))),
         )
-        overwrite = acc.y is not None and _overwrites_columns(block, acc.y)
-        sweep = GradientSweep(
-            self.kernels, padded, operands, padded.weights(weights), sizes, exclude, moments, overwrite
-        )
+        sweep = GradientSweep(self.kernels, padded, operands, padded.weights(weights), sizes, exclude, moments)
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
         needs = {"x_scale": acc.x_scale is not None, "y_scale": acc.y_scale is not None}
@@ -203,14 +197,6 @@ class Fused:
             for n, needed in ((rows, True), (cols, columns))
         )
         return loop_over_slices(rows, window_rows, add_rows, accs)
-
-
-def _overwrites_columns(block: Block, acc: Float[Array, "_ _"]) -> bool:
-    """Return whether the gradients of the columns replace their features, one column group after the other.
-
-    With ids, `vjp` sorts the columns into a copy of their own. In a ring the accumulators have another dtype.
-    """
-    return block.x_ids is not None and block.y.dtype == acc.dtype == jnp.bfloat16
 
 
 def _finite_shift(sums: LogSum | None) -> Array | None:

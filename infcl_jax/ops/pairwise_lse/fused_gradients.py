@@ -25,8 +25,7 @@ class Accumulators(NamedTuple):
 
     Attributes:
       x: row gradients, one array per row slice.
-      y: column gradients, see `GradientSweep.overwrite`. Within a column group: tuple of fp32 gradients, one per
-        window.
+      y: column gradients. Within a column group: tuple of fp32 gradients, one per window.
       row_moment: fp32 `sum_j er_ij s_ij` of each row.
       column_moment: fp32 `sum_i ec_ij s_ij` of each column.
     """
@@ -63,7 +62,6 @@ class GradientSweep:
       sizes: sizes of windows and column groups.
       exclude: whether positives are excluded from the sums.
       moments: whether to compute the moments, for the gradients of per-sample scales.
-      overwrite: whether the column gradients replace `operands.y`, whose rows are their initial values.
     """
 
     kernels: Kernels
@@ -73,7 +71,6 @@ class GradientSweep:
     sizes: WindowSizes
     exclude: bool
     moments: bool
-    overwrite: bool = False
 
     def add_to(self, acc: Accumulators) -> Accumulators:
         """Add the gradients of the block; initialize the moments."""
@@ -89,13 +86,12 @@ class GradientSweep:
         """Add the windows of all rows and `width` columns."""
         x, y, size = acc.x, acc.y, self.sizes.columns
         group = [_Columns(first + c, min(size, width - c)) for c in range(0, width, size)]
-        # Reads the columns from the accumulator, so that XLA updates them in place.
-        sweep = dataclasses.replace(self, operands=self.operands._replace(y=y)) if self.overwrite else self
-        acc = acc._replace(x=None, y=tuple(None if y is None else self._column_gradient(y, *c) for c in group))
+        d_y = (None if y is None else _rows(y, *columns).astype(jnp.float32) for columns in group)
+        acc = acc._replace(x=None, y=tuple(d_y))
         row = 0
         d_x_slices: tuple = ()
         for d_x in x or (None,):
-            d_x, acc = sweep._add_row_slice(row, group, d_x, acc, d_x_slices[-1:])
+            d_x, acc = self._add_row_slice(row, group, d_x, acc, d_x_slices[-1:])
             d_x_slices, row = (*d_x_slices, d_x), row + (0 if d_x is None else d_x.shape[0])
         for d, columns in zip(acc.y, group, strict=True) if y is not None else ():
             y = update_rows(y, d, columns.first)
@@ -175,10 +171,6 @@ class GradientSweep:
             for p, q in padded.gradient_pairs
         )
         return functools.reduce(jnp.add, gemms)
-
-    def _column_gradient(self, y: Array, first: Array, count: int) -> Float32[Array, "_ {self.padded.width}"]:
-        """Return the initial gradient of the columns of one window."""
-        return self._zeros((count, self.padded.width)) if self.overwrite else _rows(y, first, count).astype(jnp.float32)
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         return constant(shape, 0, jnp.float32, varying_like=self.operands.x)

@@ -16,7 +16,7 @@ from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_lse import all_gather, ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Results, Strategy
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
-from infcl_jax.ops.pairwise_lse.id_order import sort_block
+from infcl_jax.ops.pairwise_lse.id_order import order_bytes, sort_block
 from infcl_jax.ops.pairwise_lse.vjp import Plan, blockwise
 from infcl_jax.ops.pairwise_lse.xla_chunked import XlaStrips
 
@@ -85,14 +85,14 @@ class Implementation:
         backend = self.backend(not ring.ring_axes(axis_name))
         plan = Plan(self.strategy, backend, axis_name, exclude, columns)
         if block.x_ids is None or not self.sorted_ids:
-            return blockwise(plan, *block, *counts, None)
+            return blockwise(plan, *block, *counts)
         block, x_order, y_order = sort_block(block)
-        row, column, positives = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]), y_order)
+        row, column, positives = blockwise(plan, *block, x_order.sort(counts[0]), y_order.sort(counts[1]))
         row, row_positives = jax.tree.map(x_order.restore, (row, positives[0]))
         column, column_positives = jax.tree.map(y_order.restore, (column, positives[1]))
         return row, column, (row_positives, column_positives)
 
-    def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int) -> int:
+    def workspace_bytes(self, rows: int, width: int, dtype: Any, devices: int, *, by_id: bool = False) -> int:
         """Estimate the workspace on each device.
 
         Args:
@@ -100,8 +100,10 @@ class Implementation:
           width: feature dimension D.
           dtype: dtype of the features.
           devices: number of devices over which the batch is sharded.
+          by_id: whether positives are given by id.
         """
-        return sum(count(rows, width, dtype, devices) for count in self.workspace)
+        workspace = sum(count(rows, width, dtype, devices) for count in self.workspace)
+        return workspace + (order_bytes(rows) if by_id and self.sorted_ids else 0)
 
 
 def _mosaic_gpu(single_device: bool) -> Backend:

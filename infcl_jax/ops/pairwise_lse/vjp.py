@@ -32,7 +32,6 @@ from infcl_jax.ops.pairwise_lse.base import (
     varying_over,
 )
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices, update_rows
-from infcl_jax.ops.pairwise_lse.id_order import Order
 from infcl_jax.ops.pairwise_lse.stabilization import all_within_range, is_shared, per_sample
 
 # Rows of a gradient that are scaled at a time: 64 MiB in fp32 for 512 features.
@@ -64,14 +63,13 @@ def blockwise(
     y_ids: Int32[Array, "by"] | None,
     x_count: Int32[Array, "bx"] | None,
     y_count: Int32[Array, "by"] | None,
-    y_order: Order | None,
 ) -> Results:
     """Compute row and column log-sum-exps and positives, with a custom VJP.
 
     The arrays are the fields of this device's `base.Block`, and the counts of `positives.Groups`. The results are over
-    all devices. With `y_order`, the columns are in this order, except for `y`, which is sorted here.
+    all devices.
     """
-    block = _sorted_columns(Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, x_ids, y_ids), y_order)
+    block = Block(x, y, x_scale, y_scale, x_mask, y_mask, labels, x_ids, y_ids)
     return _logarithms(block, _sums(plan, block, (x_count, y_count)).final)
 
 
@@ -105,19 +103,16 @@ def _sums(plan: Plan, block: Block, counts: tuple[Array | None, Array | None]) -
     exact = all_within_range(block, first, counts, 1 if axis_name is None else lax.axis_size(axis_name))
     if axis_name is not None:
         exact = lax.pmin(varying_over(exact.astype(jnp.int32), axis_name), axis_name) > 0
-    return _ForwardSums(first, exact, unless_exact(exact, first, lambda _: sums(per_sample(block, plan.columns))))
+    return _ForwardSums(first, exact, unless_exact(exact, first, lambda: sums(per_sample(block, plan.columns))))
 
 
-def unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[Array], T]) -> T:
-    """Return `value` if `exact`, else `recompute(exact)`.
+def unless_exact[T](exact: Bool[Array, ""], value: T, recompute: Callable[[], T]) -> T:
+    """Return `value` if `exact`, else `recompute()`.
 
     On GPUs the host evaluates the condition, so it synchronizes on `exact`. Work enqueued before is not delayed. A loop
-    with zero iterations returns `value` without a copy, unlike a conditional. Only operations on the argument of
-    `recompute`, which is False, are sure to stay in the loop: XLA may move others out of it.
+    with zero iterations returns `value` without a copy, unlike a conditional.
     """
-    return lax.while_loop(
-        lambda state: ~state[0], lambda state: (jnp.ones_like(exact), recompute(state[0])), (exact, value)
-    )[1]
+    return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones_like(exact), recompute()), (exact, value))[1]
 
 
 def _logarithms(block: Block, sums: Sums) -> Results:
@@ -139,21 +134,15 @@ class _StaticNeedsGrad:
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
-    *fields, x_count, y_count, y_order = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
+    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     block = Block(*fields)
     needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
-    ordered = _sorted_columns(block, y_order)
-    sums = _sums(plan, ordered, (x_count, y_count))
-    return _logarithms(ordered, sums.final), (block, y_order, sums, _StaticNeedsGrad(needs_grad))
-
-
-def _sorted_columns(block: Block, order: Order | None) -> Block:
-    return block if order is None else block._replace(y=order.sort(block.y))
+    sums = _sums(plan, block, (x_count, y_count))
+    return _logarithms(block, sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    unsorted, y_order, sums, static = residuals
-    block = _sorted_columns(unsorted, y_order)
+    block, sums, static = residuals
     cotangents = jax.tree.map(lambda c: instantiate(c, block.x), cotangents)
     grad_scale = power_of_two_bound(cotangents, plan.axis_name)
     cotangents = jax.tree.map(lambda d: d / grad_scale, cotangents)
@@ -173,13 +162,10 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         x_scale, y_scale = (None if g is None else g * grad_scale for g in (grads.x_scale, grads.y_scale))
         return Gradient(d_x, d_y, x_scale, y_scale)
 
-    def recompute(exact: Array) -> Gradient:
-        # The sweep above may have overwritten the sorted columns. They are sorted again, by an order that depends on
-        # `exact`: XLA would otherwise keep a copy of the first ones.
-        order = None if y_order is None else y_order._replace(rows=y_order.rows + exact.astype(jnp.int32))
+    def recompute() -> Gradient:
         # The gradient of a shared scale is the sum over its per-sample copies.
         needs_grad = static.needs_grad._replace(y_scale=static.needs_grad.x_scale)
-        grads = gradient(per_sample(_sorted_columns(unsorted, order), plan.columns), sums.final, needs_grad)
+        grads = gradient(per_sample(block, plan.columns), sums.final, needs_grad)
         if not needs_grad.x_scale:
             return grads
         x_scale = grads.x_scale.sum()
@@ -190,9 +176,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     grads = gradient(block, sums.first, static.needs_grad)
     if sums.exact is not None:
         grads = unless_exact(sums.exact, grads, recompute)
-    if y_order is not None and grads.y is not None:
-        grads = grads._replace(y=y_order.restore(grads.y))
-    return *grads, *[None] * (len(Block._fields) + 3 - len(grads))
+    return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
 
 
 def _with_sums(cotangents: Results, sums: Sums) -> Cotangents:

@@ -40,10 +40,14 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import, whichever test imports it first
     jax.config.update("jax_platforms", "cpu")
-    if chosen not in ("slow", "full"):  # small programs: compiling them takes longer than running them
+    if chosen != "full":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
-    # A cache until the end, for processes started here too. A folder for each worker, because outside of the commands
-    # JAX does not write atomically, see infcl_jax/atomic_cache.py.
+    # A cache until the end, for all workers and the processes that they start.
+    from infcl_jax import atomic_cache  # after the import hook
+
+    atomic_cache.install()
+    if hasattr(config, "workerinput"):  # JAX has read the variables below
+        return
     folder = tempfile.TemporaryDirectory(prefix="compiled-")
     config.add_cleanup(folder.cleanup)
     cache = {

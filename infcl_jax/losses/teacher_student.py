@@ -89,9 +89,12 @@ def dense_logits(axis_name: AxisName | None, operands: Operands) -> Logits:
 
     def side(axis: int) -> tuple[Array, Array]:
         masked = jnp.where(valid, t, jnp.full_like(t, -jnp.finfo(dtype).max))
-        lse = jax.nn.logsumexp(masked, axis)
-        p = jnp.where(valid, jnp.exp(masked - jnp.expand_dims(lse, axis)), jnp.zeros_like(t))
-        gap = zero_masked((p * (t - z)).sum(axis) - lse, mask)
+        shift = masked.max(axis)
+        e = jnp.where(valid, jnp.exp(masked - jnp.expand_dims(shift, axis)), jnp.zeros_like(t))
+        sumexp = jnp.maximum(e.sum(axis), 1)  # the largest term is 1; masked rows have none
+        lse = shift + jnp.log(sumexp)
+        # Not exp(t - lse): at a large scale the rounding of lse would keep the probabilities from adding up to one.
+        gap = zero_masked((e * (t - z)).sum(axis) / sumexp - lse, mask)
         lowest = jnp.where(negative, z, jnp.full_like(z, -jnp.finfo(dtype).max))
         negatives = jnp.where(negative.any(axis), jax.nn.logsumexp(lowest, axis), jnp.full_like(lse, -jnp.inf))
         return negatives, gap

@@ -44,6 +44,12 @@ def start(workdir, devices=DEVICES, **environ):
     return runs.start(TRAIN, f"--workdir={workdir}", *runs.flags(settings(devices)), **environ)
 
 
+def command(module, workdir, *flags):
+    """Run a command undisturbed on `DEVICES` devices, as a fork."""
+    finished = runs.command(module, f"--workdir={workdir}", *flags, cpu_devices=DEVICES, seconds=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
 def start_pair(workdir):
     """Start one run as two processes of two devices each, on the two-level mesh."""
     return runs.start_cluster(2, TRAIN, f"--workdir={workdir}", *runs.flags(settings(devices=2, mesh="hosts")))
@@ -85,7 +91,7 @@ def assert_close(got, expected):
 def finished(tmp_path_factory):
     """The directory of a run that nothing disturbed, on four devices of one process."""
     workdir = tmp_path_factory.mktemp("uninterrupted")
-    assert finish(start(workdir)) == ([0], [""])
+    command(TRAIN, workdir, *runs.flags(settings()))
     return workdir
 
 
@@ -104,8 +110,7 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
     """Use residency "replay"; tests of the step cover the others."""
     cached = settings(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
-    status, errors = finish(runs.start(TRAIN, f"--workdir={tmp_path}", *runs.flags(cached)))
-    assert (status, errors) == ([0], [""])
+    command(TRAIN, tmp_path, *runs.flags(cached))
     for got, expected in zip(history(tmp_path), history(finished), strict=True):
         assert_close(got, expected)
 
@@ -170,7 +175,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert EVERY <= saved <= STEPS
     with Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == saved
-    assert finish(start(tmp_path)) == ([0], [""])
+    command(TRAIN, tmp_path, *runs.flags(settings()))
     assert history(tmp_path) == uninterrupted
     log = (tmp_path / LOG_FILE).read_text()
     assert log.count("started on") == 2 and log.index("asked to stop") < log.index("resumed from step")
@@ -226,7 +231,7 @@ def test_an_update_that_ruins_the_parameters_is_not_saved(tmp_path):
 
 
 def test_evaluate_repeats_the_final_evaluation(finished, uninterrupted):
-    assert finish(runs.start("experiments.evaluate", f"--workdir={finished}")) == ([0], [""])
+    command("experiments.evaluate", finished)
     assert json.loads((finished / "evaluation.json").read_text()) == uninterrupted[1][-1]
     assert all((finished / name).stat().st_size > 0 for name in ("curves.png", "retrieval.png"))
 

@@ -29,6 +29,19 @@ def test_matches_float64(name, examples):
     properties.run(CHECKS[name], examples)
 
 
+@pytest.mark.parametrize("implementation", ("dense", "xla"))
+def test_probabilities_of_equal_pairs_add_up_to_one(implementation):
+    """The gap multiplies what the sum of probabilities lacks by the difference of the logits, here 28."""
+    rows = properties.ROWS[1]
+    pairs = properties.Geometry(0, None, 0.0, (1, 1), ((), ())).features(rows)
+    mask, weights = np.ones(rows, bool), np.ones(rows, np.float32)
+    scales = jnp.float32(1.0), jnp.float32(29.0)
+    losses = properties_distillation.losses(implementation, 1)
+    (got, _), _ = losses(*pairs, scales[0], *pairs, scales[1], mask=mask, weights=weights)
+    _, want, *_ = oracle.distillation(pairs, pairs, *map(float, scales), mask, weights)
+    properties.assert_within(got, want, 1 + want, float(scales[1]))
+
+
 @functools.cache
 def features(rows=12, dim=8, teacher_dim=10, dtype=np.float32, kind="aligned"):
     teacher = oracle.features("random", rows, rows, teacher_dim, np.float32, seed=1)

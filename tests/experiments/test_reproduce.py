@@ -10,9 +10,8 @@ import jax
 import pytest
 import runs
 
-from experiments.reproduction import SCALES, TARGETS, cells, measure_cells, output, page, target_named
+from experiments.reproduction import SCALES, TARGETS, cells, measure_cells, output, page, plan, target_named
 from experiments.reproduction.measurements import MEASUREMENTS
-from experiments.reproduction.plan import describe_target
 from experiments.reproduction.recipes import digits
 from experiments.reproduction.target import NOT_LEGIBLE, Entry, Paper, Target, cell
 from experiments.reproduction.training import run_config
@@ -48,11 +47,11 @@ def a_target(*entries, **changes):
         ((), "expected --target, .* got none"),
         (("--target=inf-cl-table-9",), r"one of \d+ targets or all, got 'inf-cl-table-9'; did you mean inf-cl-table-"),
         ((f"--target={CHEAP}", "--scale=huge"), "--scale to be one of tiny, small, paper, got 'huge'"),
-        (("--page=docs", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
+        (("--page={folder}", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
     ],
 )
 def test_wrong_flags_are_named(arguments, message, tmp_path):
-    status, _, stderr = runs.command(COMMAND, *arguments)
+    status, _, stderr = runs.command(COMMAND, *(argument.format(folder=tmp_path) for argument in arguments))
     assert status == 1 and re.search(message, stderr), stderr
 
 
@@ -63,7 +62,7 @@ def test_the_list_has_every_target_of_the_papers():
         "inf-cl": (*(f"table-{i}" for i in (1, 2, 3, 4, "s1", "s2", "s3")), "figure-4", "figure-5", "figure-s2"),
         "grad-cache": ("figure-3", "figure-4", "table-1"),
         "disco-clip": tuple(f"table-{i}" for i in range(2, 8)),
-        "fastclip": ("table-4", "table-5", "table-6", "figure-2", "figure-3", "figure-4", "figure-5"),
+        "fastclip": (*(f"table-{i}" for i in range(3, 7)), *(f"figure-{i}" for i in range(2, 6))),
     }
     assert {f"{paper}-{number}" for paper, of in numbers.items() for number in of} <= TARGETS.keys()
 
@@ -156,6 +155,8 @@ def test_the_page_has_finished_targets_alone(monkeypatch, tmp_path):
     assert "| a | 3 / 4 |" in text and "The paper used: a GPU." in text
     assert "- `rest`: Table 1" in text and "--target=rest" not in text
     assert (tmp_path / "docs" / page.FIGURES / "done.png").is_file()
+    again = page.write_page([done, rest], tmp_path / "elsewhere", tmp_path / "docs").read_text()
+    assert again == text  # the section of a target that another machine measured
 
 
 def test_gradient_caching_trains_alike(tmp_path):
@@ -168,10 +169,20 @@ def test_gradient_caching_trains_alike(tmp_path):
     assert 0 <= records[direct.key]["values"]["top1"] <= 100
 
 
-def test_the_scale_paper_needs_a_yes():
-    text = describe_target(target_named("fastclip-figure-5"), "H100-80", 8)
-    assert "hardware: 2 nodes of 4 Tesla T4" in text and text.count("memory per device: 8 device(s)") == 4
-    assert re.search(r"[\d.]+ s per step, 146,619 steps: [\d.]+ days", text)
+def test_a_plan_has_memory_and_time_of_each_cell():
+    step = cell("step_time", model="tiny", model_overrides=runs.OVERRIDES, batch=64, devices=2)
+    run = cell("full_run", config="fastclip:quickstart,loss=clip", changes={"cpu_devices": 1, "total_steps": 500})
+    large = cell("loss_memory", implementation="dense", batch=2**20, dim=512, devices=1)
+    planner = cell("planned_batch", changes={}, devices=8, device="A100-80", implementation="xla")
+    target = a_target(*(Entry("a", str(i), (c,), "") for i, c in enumerate((run, step, large, planner))))
+    plans = plan.plan_target(target, "small", "H100-80", 1)
+    assert [one.gpus for one in plans] == [1, 2, 1, 0] and [one.fits for one in plans] == [True, True, False, True]
+    assert [one.steps for one in plans] == [500, None, None, None]
+    assert plans[0].seconds == 500 * plans[0].step_seconds > 0 and plans[2].memory > 2**42
+    text = plan.describe_target(target, "small", "H100-80", 1)
+    assert text.count("does not fit") == 1 and "hardware of the paper: a GPU" in text
+    row = plan.plan_table([target], "paper").splitlines()[-1]
+    assert row.startswith("| `some` | a GPU | 4 | 1 | 500 | 1, 2, 8 |") and row.count(" | 1 | ") == 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The command `experiments.reproduce`: its targets, their cells, tables, pictures and page."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,7 +11,19 @@ import jax
 import pytest
 import runs
 
-from experiments.reproduction import SCALES, TARGETS, cells, measure_cells, output, page, plan, target_named
+from experiments.benchmarks import step_case
+from experiments.benchmarks.timing import Gemm
+from experiments.reproduction import (
+    SCALES,
+    TARGETS,
+    cells,
+    measure_cells,
+    measurements,
+    output,
+    page,
+    plan,
+    target_named,
+)
 from experiments.reproduction.measurements import MEASUREMENTS
 from experiments.reproduction.recipes import digits
 from experiments.reproduction.target import NOT_LEGIBLE, Entry, Paper, Target, cell
@@ -25,6 +38,14 @@ WHOLE = (CHEAP, "inf-cl-table-2", "inf-cl-figure-s2")  # run at the scale tiny
 def standard_promotion():
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes dtypes
         yield
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation(monkeypatch):
+    """Compile without most optimizations, also where `-m slow` leaves them on for the whole process."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def a_target(*entries, **changes):
@@ -219,34 +240,55 @@ def test_a_target_runs_at_tiny(name, tmp_path):
 
 
 def smallest(one):
-    """Return a cell of the same measurement in two steps, or with few rows."""
+    """Return a cell of the same measurement in two steps, or with few rows.
+
+    Cells that differ in sizes or rates alone become equal, so that they are compiled and measured once.
+    """
     arguments = dict(one.arguments)
-    devices = min(arguments.get("devices", 1), 8)
+    changes = dict(arguments.pop("changes", {}))
+    devices = min(arguments.get("devices", 1), 2)
     if one.measure == "short_run":
-        changes = {k: v for k, v in arguments["changes"].items() if k != "epochs"}
-        arguments["changes"] = changes | {"total_steps": 2, "batch_size": 32, "optimizer.warmup_steps": 0}
+        del changes["optimizer.learning_rate"]
+        changes.pop("epochs", None)
+        changes |= {"total_steps": 2, "batch_size": 32, "optimizer.warmup_steps": 0}
         arguments.pop("samples", None)
-    elif "batch" in arguments:
-        small = {"batch": 8 * devices, "devices": devices}
-        small |= {"dim": 16} if "dim" in arguments else {}
-        small |= {"cache": {"chunk_size": 4 * devices}} if "cache" in arguments else {}
-        arguments |= small
-    return cell(one.measure, **arguments)
+        arguments |= {"devices": devices} if "devices" in arguments else {}
+    elif one.measure.startswith("planned"):
+        changes |= {"model": "tiny"}
+    else:
+        rows = 2 if "retrieval" in one.measure else 8
+        arguments |= {"batch": rows * devices, "devices": devices}
+        arguments |= {"dim": 16} if "dim" in arguments else {}
+        arguments |= {"cache": {"chunk_size": rows // 2 * devices}} if "cache" in arguments else {}
+    if changes.get("model") == "tiny":
+        changes["model_overrides"] = runs.OVERRIDES
+    if arguments.get("model") == "tiny":
+        arguments["model_overrides"] = runs.OVERRIDES
+    return cell(one.measure, **arguments, **({"changes": changes} if changes else {}))
 
 
-@pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory):
-    """Folder in which equal cells of several targets are measured once."""
-    return tmp_path_factory.mktemp("cells")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(TARGETS.keys() - set(WHOLE)))
-def test_a_target_runs_two_steps(name, shared_folder):
-    target = target_named(name)
+def two_steps(target):
+    """Return a target whose entries are the smallest cell of each of its measurements."""
     kinds = {entry.cells[0].measure: entry for entry in target.entries("tiny") if entry.cells}
-    few = {measure: smallest(entry.cells[0]) for measure, entry in kinds.items()}
-    records = measure_cells(list(few.values()), shared_folder)
-    for measure, one in few.items():
-        assert records[one.key]["error"] is None
-        assert math.isfinite(records[one.key]["values"][kinds[measure].value])
+    few = [entry._replace(cells=(smallest(entry.cells[0]),)) for entry in kinds.values()]
+    return dataclasses.replace(target, entries=lambda scale: few)
+
+
+PAPERS = sorted({target.paper.name for target in TARGETS.values()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", PAPERS)
+def test_targets_run_two_steps(paper, monkeypatch, tmp_path):
+    monkeypatch.setattr(measurements, "_REPEATS", 1)
+    monkeypatch.setattr(step_case, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(measurements, "_gemm", lambda: Gemm(1024, 1.0))  # only divides figures that are not read
+    targets = [two_steps(t) for t in TARGETS.values() if t.paper.name == paper and t.name not in WHOLE]
+    assert targets
+    for target in targets:
+        records = measure_cells(target.cells("tiny"), tmp_path)
+        assert [record["error"] for record in records.values()] == [None] * len(records), target.name
+        values = [output.measured(entry, records) for entry in target.entries("tiny")]
+        assert all(math.isfinite(value) for (value,) in values), target.name
+        table = output.write_output(target, "tiny", records, tmp_path / target.name)
+        assert "failed" not in table.read_text() and (table.parent / output.PICTURE_FILE).is_file()

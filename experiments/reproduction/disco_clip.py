@@ -157,6 +157,10 @@ _TABLE_7: dict[str, tuple[float | str, ...]] = {
 }
 
 
+# 128 GPUs compute OpenCLIP's batch at once, 8 need gradient caching, which is exact.
+_CHUNKS: dict[str, Any] = {"grad_cache.chunk_size": 16_384}
+
+
 def table_7(scale: str) -> list[Entry]:
     """Zero-shot accuracy of the long runs."""
     entries = []
@@ -165,7 +169,7 @@ def table_7(scale: str) -> list[Entry]:
         if row != _OPEN_CLIP:
             runs: tuple[Cell, ...] = (_run(scale, batch, data="400M", epochs=_LONG if scale != "tiny" else 16),)
         else:
-            runs = (paper_run("openclip", sets=ALL_SETS),) if scale == "paper" else ()
+            runs = (paper_run("openclip", sets=ALL_SETS, **_CHUNKS),) if scale == "paper" else ()
         for (column, value), paper in zip(_SETS_7.items(), figures, strict=True):
             measured = scale == "paper" or value == "imagenet_top1"
             name = value if scale == "paper" else "top1"

@@ -13,7 +13,7 @@ FASTCLIP = Paper(
     "FastCLIP",
     'Wei et al., "FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources" '
     "(2024)",
-    "2 nodes of 4 Tesla T4 (Figures 2 to 4: 1 to 8 nodes; Figure 5: 2 and 8; Table 6: 8 H100)",
+    "8 Tesla T4 (Figures 2 to 5: 4 to 32; Table 6: 8 H100)",
 )
 SIZES = ("medium", "large")
 ACCURACY = "accuracy, %"
@@ -144,13 +144,17 @@ _TABLE_6: dict[str, tuple[str | None, float]] = {
 }
 
 
+# In fp32 the batch does not fit onto 8 H100; the paper has mixed precision. Gradient caching is exact.
+_CHUNKS: dict[str, Any] = {"grad_cache.chunk_size": 1280}
+
+
 def table_6(scale: str) -> list[Entry]:
     """Accuracy of long runs on LAION."""
     entries = []
     for row, (loss, paper) in _TABLE_6.items():
         runs: tuple[Cell, ...] = ()
         if loss is not None and scale == "paper":
-            runs = (paper_run("fastclip:xlarge", arguments={"loss": loss}, sets=IMAGENET),)
+            runs = (paper_run("fastclip:xlarge", arguments={"loss": loss}, sets=IMAGENET, **_CHUNKS),)
         elif loss is not None:
             entries.append(Entry(row, "zero-shot top-1 here", (here_run(scale, loss),), "top1"))
         entries.append(Entry(row, "ImageNet top-1", runs, "imagenet_top1", paper))

@@ -39,18 +39,22 @@ times are those of a machine that had other work too.
 _PLANS = f"""
 ## What do `small` and `paper` take?
 
-The planner's estimates for {GPU} GPUs, from the commands below without `--yes`, which print a row for each cell.
-"Steps" are those of all training runs, and the time is that of these steps without reading files, compilation and
-evaluation. Targets share equal cells, which run once. "GiB per GPU" is the largest cell that fits. Strategies that run
-out of memory are counted in the next column; for some targets that is the result. A training run that does not fit
-needs the gradient caching that `experiments.plan` recommends.
+The planner's estimates for {GPU} GPUs. The first lines of both scales are the plan of a target, a row for each cell:
 
     python -m experiments.reproduce --target=inf-cl-table-3 --scale=paper [--gpu={GPU} --gpus={PAPER_GPUS}]
 
+| column | meaning |
+| --- | --- |
+| cells, training runs | measurements of the target; targets share equal cells, which run once |
+| steps, time of the steps | of all training runs, without reading files, compilation and evaluation |
+| GPUs | of the cells; "none" are figures of the planner |
+| GiB per GPU | of the largest cell that fits |
+| do not fit | cells that run out of memory: strategies that a paper compares, or a batch of more GPUs |
+
 ### Plan of `small`
 
-Training runs at `small` have models so small that their data and launches take longer than their kernels: the column
-"small, estimated" above includes them.
+Most runs at `small` have models whose kernels take less time than their launches and data. The column "small,
+estimated" above includes these.
 
 """
 _COMMAND = re.compile(r"--target=(\S+) --scale=tiny")
@@ -100,17 +104,22 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
 
 def _sections(text: str) -> dict[str, str]:
     """Split a page into the sections of its targets, by name."""
-    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    named = [(match[1], part) for part in parts[1:] if (match := _COMMAND.search(part))]
-    return {name: part.rstrip("\n") + "\n" for name, part in named}
+    _, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    named = [(match[1], section) for section in sections if (match := _COMMAND.search(section))]
+    return {name: section.rstrip("\n") + "\n" for name, section in named}
 
 
 def plans(targets: Sequence[Target]) -> str:
-    """Format the plans of the scales "small" and "paper": a table for each, with a row for each target."""
-    small, paper = (plan_table(targets, scale) for scale in ("small", "paper"))
-    return (
-        f"{_PLANS}{small}\n### Plan of `paper`\n\nOn {PAPER_GPUS} {GPU} GPUs, or as many as a cell states.\n\n{paper}"
-    )
+    """Format the plans of the scales "small" and "paper" as tables with a row for each target.
+
+    The scale "paper" has a table for each paper, below the hardware of its experiments.
+    """
+    text = f"{_PLANS}{plan_table(targets, 'small')}\n### Plan of `paper`\n"
+    for paper in dict.fromkeys(target.paper for target in targets):
+        table = plan_table([target for target in targets if target.paper == paper], "paper")
+        gpus = f"here {PAPER_GPUS} {GPU}, or as many as a cell states"
+        text += f"\n{paper.name}: the paper used {paper.hardware}; {gpus}.\n\n{table}"
+    return text
 
 
 def overview(targets: Sequence[Target]) -> str:

@@ -28,6 +28,7 @@ _SAMPLES = {
     "data/dpr/biencoder-nq-train.json": 58_880,
 }
 _GIB = 2**30
+_SHORT = 600  # seconds
 
 
 class CellPlan(NamedTuple):
@@ -91,8 +92,8 @@ def describe_target(target: Target, scale: str, device: str, devices: int) -> st
     rows = [("GPUs", "GiB/GPU", "step ms", "steps", "time", "cell")]
     for plan in plans:
         memory = "" if plan.memory is None else f"{plan.memory / _GIB:,.1f}{'' if plan.fits else ' (does not fit)'}"
-        step = "" if plan.step_seconds is None else f"{1e3 * plan.step_seconds:,.3g}"
-        steps, time = ("", "") if plan.steps is None else (f"{plan.steps:,}", duration(plan.seconds))
+        step = "" if plan.step_seconds is None else f"{1e3 * plan.step_seconds:,.1f}"
+        steps, time = ("", "") if plan.steps is None else (f"{plan.steps:,}", _time(plan.seconds))
         rows.append((str(plan.gpus or ""), memory, step, steps, time, describe(plan.cell)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) for row in rows]
@@ -103,7 +104,7 @@ def describe_target(target: Target, scale: str, device: str, devices: int) -> st
             f"hardware of the paper: {target.paper.hardware}",
             f"plan of the scale {scale}, training runs on {devices} {device} GPU(s)",
             *(f"{line}  {row[-1]}" for line, row in zip(lines, rows, strict=True)),
-            f"estimated time of all steps: {duration(sum(plan.seconds for plan in plans))}",
+            f"estimated time of all steps: {_time(sum(plan.seconds for plan in plans))}",
         ]
     )
 
@@ -115,14 +116,11 @@ def plan_table(targets: Iterable[Target], scale: str) -> str:
       targets: the targets, in order.
       scale: one of `PLANNED_SCALES`.
     """
-    heading = ["target", "cells", "training runs", "steps", "GPUs", "GiB per GPU", "does not fit", "time of the steps"]
-    if scale == "paper":
-        heading.insert(1, "the paper used")
+    heading = ["target", "cells", "training runs", "steps", "GPUs", "GiB per GPU", "do not fit", "time of the steps"]
     lines = [f"| {' | '.join(heading)} |", f"|{' --- |' * len(heading)}"]
     for target in targets:
         texts = _summary(plan_target(target, scale, GPU, gpus_of(scale)))
-        hardware = [target.paper.hardware] if scale == "paper" else []
-        lines.append(f"| {' | '.join([f'`{target.name}`', *hardware, *texts])} |")
+        lines.append(f"| {' | '.join([f'`{target.name}`', *texts])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,8 +136,13 @@ def _summary(plans: list[CellPlan]) -> list[str]:
         ", ".join(map(str, gpus)) or "none",
         f"{max(memory) / _GIB:,.1f}" if memory else "",
         str(sum(not plan.fits for plan in plans) or ""),
-        duration(sum(plan.seconds for plan in plans)) if runs else "",
+        _time(sum(plan.seconds for plan in plans)) if runs else "",
     ]
+
+
+def _time(seconds: float) -> str:
+    """Format a duration, a short one in seconds."""
+    return duration(seconds) if seconds >= _SHORT else f"{seconds:,.0f} s"
 
 
 def _plan(cell: Cell, device: str, devices: int) -> CellPlan:

@@ -69,11 +69,7 @@ reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores, and 
 notebooks: $(STAMP)  ## Execute the notebooks outside the checkout and store their outputs
 	$(BIN)/python tests/notebook_runner.py
 
-test-reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores, and docs/reproduction.md
-	$(BIN)/python -m experiments.reproduce --target=all --scale=tiny
-	$(BIN)/python -m experiments.reproduce --page=docs
-
-notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
+test-notebooks: $(STAMP)  ## Execute the notebooks, each in a new environment with the wheel or clone WHEEL
 	$(BIN)/python tests/notebook_runner.py --wheel="$(or $(WHEEL),.)"
 
 docs: $(DOCS)  ## The documentation site, in build/site; `.venv/bin/mkdocs serve` shows changes at once

@@ -5,7 +5,8 @@
 
 Writes `table.md`, `figure.png` and `results.json` of the target, with the measured figures and the paper's, to
 RESULTS/SCALE/TARGET. Each finished cell is a file in RESULTS/SCALE/cells: the same command continues after an
-interruption and repeats failed cells. The scale "paper" prints its plan, and starts with --yes.
+interruption and repeats failed cells. The scales "small" and "paper" print their plan first, "paper" starts with
+--yes.
 """
 
 import subprocess
@@ -21,7 +22,7 @@ from experiments.reproduction import SCALES, TARGETS, Target, measure_cells, tar
 from experiments.reproduction.cells import FINISHED
 from experiments.reproduction.output import write_output
 from experiments.reproduction.page import overview, write_page
-from experiments.reproduction.plan import describe_target
+from experiments.reproduction.plan import GPU, PLANNED_SCALES, describe_target, gpus_of
 from infcl_jax import compilation_cache
 from infcl_jax.console import say
 from infcl_jax.planner import device_named
@@ -31,8 +32,8 @@ _TARGET = flags.DEFINE_string("target", None, "Table or figure to regenerate, or
 _SCALE = flags.DEFINE_string("scale", "tiny", f"One of {', '.join(SCALES)}.")
 _RESULTS = flags.DEFINE_string("results", "runs/reproduction", "Folder of the results.")
 _YES = flags.DEFINE_bool("yes", False, "Start the scale paper; without it, only its plan is printed.")
-_GPU = flags.DEFINE_string("gpu", "H100-80", "GPU for which the scale paper is planned, see experiments.plan.")
-_GPUS = flags.DEFINE_integer("gpus", 8, "Number of GPUs for which the scale paper is planned.", lower_bound=1)
+_GPU = flags.DEFINE_string("gpu", GPU, "GPU for which the scales small and paper are planned, see experiments.plan.")
+_GPUS = flags.DEFINE_integer("gpus", None, "Number of GPUs of a plan. Default: 1 at small, 8 at paper.", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 1, "Targets measured at the same time, with --target=all.", lower_bound=1)
 _LIST = flags.DEFINE_bool("list", False, "List the targets with their costs, and exit.")
 _PAGE = flags.DEFINE_string("page", None, "Write reproduction.md and its pictures into this folder, and exit.")
@@ -79,11 +80,12 @@ def main() -> None:
         _run_all()
         return
     target = target_named(_TARGET.value)
-    if _SCALE.value == "paper":
-        print(describe_target(target, device_named(_GPU.value).name, _GPUS.value))
-        if not _YES.value:
-            print("start it with --yes")
-            return
+    if _SCALE.value in PLANNED_SCALES:
+        gpus = _GPUS.value or gpus_of(_SCALE.value)
+        print(describe_target(target, _SCALE.value, device_named(_GPU.value).name, gpus))
+    if _SCALE.value == "paper" and not _YES.value:
+        print("start it with --yes")
+        return
     if _SCALE.value == "tiny":
         jax.config.update("jax_platforms", "cpu")  # also where there is a GPU
         jax.config.update("jax_num_cpu_devices", target.devices)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from ml_collections import ConfigDict
 
 from experiments.benchmarks import step_case, timing
 from experiments.benchmarks.timing import Program
@@ -140,11 +141,7 @@ def retrieval_step_time(
     Returns:
       "ms": milliseconds of all steps, with their updates.
     """
-    options = {f"grad_cache.{name}": value for name, value in (cache or {}).items()}
-    sizes: dict[str, Any] = {"batch_size": batch, "text_retrieval.query_length": 16}
-    context = {"model_overrides": "text.context_length=128", "total_steps": 1000}
-    config = make_config({"dataset": "none.json", "model": model, "loss": "retrieval", **sizes, **context, **options})
-    mesh = mesh_of(devices)
+    config, mesh = retrieval_config(model, batch, cache), mesh_of(devices)
     state = run.initial_state(config, mesh)
     settings = GradCacheConfig(**config.grad_cache)
     step = make_train_step(run.loss(config, mesh), config.seed, settings, mesh)
@@ -157,6 +154,20 @@ def retrieval_step_time(
     texts = {name: jax.device_put(value, rows) for name, value in pairs.items()}
     train = step_case._Training(step, state, texts)
     return {"ms": 1e3 * steps * timing.seconds(train, _REPEATS)}
+
+
+def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) -> ConfigDict:
+    """Return the settings of a text retriever's step.
+
+    Args:
+      model: see `retrieval_step_time`.
+      batch: see `retrieval_step_time`.
+      cache: see `retrieval_step_time`.
+    """
+    options = {f"grad_cache.{name}": value for name, value in (cache or {}).items()}
+    sizes: dict[str, Any] = {"batch_size": batch, "text_retrieval.query_length": 16}
+    context = {"model_overrides": "text.context_length=128", "total_steps": 1000}
+    return make_config({"dataset": "none.json", "model": model, "loss": "retrieval", **sizes, **context, **options})
 
 
 def planned_memory(

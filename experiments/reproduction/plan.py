@@ -1,54 +1,195 @@
-"""Plan of a target at the scale "paper": memory and time of each cell."""
+"""Plans of targets before they run: memory and time of each cell on named GPUs."""
 
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 from experiments.reproduction.cells import describe
-from experiments.reproduction.measurements import on_device
+from experiments.reproduction.measurements import on_device, retrieval_config
 from experiments.reproduction.target import Cell, Target
 from experiments.reproduction.training import run_config
 from infcl_jax import run
-from infcl_jax.planner import format_plan, plan_memory, step_time
+from infcl_jax.planner import Workload, device_named, plan_memory, step_time
+from infcl_jax.planner.loss import loss_workspace
+from infcl_jax.planner.loss_times import loss_time
+from infcl_jax.planner.rates import rates_of
+from infcl_jax.planner.time_report import duration
+from infcl_jax.settings import make_config, total_steps
 
-_DAY = 86_400
-# Samples by dataset, for the sample state of global contrastive losses (Table 2 of FastCLIP).
-_SAMPLES = {"cc3m": 2_700_000, "cc12m": 9_100_000, "laion": 315_000_000}
+PLANNED_SCALES = ("small", "paper")
+SMALL_GPUS, PAPER_GPUS = 1, 8
+GPU = "H100-80"  # of the published plans
+
+# Training samples by dataset, for sample states (Table 2 of FastCLIP) and for epochs (`configs/dpr.py`).
+_SAMPLES = {
+    "cc3m": 2_700_000,
+    "cc12m": 9_100_000,
+    "laion": 315_000_000,
+    "shapes/quickstart": 32_768,
+    "data/dpr/biencoder-nq-train.json": 58_880,
+}
+_GIB = 2**30
+_SHORT = 600  # seconds
 
 
-def describe_target(target: Target, device: str, devices: int) -> str:
-    """Format the plan of all cells of a target at the scale "paper".
+class CellPlan(NamedTuple):
+    """Plan of a cell.
+
+    Attributes:
+      cell: the cell.
+      gpus: number of GPUs; 0 for what the planner computes without one.
+      memory: peak memory of a GPU in bytes; of a loss alone, its workspace. None without GPUs.
+      fits: whether the memory is within the limit of the GPU.
+      step_seconds: estimated seconds of a step, or of the loss with its gradients; None without GPUs.
+      steps: steps of a training run; None for a measurement of a few steps.
+    """
+
+    cell: Cell
+    gpus: int = 0
+    memory: int | None = None
+    fits: bool = True
+    step_seconds: float | None = None
+    steps: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of the steps of a training run; 0 for a measurement."""
+        return (self.step_seconds or 0.0) * (self.steps or 0)
+
+
+def gpus_of(scale: str) -> int:
+    """Return the number of GPUs of the published plans."""
+    return SMALL_GPUS if scale == "small" else PAPER_GPUS
+
+
+def plan_target(target: Target, scale: str, device: str, devices: int) -> list[CellPlan]:
+    """Plan the cells of a target.
 
     Args:
       target: the target.
-      device: GPU of `infcl_jax.planner.DEVICES` to plan for.
-      devices: number of GPUs.
+      scale: one of `SCALES`.
+      device: GPU of `infcl_jax.planner.DEVICES`.
+      devices: number of GPUs of a full training run; other cells state their own.
 
     Raises:
       ValueError: a setting of a cell does not fit the GPUs.
     """
-    heading = f"{target.name}: {target.title}\npaper: {target.paper.reference}\nhardware: {target.paper.hardware}"
-    lines = [heading, f"plan for {devices} {device} GPU(s)"]
-    all_seconds, unknown = 0.0, 0
-    for cell in target.cells("paper"):
-        seconds, text = _describe(cell, device, devices)
-        lines.append(f"\n{text}")
-        all_seconds += seconds or 0.0
-        unknown += seconds is None
-    note = f", without {unknown} cell(s) of unknown time" if unknown else ""
-    lines.append(f"\nestimated time of all cells: {all_seconds / _DAY:.2f} days{note}")
-    return "\n".join(lines)
+    return [_plan(cell, device, devices) for cell in target.cells(scale)]
 
 
-def _describe(cell: Cell, device: str, devices: int) -> tuple[float | None, str]:
-    """Return the seconds of a cell, if known, and its description."""
-    if cell.measure != "full_run":
-        return None, describe(cell)
-    config = run_config(cell.arguments.get("config", "base"), cell.arguments.get("changes", {}))
-    if config.loss == "retrieval":
-        return None, f"{describe(cell)}\nplanned by: python -m experiments.plan --config=configs/dpr.py"
+def describe_target(target: Target, scale: str, device: str, devices: int) -> str:
+    """Format the plan of a target: a row for each cell.
+
+    Args:
+      target: see `plan_target`.
+      scale: see `plan_target`.
+      device: see `plan_target`.
+      devices: see `plan_target`.
+
+    Raises:
+      ValueError: see `plan_target`.
+    """
+    plans = plan_target(target, scale, device, devices)
+    rows = [("GPUs", "GiB/GPU", "step ms", "steps", "time", "cell")]
+    for plan in plans:
+        memory = "" if plan.memory is None else f"{plan.memory / _GIB:,.1f}{'' if plan.fits else ' (does not fit)'}"
+        step = "" if plan.step_seconds is None else f"{1e3 * plan.step_seconds:,.1f}"
+        steps, time = ("", "") if plan.steps is None else (f"{plan.steps:,}", _time(plan.seconds))
+        rows.append((str(plan.gpus or ""), memory, step, steps, time, describe(plan.cell)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)) for row in rows]
+    return "\n".join(
+        [
+            f"{target.name}: {target.title}",
+            f"paper: {target.paper.reference}",
+            f"hardware of the paper: {target.paper.hardware}",
+            f"plan of the scale {scale}, training runs on {devices} {device} GPU(s)",
+            *(f"{line}  {row[-1]}" for line, row in zip(lines, rows, strict=True)),
+            f"estimated time of all steps: {_time(sum(plan.seconds for plan in plans))}",
+        ]
+    )
+
+
+def plan_table(targets: Iterable[Target], scale: str) -> str:
+    """Format the plans of targets as a table in Markdown: a row for each target.
+
+    Args:
+      targets: the targets, in order.
+      scale: one of `PLANNED_SCALES`.
+    """
+    heading = ["target", "cells", "training runs", "steps", "GPUs", "GiB per GPU", "do not fit", "time of the steps"]
+    lines = [f"| {' | '.join(heading)} |", f"|{' --- |' * len(heading)}"]
+    for target in targets:
+        texts = _summary(plan_target(target, scale, GPU, gpus_of(scale)))
+        lines.append(f"| {' | '.join([f'`{target.name}`', *texts])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(plans: list[CellPlan]) -> list[str]:
+    """Format the plans of a target as one row."""
+    runs = [plan for plan in plans if plan.steps is not None]
+    memory = [plan.memory for plan in plans if plan.memory is not None and plan.fits]
+    gpus = sorted({plan.gpus for plan in plans if plan.gpus})
+    return [
+        str(len(plans)),
+        str(len(runs) or ""),
+        f"{sum(plan.steps or 0 for plan in runs):,}" if runs else "",
+        ", ".join(map(str, gpus)) or "none",
+        f"{max(memory) / _GIB:,.1f}" if memory else "",
+        str(sum(not plan.fits for plan in plans) or ""),
+        _time(sum(plan.seconds for plan in plans)) if runs else "",
+    ]
+
+
+def _time(seconds: float) -> str:
+    """Format a duration, a short one in seconds."""
+    return duration(seconds) if seconds >= _SHORT else f"{seconds:,.0f} s"
+
+
+def _plan(cell: Cell, device: str, devices: int) -> CellPlan:
+    if cell.measure in ("loss_time", "loss_memory"):
+        return _plan_loss(cell, device)
+    if cell.measure not in _CONFIGS:
+        return CellPlan(cell)
+    config = _CONFIGS[cell.measure](cell.arguments)
+    gpus = devices if cell.measure == "full_run" else cell.arguments.get("devices", 1)
+    source = cast(Any, range(cell.arguments.get("samples") or _SAMPLES.get(config.dataset, 0)))
     with on_device(device) as limit:
-        workload = run.workload(config, devices, limit, source=cast(Any, range(_SAMPLES.get(config.dataset, 0))))
-        plan = plan_memory(workload, limit)
-    seconds = step_time(workload, device).total
-    whole = seconds * config.total_steps
-    length = f"{seconds:.2f} s per step, {config.total_steps:,} steps: {whole / _DAY:.2f} days"
-    return whole, "\n".join((describe(cell), format_plan(plan), length))
+        workload: Workload = run.workload(config, gpus, limit, source=source)
+        memory = plan_memory(workload, limit)
+    steps = total_steps(config, source) if cell.measure in _RUNS else None
+    return CellPlan(cell, gpus, memory.peak, memory.fits, step_time(workload, device).total, steps)
+
+
+def _plan_loss(cell: Cell, device: str) -> CellPlan:
+    """Plan a loss on features of its own."""
+    given, named = cell.arguments, device_named(device)
+    implementation, dtype = given["implementation"] or named.implementation, given.get("dtype", "float32")
+    batch, dim, gpus = given["batch"], given["dim"], given["devices"]
+    memory = loss_workspace(implementation, batch, dim, dtype, gpus)
+    seconds = loss_time(implementation, batch, batch, dim, dtype, rates_of(device), gpus)
+    return CellPlan(cell, gpus, memory, memory <= named.memory_limit, seconds)
+
+
+def _run_settings(arguments: Mapping[str, Any]) -> Any:
+    return run_config(arguments.get("config", "base"), arguments.get("changes", {}))
+
+
+def _step_settings(arguments: Mapping[str, Any]) -> Any:
+    cache = {f"grad_cache.{name}": value for name, value in (arguments.get("cache") or {}).items()}
+    names = {"model": "model", "model_overrides": "model_overrides", "batch": "batch_size", "loss": "loss"}
+    own = {setting: arguments[name] for name, setting in names.items() if name in arguments}
+    sizes = {"implementation": arguments.get("implementation"), "dataset": "cc3m", "total_steps": 10_000}
+    return make_config(own | cache | sizes)
+
+
+def _retrieval_settings(arguments: Mapping[str, Any]) -> Any:
+    return retrieval_config(arguments["model"], arguments["batch"], arguments.get("cache"))
+
+
+# Settings of the measurements with a training step, from the arguments of a cell.
+_RUNS = ("full_run", "short_run")
+_CONFIGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(_RUNS, _run_settings),
+    "step_time": _step_settings,
+    "retrieval_step_time": _retrieval_settings,
+}

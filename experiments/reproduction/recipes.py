@@ -1,10 +1,16 @@
 """Cells of training runs, on built-in data and with a paper's settings."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.reproduction.target import Cell, cell
+from infcl_jax.evaluation.suites import IMAGENET_VARIANTS, RETRIEVAL
 
 SEEDS = (0, 1, 2)
+IMAGENET = ("imagenet1k",)
+# ImageNet, its six distribution shifts, and the retrieval sets that can be evaluated. Each is named, not their suite:
+# a run without the data of a set ends before it trains.
+ALL_SETS = (*IMAGENET, *IMAGENET_VARIANTS, *RETRIEVAL)
 DIGITS = 1255  # training samples of the digits
 # A model that a CPU core trains in seconds.
 TINY_TOWERS = (
@@ -49,7 +55,7 @@ def digits(
       towers: changes to the model.
       **changes: further settings, with "__" for the dot.
     """
-    renamed = {name.replace("__", "."): value for name, value in changes.items()}
+    renamed = _renamed(changes)
     length = {} if "total_steps" in renamed else {"epochs": epochs}
     steps = renamed.get("total_steps", (samples or DIGITS) // batch * epochs)
     warmup = min(_DIGITS_RUN["optimizer.warmup_steps"], steps // 2)
@@ -68,75 +74,30 @@ def shapes(batch: int, *, seed: int = 0, samples_seen: int = 256_000, **changes:
       samples_seen: samples of all steps.
       **changes: further settings, with "__" for the dot.
     """
-    renamed = {name.replace("__", "."): value for name, value in changes.items()}
+    renamed = _renamed(changes)
     steps = samples_seen // batch
     own = {"batch_size": batch, "seed": seed, "total_steps": steps, "eval_every": 0, "cpu_devices": 1}
     own |= {"optimizer.warmup_steps": min(100, steps // 4)}
     return cell("full_run", config="quickstart", changes=own | renamed)
 
 
-def inf_cl_run(model: str, dataset: str, samples: int, batch: int, **changes: Any) -> Cell:
-    """Return a run with the settings of Inf-CL, section 4.1.
+def paper_run(
+    config: str, *, arguments: Mapping[str, Any] | None = None, sets: Sequence[str] = IMAGENET, **changes: Any
+) -> Cell:
+    """Return a run with the settings of a shipped recipe, evaluated once at its end.
 
     Args:
-      model: name of the model.
-      dataset: dataset in TFDS's format in the data folder.
-      samples: samples of the dataset.
-      batch: batch size.
-      **changes: further settings, with "__" for the dot.
+      config: file of `configs` with the first word of its argument, such as "inf_cl:cc3m".
+      arguments: changes that the recipe's argument has, such as {"batch_size": 16384}; None values are left out.
+      sets: benchmarks of the evaluation.
+      **changes: further settings, with "__" for the dot; None values are left out.
     """
-    renamed = {name.replace("__", "."): value for name, value in changes.items()}
-    steps = 8 * samples // batch
-    return cell(
-        "full_run",
-        changes={
-            "dataset": dataset,
-            "model": model,
-            "model_overrides": "dtype=bfloat16",
-            "batch_size": batch,
-            "total_steps": steps,
-            "augmentation.scale": (0.08, 1.0),
-            "optimizer.name": "adafactor",
-            "optimizer.learning_rate": 1e-3,
-            "optimizer.weight_decay": 1e-4,
-            "optimizer.beta1": 0.9,
-            "optimizer.beta2": 0.95,
-            "optimizer.warmup_steps": max(1, steps // 16),
-            "grad_cache.chunk_size": min(batch, 8192),
-            "grad_cache.residency": "host",
-            "eval_every": 0,
-            "evaluations": ("imagenet1k",),
-        }
-        | renamed,
-    )
+    given = [f"{name}={value}" for name, value in (arguments or {}).items() if value is not None]
+    own = {"eval_every": 0, "evaluations": tuple(sets)}
+    further = {name: value for name, value in _renamed(changes).items() if value is not None}
+    return cell("full_run", config=",".join([config, *given]), changes=own | further)
 
 
-def disco_run(dataset: str, samples: int, epochs: int, batch: int, **changes: Any) -> Cell:
-    """Return a run with the settings of DisCo-CLIP, section 5.1.
-
-    Args:
-      dataset: dataset in TFDS's format in the data folder.
-      samples: samples of the dataset.
-      epochs: epochs.
-      batch: batch size.
-      **changes: further settings, with "__" for the dot.
-    """
-    renamed = {name.replace("__", "."): value for name, value in changes.items()}
-    steps = epochs * samples // batch
-    return cell(
-        "full_run",
-        changes={
-            "dataset": dataset,
-            "model": "ViT-B/32",
-            "model_overrides": "dtype=bfloat16,vision.remat=full,text.remat=full",
-            "batch_size": batch,
-            "total_steps": steps,
-            "implementation": "disco",
-            "optimizer.learning_rate": 5e-4 * batch / 32_768,
-            "optimizer.beta2": 0.98,
-            "optimizer.warmup_steps": min(2000, steps),
-            "eval_every": 0,
-            "evaluations": ("imagenet1k",),
-        }
-        | renamed,
-    )
+def _renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes with the names of settings, which have a dot for "__"."""
+    return {name.replace("__", "."): value for name, value in changes.items()}

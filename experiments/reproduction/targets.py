@@ -2,12 +2,12 @@
 
 import difflib
 
-from experiments.reproduction import disco_clip, fastclip, grad_cache, inf_cl, inf_cl_accuracy
+from experiments.reproduction import disco_clip, fastclip, fastclip_scaling, grad_cache, inf_cl, inf_cl_accuracy
 from experiments.reproduction.target import Target
 
 TARGETS = {
     target.name: target
-    for module in (inf_cl, inf_cl_accuracy, grad_cache, disco_clip, fastclip)
+    for module in (inf_cl, inf_cl_accuracy, grad_cache, disco_clip, fastclip, fastclip_scaling)
     for target in module.TARGETS
 }
 

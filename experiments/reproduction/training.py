@@ -17,6 +17,7 @@ from infcl_jax import run, train
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.sources.sample_range import SampleRange
 from infcl_jax.distributed import data_mesh
+from infcl_jax.evaluation.suites import IMAGENET_VARIANTS, RETRIEVAL
 from infcl_jax.settings import check_config, with_changes, with_total_steps
 from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
 
@@ -29,8 +30,19 @@ _METRICS = {
     "retrieval/image_to_text_r1": "image_to_text_r1",
     "retrieval/text_to_image_r1": "text_to_image_r1",
     "imagenet1k/top1": "imagenet_top1",
+    "imagenetv2/top1": "imagenet_v2_top1",
+    "imagenet-r/top1": "imagenet_r_top1",
+    "imagenet_sketch/top1": "imagenet_sketch_top1",
+    "objectnet/top1": "objectnet_top1",
+    "mscoco_captions/image_to_text_r1": "coco_image_to_text_r1",
+    "mscoco_captions/text_to_image_r1": "coco_text_to_image_r1",
     "text_retrieval/top20": "hit20",
     "text_retrieval/top100": "hit100",
+}
+# Means of metrics. FastCLIP, section 5: ImageNet and its six distribution shifts.
+_MEANS = {
+    "imagenet_and_variants": tuple(f"{name}/top1" for name in ("imagenet1k", *IMAGENET_VARIANTS)),
+    "flickr_and_coco_r1": tuple(f"{name}/mean_r1" for name in RETRIEVAL),
 }
 
 
@@ -123,6 +135,9 @@ def full_run(folder: Path, *, config: str = "base", changes: Mapping[str, Any] |
 
 def _values(results: Mapping[str, float], losses: list[float], times: list[float]) -> dict[str, Any]:
     values: dict[str, Any] = {new: 100 * results[name] for name, new in _METRICS.items() if name in results}
+    for new, names in _MEANS.items():
+        if all(name in results for name in names):
+            values[new] = 100 * statistics.mean(results[name] for name in names)
     values |= {"loss": statistics.mean(losses[-_LAST:]), "losses": losses}
     if len(times) > 1:
         # The first difference includes no compilation: that is before the first time.

@@ -1,5 +1,6 @@
 """The command `experiments.reproduce`: its targets, their cells, tables, pictures and page."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,12 +11,25 @@ import jax
 import pytest
 import runs
 
-from experiments.reproduction import SCALES, TARGETS, cells, measure_cells, output, page, target_named
+from experiments.benchmarks import step_case
+from experiments.benchmarks.timing import Gemm
+from experiments.reproduction import (
+    SCALES,
+    TARGETS,
+    cells,
+    measure_cells,
+    measurements,
+    output,
+    page,
+    plan,
+    target_named,
+    training,
+)
 from experiments.reproduction.measurements import MEASUREMENTS
-from experiments.reproduction.plan import describe_target
 from experiments.reproduction.recipes import digits
 from experiments.reproduction.target import NOT_LEGIBLE, Entry, Paper, Target, cell
 from experiments.reproduction.training import run_config
+from infcl_jax.evaluation.suites import SUITES
 
 COMMAND = "experiments.reproduce"
 CHEAP = "disco-clip-table-3"
@@ -26,6 +40,14 @@ WHOLE = (CHEAP, "inf-cl-table-2", "inf-cl-figure-s2")  # run at the scale tiny
 def standard_promotion():
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes dtypes
         yield
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation():
+    """Compile without most optimizations, also where `-m slow` leaves them on for the whole process."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def a_target(*entries, **changes):
@@ -48,11 +70,11 @@ def a_target(*entries, **changes):
         ((), "expected --target, .* got none"),
         (("--target=inf-cl-table-9",), r"one of \d+ targets or all, got 'inf-cl-table-9'; did you mean inf-cl-table-"),
         ((f"--target={CHEAP}", "--scale=huge"), "--scale to be one of tiny, small, paper, got 'huge'"),
-        (("--page=docs", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
+        (("--page={folder}", "--results=nowhere"), "finished targets of the scale tiny in nowhere, got none"),
     ],
 )
 def test_wrong_flags_are_named(arguments, message, tmp_path):
-    status, _, stderr = runs.command(COMMAND, *arguments)
+    status, _, stderr = runs.command(COMMAND, *(argument.format(folder=tmp_path) for argument in arguments))
     assert status == 1 and re.search(message, stderr), stderr
 
 
@@ -63,9 +85,31 @@ def test_the_list_has_every_target_of_the_papers():
         "inf-cl": (*(f"table-{i}" for i in (1, 2, 3, 4, "s1", "s2", "s3")), "figure-4", "figure-5", "figure-s2"),
         "grad-cache": ("figure-3", "figure-4", "table-1"),
         "disco-clip": tuple(f"table-{i}" for i in range(2, 8)),
-        "fastclip": ("table-4", "table-5", "table-6", "figure-2", "figure-3", "figure-4", "figure-5"),
+        "fastclip": (*(f"table-{i}" for i in range(3, 7)), *(f"figure-{i}" for i in range(2, 6))),
     }
     assert {f"{paper}-{number}" for paper, of in numbers.items() for number in of} <= TARGETS.keys()
+
+
+def run_values(one):
+    """Return the names of the values of a training run, from its evaluations."""
+    config = run_config(one.arguments.get("config", "base"), one.arguments.get("changes", {}))
+    chosen = {
+        "zero_shot": config.evaluation.zero_shot_dataset,
+        "retrieval": config.evaluation.retrieval_dataset,
+        "text_retrieval": config.text_retrieval.corpus or config.dataset == "corpus",
+    }
+    sets = [*config.evaluations, *(name for name, dataset in chosen.items() if dataset)]
+    metrics = ("top1", "top20", "top100", "mean_r1", "image_to_text_r1", "text_to_image_r1")
+    times = [1.0, 2.0] if one.measure == "short_run" else []
+    return training._values({f"{name}/{metric}": 0.5 for name in sets for metric in metrics}, [1.0], times)
+
+
+def test_imagenet_and_variants_is_the_mean_of_seven_sets():
+    results = {f"{name}/top1": 0.1 * i for i, name in enumerate(("imagenet1k", *SUITES["imagenet_variants"]))}
+    values = training._values(results, [1.0], [])
+    assert len(results) == 7 and values["imagenet_and_variants"] == pytest.approx(30)
+    results.pop("objectnet/top1")
+    assert "imagenet_and_variants" not in training._values(results, [1.0], [])
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -82,6 +126,10 @@ def test_every_cell_has_valid_settings(scale):
                 config = run_config(one.arguments.get("config", "base"), one.arguments.get("changes", {}))
                 steps = config.total_steps or math.inf
                 assert 0 <= config.optimizer.warmup_steps < steps, (target.name, one)
+        for entry in entries:
+            for one in entry.cells:
+                if one.measure in ("short_run", "full_run"):
+                    assert entry.value in run_values(one), (target.name, entry)
 
 
 def test_a_failing_cell_is_recorded_and_the_others_go_on(monkeypatch, tmp_path):
@@ -153,9 +201,11 @@ def test_the_page_has_finished_targets_alone(monkeypatch, tmp_path):
     rest = a_target(Entry("a", "x", (cell("other"),), "ms"), name="rest")
     measure_cells(done.cells("tiny"), tmp_path / "tiny")
     text = page.write_page([done, rest], tmp_path, tmp_path / "docs").read_text()
-    assert "| a | 3 / 4 |" in text and "The paper used: a GPU." in text
+    assert "| a | 3 / 4 |" in text and "The paper used: a GPU." in text and "| `done` | 1 |" in text
     assert "- `rest`: Table 1" in text and "--target=rest" not in text
     assert (tmp_path / "docs" / page.FIGURES / "done.png").is_file()
+    again = page.write_page([done, rest], tmp_path / "elsewhere", tmp_path / "docs").read_text()
+    assert again == text  # the section of a target that another machine measured
 
 
 def test_gradient_caching_trains_alike(tmp_path):
@@ -168,10 +218,21 @@ def test_gradient_caching_trains_alike(tmp_path):
     assert 0 <= records[direct.key]["values"]["top1"] <= 100
 
 
-def test_the_scale_paper_needs_a_yes():
-    text = describe_target(target_named("fastclip-figure-5"), "H100-80", 8)
-    assert "hardware: 2 nodes of 4 Tesla T4" in text and text.count("memory per device: 8 device(s)") == 4
-    assert re.search(r"[\d.]+ s per step, 146,619 steps: [\d.]+ days", text)
+def test_a_plan_has_memory_and_time_of_each_cell():
+    step = cell("step_time", model="tiny", model_overrides=runs.OVERRIDES, batch=64, devices=2)
+    changes = {"model": "tiny", "model_overrides": runs.OVERRIDES, "total_steps": 500}
+    run = cell("full_run", config="fastclip:quickstart,loss=clip", changes=changes)
+    large = cell("loss_memory", implementation="dense", batch=2**20, dim=512, devices=1)
+    planner = cell("planned_batch", changes={}, devices=8, device="A100-80", implementation="xla")
+    target = a_target(*(Entry("a", str(i), (c,), "") for i, c in enumerate((run, step, large, planner))))
+    plans = plan.plan_target(target, "small", "H100-80", 1)
+    assert [one.gpus for one in plans] == [1, 2, 1, 0] and [one.fits for one in plans] == [True, True, False, True]
+    assert [one.steps for one in plans] == [500, None, None, None]
+    assert plans[0].seconds == 500 * plans[0].step_seconds > 0 and plans[2].memory > 2**42
+    text = plan.describe_target(target, "small", "H100-80", 1)
+    assert text.count("does not fit") == 1 and "hardware of the paper: a GPU" in text
+    row = plan.plan_table([target], "paper").splitlines()[-1]
+    assert row.startswith("| `some` | 4 | 1 | 500 | 1, 2, 8 |") and re.search(r" \| 1 \| \d s \|$", row)
 
 
 @pytest.mark.slow
@@ -189,8 +250,8 @@ def test_a_killed_command_continues(tmp_path):
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.slow  # CHEAP runs as a command, see test_a_killed_command_continues
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != CHEAP])
 def test_a_target_runs_at_tiny(name, tmp_path):
     target = target_named(name)
     records = measure_cells(target.cells("tiny"), tmp_path)
@@ -208,34 +269,55 @@ def test_a_target_runs_at_tiny(name, tmp_path):
 
 
 def smallest(one):
-    """Return a cell of the same measurement in two steps, or with few rows."""
+    """Return a cell of the same measurement in two steps, or with few rows.
+
+    Cells that differ in sizes or rates alone become equal, so that they are compiled and measured once.
+    """
     arguments = dict(one.arguments)
-    devices = min(arguments.get("devices", 1), 8)
+    changes = dict(arguments.pop("changes", {}))
+    devices = min(arguments.get("devices", 1), 2)
     if one.measure == "short_run":
-        changes = {k: v for k, v in arguments["changes"].items() if k != "epochs"}
-        arguments["changes"] = changes | {"total_steps": 2, "batch_size": 32, "optimizer.warmup_steps": 0}
+        del changes["optimizer.learning_rate"]
+        changes.pop("epochs", None)
+        changes |= {"total_steps": 2, "batch_size": 32, "optimizer.warmup_steps": 0}
         arguments.pop("samples", None)
-    elif "batch" in arguments:
-        small = {"batch": 8 * devices, "devices": devices}
-        small |= {"dim": 16} if "dim" in arguments else {}
-        small |= {"cache": {"chunk_size": 4 * devices}} if "cache" in arguments else {}
-        arguments |= small
-    return cell(one.measure, **arguments)
+        arguments |= {"devices": devices} if "devices" in arguments else {}
+    elif one.measure.startswith("planned"):
+        changes |= {"model": "tiny"}
+    else:
+        rows = 2 if "retrieval" in one.measure else 8
+        arguments |= {"batch": rows * devices, "devices": devices}
+        arguments |= {"dim": 16} if "dim" in arguments else {}
+        arguments |= {"cache": {"chunk_size": rows // 2 * devices}} if "cache" in arguments else {}
+    if changes.get("model") == "tiny":
+        changes["model_overrides"] = runs.OVERRIDES
+    if arguments.get("model") == "tiny":
+        arguments["model_overrides"] = runs.OVERRIDES
+    return cell(one.measure, **arguments, **({"changes": changes} if changes else {}))
 
 
-@pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory):
-    """Folder in which equal cells of several targets are measured once."""
-    return tmp_path_factory.mktemp("cells")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(TARGETS.keys() - set(WHOLE)))
-def test_a_target_runs_two_steps(name, shared_folder):
-    target = target_named(name)
+def two_steps(target):
+    """Return a target whose entries are the smallest cell of each of its measurements."""
     kinds = {entry.cells[0].measure: entry for entry in target.entries("tiny") if entry.cells}
-    few = {measure: smallest(entry.cells[0]) for measure, entry in kinds.items()}
-    records = measure_cells(list(few.values()), shared_folder)
-    for measure, one in few.items():
-        assert records[one.key]["error"] is None
-        assert math.isfinite(records[one.key]["values"][kinds[measure].value])
+    few = [entry._replace(cells=(smallest(entry.cells[0]),)) for entry in kinds.values()]
+    return dataclasses.replace(target, entries=lambda scale: few)
+
+
+PAPERS = sorted({target.paper.name for target in TARGETS.values()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", PAPERS)
+def test_targets_run_two_steps(paper, monkeypatch, tmp_path):
+    monkeypatch.setattr(measurements, "_REPEATS", 1)
+    monkeypatch.setattr(step_case, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(measurements, "_gemm", lambda: Gemm(1024, 1.0))  # only divides figures that are not read
+    targets = [two_steps(t) for t in TARGETS.values() if t.paper.name == paper and t.name not in WHOLE]
+    assert targets
+    for target in targets:
+        records = measure_cells(target.cells("tiny"), tmp_path)
+        assert [record["error"] for record in records.values()] == [None] * len(records), target.name
+        values = [output.measured(entry, records) for entry in target.entries("tiny")]
+        assert all(math.isfinite(value) for (value,) in values), target.name
+        table = output.write_output(target, "tiny", records, tmp_path / target.name)
+        assert "failed" not in table.read_text() and (table.parent / output.PICTURE_FILE).is_file()

@@ -6,17 +6,21 @@ recomputed tiles to dS, which two cuBLAS GEMMs multiply with the features.
 
 Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
-    registers of a thread, of 232: 64 for each model's accumulator, 32 for each of up to three 64 x 64 fp32 subtiles of
-      the epilogue, of which e and f take the place of finished accumulators, 16 for each column vector of a subtile
+    registers of a thread, of 232: 64 for each model's accumulator, which the terms e and f replace in the epilogue; forward
+      64 for the differences f (t - z); backward 32 for a 64 x 64 subtile of dS and 16 for each column vector of a subtile
     SMEM, of 227 KiB: 32 KiB for each stage, the features of 128 rows and 128 columns, and in the backward pass 8 KiB
       for each store slot; 7 stages forward, 6 stages and two slots of each warpgroup backward
 """
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import BFloat16, Float32
 
@@ -77,21 +81,23 @@ class MosaicGpu:
         schedule = self._schedule(self.forward, operands, window, pairs)
         tiles = schedule.tiles
 
-        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
-            # The warpgroups take turns, because their reductions over rows share one SMEM buffer.
-            with work.serialized():
-                for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
-                    row_sums: list[Array] = []
-                    for j in _subtiles(tiles.columns):
-                        at = slice(i, i + SUBTILE), slice(j, j + SUBTILE)
-                        terms = _terms(work, s[at], u[at], row_vectors, i, j)
-                        reduced = [term.sum(1) for term in terms.values()]
-                        row_sums = [a + b for a, b in zip(row_sums, reduced, strict=True)] if row_sums else reduced
-                        for name, term in terms.items():
-                            partials = work.refs[f"column_{name}"].at[work.row // SUBTILE + i // SUBTILE]
-                            partials[pl.ds(work.column + j, SUBTILE)] = term.sum(0)
-                    for name, row_sum in zip(KernelSums._fields, row_sums, strict=True):
-                        work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+        def epilogue(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, carry: tuple) -> tuple:
+            for i in _subtiles(tiles.rows):
+                terms = []
+                for j in _subtiles(tiles.columns):
+                    s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
+                    terms.append(_terms(work, s_ij, u_ij, prefetched, i, j))
+                for name, subtiles in zip(KernelSums._fields, zip(*terms, strict=True), strict=True):
+                    row_sum = functools.reduce(operator.add, [subtile.sum(1) for subtile in subtiles])
+                    work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+                # The warpgroups take turns, because their reductions over rows share one SMEM buffer. All else is done
+                # before, so that a turn is short.
+                with work.serialized():
+                    reduced = [[term.sum(0) for term in subtile] for subtile in terms]
+                partial = lax.div(work.row + i, SUBTILE)
+                for j, column_sums in zip(_subtiles(tiles.columns), reduced, strict=True):
+                    for name, column_sum in zip(KernelSums._fields, column_sums, strict=True):
+                        work.refs[f"column_{name}"][partial, pl.ds(work.column + j, SUBTILE)] = column_sum
             return carry
 
         shapes = {
@@ -107,7 +113,7 @@ class MosaicGpu:
                 for name in KernelSums._fields
             },
             init=lambda work: (),
-            prefetch=functools.partial(_load_rows, ROW_SHIFTS),
+            prefetch=functools.partial(_prefetch, rows=ROW_SHIFTS, columns=()),
             epilogue=epilogue,
             finalize=lambda work, carry: None,
         )
@@ -124,13 +130,13 @@ class MosaicGpu:
         schedule = self._schedule(self.backward, operands, window, pairs)
         tiles = schedule.tiles
 
-        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
+        def epilogue(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, carry: tuple) -> tuple:
             store = SubtileStore(work, terms)
-            for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
+            for i in _subtiles(tiles.rows):
                 moment = None
                 for j in _subtiles(tiles.columns):
                     s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
-                    ds = _gradient(work, s_ij, u_ij, row_vectors, i, j)
+                    ds = _gradient(work, s_ij, u_ij, prefetched, i, j)
                     if moments:
                         reduced = (ds * s_ij).sum(1)
                         moment = reduced if moment is None else moment + reduced
@@ -148,7 +154,7 @@ class MosaicGpu:
             _named_operands(operands, window) | named,
             results,
             init=lambda work: (),
-            prefetch=functools.partial(_load_rows, ROW_SHIFTS + ROW_WEIGHTS),
+            prefetch=functools.partial(_prefetch, rows=ROW_SHIFTS + ROW_WEIGHTS, columns=COLUMN_WEIGHTS),
             epilogue=epilogue,
             finalize=lambda work, carry: None,
         )
@@ -185,9 +191,30 @@ def _subtiles(length: int) -> range:
     return range(0, length, SUBTILE)
 
 
-def _load_rows(names: tuple[str, ...], work: WorkTile) -> list[dict[str, Array]]:
-    """Load row vectors of each subtile of rows."""
-    return [{name: work.load_rows(name, i) for name in names} for i in _subtiles(work.schedule.tiles.rows)]
+class _Prefetched(NamedTuple):
+    """Values loaded before the GEMMs of a tile, to hide their latency.
+
+    Attributes:
+      rows: row vectors of each subtile of rows, by name.
+      columns: column vectors of the first subtile of columns, by name.
+      may_match: for each subtile of rows, whether the tile may contain positives; empty for a block without positives.
+    """
+
+    rows: list[dict[str, Array]]
+    columns: dict[str, Array]
+    may_match: list[Array]
+
+
+def _prefetch(work: WorkTile, rows: tuple[str, ...], columns: tuple[str, ...]) -> _Prefetched:
+    """Load the named vectors of a tile."""
+    subtiles, may_match = _subtiles(work.schedule.tiles.rows), []
+    if "labels" in work.refs:
+        may_match = [work.may_contain_positives(i, work.first_column) for i in subtiles]
+    return _Prefetched(
+        [{name: work.load_rows(name, i) for name in rows} for i in subtiles],
+        {name: work.load_columns(name, 0) for name in columns},
+        may_match,
+    )
 
 
 def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
@@ -204,23 +231,37 @@ def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j:
     return jnp.exp2(z - shifts[0]), jnp.exp2(t - shifts[1])
 
 
-def _terms(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> dict[str, Array]:
-    """Compute the terms of the sums of a subtile, by the fields of `KernelSums`."""
+def _replace_positives(
+    work: WorkTile, prefetched: _Prefetched, values: Array, i: int, j: int, replacement: Callable[[Array], Array]
+) -> Array:
+    """Replace the values of a subtile at its positives."""
+    if not prefetched.may_match:
+        return values
+
+    def replaced(values: Array) -> Array:
+        return jnp.where(work.is_positive(i, j, work.first_column), replacement(values), values)
+
+    return lax.cond(prefetched.may_match[i // SUBTILE], replaced, lambda values: values, values)
+
+
+def _terms(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> tuple[Array, Array, Array]:
+    """Compute the terms of the sums of a subtile, in the order of `KernelSums`."""
     z, t = _logits(work, s, u)
-    e, f = _exponentials(work, z, t, rows, j)
-    if "labels" in work.refs:
-        e = work.where_positive(e, i, j, jnp.zeros_like)
-    return dict(zip(KernelSums._fields, (e, f, f * (t - z)), strict=True))
+    e, f = _exponentials(work, z, t, prefetched.rows[i // SUBTILE], j)
+    return _replace_positives(work, prefetched, e, i, j, jnp.zeros_like), f, f * (t - z)
 
 
-def _gradient(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> Array:
+def _gradient(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> Array:
     """Compute dS of a subtile, in fp32: two softmaxes that almost agree cancel."""
+    rows = prefetched.rows[i // SUBTILE]
+    columns = {name: work.load_columns(name, j) for name in COLUMN_WEIGHTS} if j else prefetched.columns
     e, f = _exponentials(work, *_logits(work, s, u), rows, j)
-    row_weights = (broadcast(rows[name], 0) for name in ROW_WEIGHTS)
-    column_weights = (broadcast(work.load_columns(name, j), 1) for name in COLUMN_WEIGHTS)
     student, teacher = (
-        value * (row + column) for value, row, column in zip((e, f), row_weights, column_weights, strict=True)
+        value * (broadcast(rows[row], 0) + broadcast(columns[column], 1))
+        for value, row, column in zip((e, f), ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
     )
-    if "labels" in work.refs:
-        student = work.where_positive(student, i, j, lambda _: broadcast(work.load_rows("positive_weight", i), 0))
-    return student - teacher
+
+    def positive_weight(_: Array) -> Array:
+        return broadcast(work.load_rows("positive_weight", i), 0)
+
+    return _replace_positives(work, prefetched, student, i, j, positive_weight) - teacher

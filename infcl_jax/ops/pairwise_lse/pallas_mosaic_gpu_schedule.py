@@ -267,10 +267,16 @@ class WorkTile:
 
         `first` is `first_column`.
         """
+        return lax.cond(self.may_contain_positives(i, first), changed, unchanged, *values)
+
+    def may_contain_positives(self, i: int, first: Array) -> Array:
+        """Return whether the tile's columns are in the label range of the subtile rows from row `i`.
+
+        `first` is `first_column`.
+        """
         label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
-        may_contain = (lowest < first + self.schedule.tiles.columns) & (highest >= first)
-        return lax.cond(may_contain, changed, unchanged, *values)
+        return (lowest < first + self.schedule.tiles.columns) & (highest >= first)
 
     def is_positive(self, i: int, j: int, first: Array) -> Array:
         """Return a bool subtile, True at the positives of the subtile at `[i, j]`; `first` is `first_column`."""

@@ -6,8 +6,9 @@ recomputed tiles to dS, which two cuBLAS GEMMs multiply with the features.
 
 Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
-    registers of a thread, of 232: 64 for each model's accumulator, which the terms e and f replace in the epilogue; forward
-      64 for the differences f (t - z); backward 32 for a 64 x 64 subtile of dS and 16 for each column vector of a subtile
+    registers of a thread, of 232: 64 for each model's accumulator, which the terms e and f replace in the epilogue;
+      forward 64 for the differences f (t - z), backward 32 for a 64 x 64 subtile of dS and 16 for each column vector
+      of a subtile
     SMEM, of 227 KiB: 32 KiB for each stage, the features of 128 rows and 128 columns, and in the backward pass 8 KiB
       for each store slot; 7 stages forward, 6 stages and two slots of each warpgroup backward
 """

@@ -107,6 +107,13 @@ def test_random_inputs_match_float64(implementation, monkeypatch):
     properties.run(check, examples=100)
 
 
+def test_memory_does_not_grow_with_the_pairs(implementation):
+    """The pairs would take 8 GiB in bf16."""
+    features, scalar = jax.ShapeDtypeStruct((65536, 512), BF16), jax.ShapeDtypeStruct((), FP32)
+    args = (features, features, scalar) * 2
+    assert value_and_grad(implementation).lower(*args).compile().memory_analysis().temp_size_in_bytes < 1 << 30
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_all_local_gpus_agree_with_one(implementation, dtype):
     devices = jax.local_device_count()

@@ -44,6 +44,9 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
 
 FORWARD = Tiles(rows=64, columns=128, stages=7, lag=5)
 BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
+# Bytes of the column features of a group of tiles: a third of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
+# GPU Architecture).
+GROUP_BYTES = 16 << 20
 ROW_SHIFTS = ("row_shift", "teacher_row_shift")
 ROW_WEIGHTS = ("row_weight", "teacher_row_weight")
 COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
@@ -58,12 +61,14 @@ class MosaicGpu:
       backward: tile sizes of dS.
       sm_count: number of SMs.
       persistent: whether CTAs are persistent, see `TileSchedule`.
+      group_bytes: most bytes of the column features of a group of tiles, see `TileSchedule.group`.
     """
 
     forward: Tiles = FORWARD
     backward: Tiles = BACKWARD
     sm_count: int = SM_COUNT
     persistent: bool = True
+    group_bytes: int = GROUP_BYTES
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -170,6 +175,7 @@ class MosaicGpu:
 
     def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: BothPairs) -> TileSchedule:
         student, teacher = pairs
+        row_bytes = sum(a.shape[1] * a.dtype.itemsize for a in (operands.y, operands.teacher_y))
         return TileSchedule(
             tiles,
             window.rows,
@@ -179,6 +185,7 @@ class MosaicGpu:
             self.sm_count,
             self.persistent,
             others=(Product("teacher_x", "teacher_y", term_width(operands.teacher_x, teacher), teacher),),
+            group=max(1, self.group_bytes // (tiles.cluster_columns * row_bytes)),
         )
 
 

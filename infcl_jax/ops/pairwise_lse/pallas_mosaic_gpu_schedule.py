@@ -124,6 +124,8 @@ class TileSchedule:
       diagonal: whether to compute the tiles on the diagonal only.
       band: whether to compute the column tiles of each row tile in the operands `band_first` and `band_tiles` only.
       others: further GEMMs of each tile, after that of the operands "x" and "y".
+      group: clusters' column tiles per group. All rows of a group precede the next group, so that its column features
+        stay in L2. 0: one group.
     """
 
     tiles: Tiles
@@ -136,6 +138,7 @@ class TileSchedule:
     diagonal: bool = False
     band: bool = False
     others: tuple[Product, ...] = ()
+    group: int = 0
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -168,6 +171,17 @@ class TileSchedule:
         if self.band:
             return self.row_tiles
         return self.row_tiles // self.segment * (self.columns // self.tiles.cluster_columns)
+
+    def segment_and_columns(self, task: Array) -> tuple[Array, Array]:
+        """Return the segment of a task and the index of its cluster's column tiles."""
+        cluster_tiles = self.columns // self.tiles.cluster_columns
+        if not self.group:
+            return lax.div(task, cluster_tiles), lax.rem(task, cluster_tiles)
+        segments = self.row_tiles // self.segment
+        first = lax.div(task, self.group * segments) * self.group
+        width = jnp.minimum(self.group, cluster_tiles - first)  # of the last group
+        index = task - first * segments
+        return lax.div(index, width), first + lax.rem(index, width)
 
     @property
     def column_partials(self) -> int:

@@ -127,12 +127,18 @@ class Case(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """Nominal FLOPs of the loss: `2 b^2 D`, or `2 b^2 (D + Dt)` with a teacher."""
+        """Nominal FLOPs of the loss.
+
+        They are `2 b^2 D`, or `2 b^2 (D + Dt)` with a teacher.
+        """
         return forward_flops(*self.operands[0].shape) + self._teacher_flops
 
     @property
     def total_flops(self) -> int:
-        """Nominal FLOPs of loss and gradients: `8 b^2 D`, or `8 b^2 D + 4 b^2 Dt` with a teacher."""
+        """Nominal FLOPs of loss and gradients.
+
+        They are `8 b^2 D`, or `8 b^2 D + 4 b^2 Dt` with a teacher.
+        """
         return total_flops(*self.operands[0].shape) + 2 * self._teacher_flops
 
     @property

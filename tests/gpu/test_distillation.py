@@ -1,4 +1,7 @@
-"""Distillation in the fused kernels against NumPy in fp64; sizes give many tiles and odd remainders."""
+"""Distillation in the fused kernels against NumPy in fp64.
+
+Sizes give many tiles and odd remainders.
+"""
 
 import functools
 
@@ -33,7 +36,10 @@ def run(implementation, student, teacher, scale, teacher_scale, devices=1, **arr
 
 
 def assert_close(got, want, dtype, logits):
-    """Compares losses and gradients; that of the scale relative to the sum of the absolute terms."""
+    """Compares losses and gradients.
+
+    The scale's gradient has an error relative to the sum of the absolute terms.
+    """
     ((divergence, clip), (d_x, d_y, d_scale)), (want_clip, want_divergence, want_gradients, sizes) = got, want
     for value, wanted in ((divergence, want_divergence), (clip, want_clip)):
         assert float(value) == pytest.approx(wanted, abs=2e-6 + 4e-7 * logits + 2e-6 * wanted)

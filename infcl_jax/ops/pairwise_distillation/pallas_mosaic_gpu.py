@@ -1,4 +1,4 @@
-"""Fused Pallas Mosaic GPU kernels of distillation for Hopper: epilogues on the tiles of both models.
+"""Fused Pallas Mosaic GPU kernels of distillation for Hopper: epilogues.
 
 The main loop and its schedule are those of `pairwise_lse`, with two GEMMs for each tile: the student's, then the
 teacher's. Forward: the epilogue reduces a tile to sums over its columns and over its rows. Backward: it converts the
@@ -231,7 +231,7 @@ def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
 
 
 def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j: int) -> tuple[Array, Array]:
-    """Compute the exponentials of a subtile, the student's and the teacher's; 0 for masked pairs."""
+    """Compute the exponentials of both models in a subtile; 0 for masked pairs."""
     shifts = [broadcast(rows[name], 0) for name in ROW_SHIFTS]
     if "column_masked" in work.refs:
         masked = broadcast(work.load_columns("column_masked", j), 1)

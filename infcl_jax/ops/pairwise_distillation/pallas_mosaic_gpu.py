@@ -42,6 +42,8 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     broadcast,
 )
 
+# The largest tiles whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is close to the
+# number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. Not measured yet.
 FORWARD = Tiles(rows=64, columns=128, stages=7, lag=5)
 BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
 # Bytes of the column features of a group of tiles: a third of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core

@@ -91,7 +91,7 @@ class Case(NamedTuple):
     loss: str = "clip"
     ids: jax.Array | None = None
     multi_positive: str = "mean"
-    teacher: tuple[jax.Array, ...] | None = None
+    teacher: tuple[jax.Array, jax.Array, jax.Array] | None = None
 
     @classmethod
     def draw(cls, b: int, dim: int, settings: Settings, mesh: Mesh, ids: str = "none") -> "Case":
@@ -127,12 +127,18 @@ class Case(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """Nominal FLOPs of the loss: `2 b^2 D`, or `2 b^2 (D + Dt)` with a teacher."""
+        """Nominal FLOPs of the loss.
+
+        They are `2 b^2 D`, or `2 b^2 (D + Dt)` with a teacher.
+        """
         return forward_flops(*self.operands[0].shape) + self._teacher_flops
 
     @property
     def total_flops(self) -> int:
-        """Nominal FLOPs of loss and gradients: `8 b^2 D`, or `8 b^2 D + 4 b^2 Dt` with a teacher."""
+        """Nominal FLOPs of loss and gradients.
+
+        They are `8 b^2 D`, or `8 b^2 D + 4 b^2 Dt` with a teacher.
+        """
         return total_flops(*self.operands[0].shape) + 2 * self._teacher_flops
 
     @property
@@ -142,8 +148,9 @@ class Case(NamedTuple):
     def exact(self) -> Any:
         """Compute the float64 loss and gradients."""
         if self.teacher is not None:
-            return exact_distillation.exact_gradients(self.mesh, *self.operands, self.rows, self.teacher)
-        exact_gradients = (exact_siglip if self.loss == "siglip" else exact_loss).exact_gradients
+            image, text, scale = self.operands
+            return exact_distillation.exact_gradients(self.mesh, image, text, scale, self.rows, self.teacher)
+        exact_gradients: Any = (exact_siglip if self.loss == "siglip" else exact_loss).exact_gradients
         return exact_gradients(self.mesh, *self.operands, self.rows, self.ids, **self.options)
 
 

@@ -1,4 +1,7 @@
-"""Distillation in the fused kernels against NumPy in fp64; sizes give many tiles and odd remainders."""
+"""Distillation in the fused kernels against NumPy in fp64.
+
+Sizes give many tiles and odd remainders.
+"""
 
 import functools
 
@@ -33,7 +36,10 @@ def run(implementation, student, teacher, scale, teacher_scale, devices=1, **arr
 
 
 def assert_close(got, want, dtype, logits):
-    """Compares losses and gradients; that of the scale relative to the sum of the absolute terms."""
+    """Compares losses and gradients.
+
+    The scale's gradient has an error relative to the sum of the absolute terms.
+    """
     ((divergence, clip), (d_x, d_y, d_scale)), (want_clip, want_divergence, want_gradients, sizes) = got, want
     for value, wanted in ((divergence, want_divergence), (clip, want_clip)):
         assert float(value) == pytest.approx(wanted, abs=2e-6 + 4e-7 * logits + 2e-6 * wanted)
@@ -105,6 +111,13 @@ def test_random_inputs_match_float64(implementation, monkeypatch):
     monkeypatch.setattr(properties, "LEAST_ERROR", 2e-5)  # dS in two bf16 terms keeps 16 bits
     check = functools.partial(properties_distillation.check, implementation=implementation, devices=1)
     properties.run(check, examples=100)
+
+
+def test_memory_does_not_grow_with_the_pairs(implementation):
+    """The pairs would take 8 GiB in bf16."""
+    features, scalar = jax.ShapeDtypeStruct((65536, 512), BF16), jax.ShapeDtypeStruct((), FP32)
+    args = (features, features, scalar) * 2
+    assert value_and_grad(implementation).lower(*args).compile().memory_analysis().temp_size_in_bytes < 1 << 30
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

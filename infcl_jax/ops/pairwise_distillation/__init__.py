@@ -1,4 +1,4 @@
-"""Sums over all pairs of a student and its teacher, for a contrastive loss with distillation.
+"""Sums over all pairs for a contrastive loss with distillation.
 
 Strategies, main loops, windows and operands are those of `pairwise_lse`. This folder imports JAX, jaxtyping and
 `pairwise_lse` only.

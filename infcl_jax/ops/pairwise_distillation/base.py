@@ -135,9 +135,9 @@ class Backend(Protocol):
     """Computation of one block of any size on one device."""
 
     def forward(self, block: Block) -> tuple[Sums, Sums, Float[Array, "bx"]]:
-        """Compute the sums of rows and of columns, and the positives' logits (0 without a positive).
+        """Compute the sums of rows and of columns, and the positives' logits.
 
-        Sums of masked rows or columns are arbitrary.
+        The logit is 0 for a row whose positive is in another block. Sums of masked rows or columns are arbitrary.
         """
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:

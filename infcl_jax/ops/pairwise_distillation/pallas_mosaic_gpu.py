@@ -1,4 +1,4 @@
-"""Fused Pallas Mosaic GPU kernels of distillation for Hopper: epilogues on the tiles of both models.
+"""Fused Pallas Mosaic GPU kernels of distillation for Hopper: epilogues.
 
 The main loop and its schedule are those of `pairwise_lse`, with two GEMMs for each tile: the student's, then the
 teacher's. Forward: the epilogue reduces a tile to sums over its columns and over its rows. Backward: it converts the
@@ -6,17 +6,22 @@ recomputed tiles to dS, which two cuBLAS GEMMs multiply with the features.
 
 Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
-    registers of a thread, of 232: 64 for each model's accumulator, 32 for each of up to three 64 x 64 fp32 subtiles of
-      the epilogue, of which e and f take the place of finished accumulators, 16 for each column vector of a subtile
+    registers of a thread, of 232: 64 for each model's accumulator, which the terms e and f replace in the epilogue;
+      forward 64 for the differences f (t - z), backward 32 for a 64 x 64 subtile of dS and 16 for each column vector
+      of a subtile
     SMEM, of 227 KiB: 32 KiB for each stage, the features of 128 rows and 128 columns, and in the backward pass 8 KiB
       for each store slot; 7 stages forward, 6 stages and two slots of each warpgroup backward
 """
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import BFloat16, Float32
 
@@ -37,8 +42,13 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     broadcast,
 )
 
+# The largest tiles whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is close to the
+# number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. Not measured yet.
 FORWARD = Tiles(rows=64, columns=128, stages=7, lag=5)
 BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
+# Bytes of the column features of a group of tiles: a third of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
+# GPU Architecture).
+GROUP_BYTES = 16 << 20
 ROW_SHIFTS = ("row_shift", "teacher_row_shift")
 ROW_WEIGHTS = ("row_weight", "teacher_row_weight")
 COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
@@ -53,12 +63,14 @@ class MosaicGpu:
       backward: tile sizes of dS.
       sm_count: number of SMs.
       persistent: whether CTAs are persistent, see `TileSchedule`.
+      group_bytes: most bytes of the column features of a group of tiles, see `TileSchedule.group`.
     """
 
     forward: Tiles = FORWARD
     backward: Tiles = BACKWARD
     sm_count: int = SM_COUNT
     persistent: bool = True
+    group_bytes: int = GROUP_BYTES
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -77,21 +89,23 @@ class MosaicGpu:
         schedule = self._schedule(self.forward, operands, window, pairs)
         tiles = schedule.tiles
 
-        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
-            # The warpgroups take turns, because their reductions over rows share one SMEM buffer.
-            with work.serialized():
-                for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
-                    row_sums: list[Array] = []
-                    for j in _subtiles(tiles.columns):
-                        at = slice(i, i + SUBTILE), slice(j, j + SUBTILE)
-                        terms = _terms(work, s[at], u[at], row_vectors, i, j)
-                        reduced = [term.sum(1) for term in terms.values()]
-                        row_sums = [a + b for a, b in zip(row_sums, reduced, strict=True)] if row_sums else reduced
-                        for name, term in terms.items():
-                            partials = work.refs[f"column_{name}"].at[work.row // SUBTILE + i // SUBTILE]
-                            partials[pl.ds(work.column + j, SUBTILE)] = term.sum(0)
-                    for name, row_sum in zip(KernelSums._fields, row_sums, strict=True):
-                        work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+        def epilogue(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, carry: tuple) -> tuple:
+            for i in _subtiles(tiles.rows):
+                terms = []
+                for j in _subtiles(tiles.columns):
+                    s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
+                    terms.append(_terms(work, s_ij, u_ij, prefetched, i, j))
+                for name, subtiles in zip(KernelSums._fields, zip(*terms, strict=True), strict=True):
+                    row_sum = functools.reduce(operator.add, [subtile.sum(1) for subtile in subtiles])
+                    work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+                # The warpgroups take turns, because their reductions over rows share one SMEM buffer. All else is done
+                # before, so that a turn is short.
+                with work.serialized():
+                    reduced = [[term.sum(0) for term in subtile] for subtile in terms]
+                partial = lax.div(work.row + i, SUBTILE)
+                for j, column_sums in zip(_subtiles(tiles.columns), reduced, strict=True):
+                    for name, column_sum in zip(KernelSums._fields, column_sums, strict=True):
+                        work.refs[f"column_{name}"][partial, pl.ds(work.column + j, SUBTILE)] = column_sum
             return carry
 
         shapes = {
@@ -107,7 +121,7 @@ class MosaicGpu:
                 for name in KernelSums._fields
             },
             init=lambda work: (),
-            prefetch=functools.partial(_load_rows, ROW_SHIFTS),
+            prefetch=functools.partial(_prefetch, rows=ROW_SHIFTS, columns=()),
             epilogue=epilogue,
             finalize=lambda work, carry: None,
         )
@@ -124,13 +138,13 @@ class MosaicGpu:
         schedule = self._schedule(self.backward, operands, window, pairs)
         tiles = schedule.tiles
 
-        def epilogue(work: WorkTile, s: Array, u: Array, rows: list[dict[str, Array]], carry: tuple) -> tuple:
+        def epilogue(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, carry: tuple) -> tuple:
             store = SubtileStore(work, terms)
-            for i, row_vectors in zip(_subtiles(tiles.rows), rows, strict=True):
+            for i in _subtiles(tiles.rows):
                 moment = None
                 for j in _subtiles(tiles.columns):
                     s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
-                    ds = _gradient(work, s_ij, u_ij, row_vectors, i, j)
+                    ds = _gradient(work, s_ij, u_ij, prefetched, i, j)
                     if moments:
                         reduced = (ds * s_ij).sum(1)
                         moment = reduced if moment is None else moment + reduced
@@ -148,7 +162,7 @@ class MosaicGpu:
             _named_operands(operands, window) | named,
             results,
             init=lambda work: (),
-            prefetch=functools.partial(_load_rows, ROW_SHIFTS + ROW_WEIGHTS),
+            prefetch=functools.partial(_prefetch, rows=ROW_SHIFTS + ROW_WEIGHTS, columns=COLUMN_WEIGHTS),
             epilogue=epilogue,
             finalize=lambda work, carry: None,
         )
@@ -163,6 +177,7 @@ class MosaicGpu:
 
     def _schedule(self, tiles: Tiles, operands: Operands, window: Window, pairs: BothPairs) -> TileSchedule:
         student, teacher = pairs
+        row_bytes = sum(a.shape[1] * a.dtype.itemsize for a in (operands.y, operands.teacher_y))
         return TileSchedule(
             tiles,
             window.rows,
@@ -172,6 +187,7 @@ class MosaicGpu:
             self.sm_count,
             self.persistent,
             others=(Product("teacher_x", "teacher_y", term_width(operands.teacher_x, teacher), teacher),),
+            group=max(1, self.group_bytes // (tiles.cluster_columns * row_bytes)),
         )
 
 
@@ -185,9 +201,30 @@ def _subtiles(length: int) -> range:
     return range(0, length, SUBTILE)
 
 
-def _load_rows(names: tuple[str, ...], work: WorkTile) -> list[dict[str, Array]]:
-    """Load row vectors of each subtile of rows."""
-    return [{name: work.load_rows(name, i) for name in names} for i in _subtiles(work.schedule.tiles.rows)]
+class _Prefetched(NamedTuple):
+    """Values loaded before the GEMMs of a tile, to hide their latency.
+
+    Attributes:
+      rows: row vectors of each subtile of rows, by name.
+      columns: column vectors of the first subtile of columns, by name.
+      may_match: for each subtile of rows, whether the tile may contain positives; empty for a block without positives.
+    """
+
+    rows: list[dict[str, Array]]
+    columns: dict[str, Array]
+    may_match: list[Array]
+
+
+def _prefetch(work: WorkTile, rows: tuple[str, ...], columns: tuple[str, ...]) -> _Prefetched:
+    """Load the named vectors of a tile."""
+    subtiles, may_match = _subtiles(work.schedule.tiles.rows), []
+    if "labels" in work.refs:
+        may_match = [work.may_contain_positives(i, work.first_column) for i in subtiles]
+    return _Prefetched(
+        [{name: work.load_rows(name, i) for name in rows} for i in subtiles],
+        {name: work.load_columns(name, 0) for name in columns},
+        may_match,
+    )
 
 
 def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
@@ -196,7 +233,7 @@ def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
 
 
 def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j: int) -> tuple[Array, Array]:
-    """Compute the exponentials of a subtile, the student's and the teacher's; 0 for masked pairs."""
+    """Compute the exponentials of both models in a subtile; 0 for masked pairs."""
     shifts = [broadcast(rows[name], 0) for name in ROW_SHIFTS]
     if "column_masked" in work.refs:
         masked = broadcast(work.load_columns("column_masked", j), 1)
@@ -204,23 +241,37 @@ def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j:
     return jnp.exp2(z - shifts[0]), jnp.exp2(t - shifts[1])
 
 
-def _terms(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> dict[str, Array]:
-    """Compute the terms of the sums of a subtile, by the fields of `KernelSums`."""
+def _replace_positives(
+    work: WorkTile, prefetched: _Prefetched, values: Array, i: int, j: int, replacement: Callable[[Array], Array]
+) -> Array:
+    """Replace the values of a subtile at its positives."""
+    if not prefetched.may_match:
+        return values
+
+    def replaced(values: Array) -> Array:
+        return jnp.where(work.is_positive(i, j, work.first_column), replacement(values), values)
+
+    return lax.cond(prefetched.may_match[i // SUBTILE], replaced, lambda values: values, values)
+
+
+def _terms(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> tuple[Array, Array, Array]:
+    """Compute the terms of the sums of a subtile, in the order of `KernelSums`."""
     z, t = _logits(work, s, u)
-    e, f = _exponentials(work, z, t, rows, j)
-    if "labels" in work.refs:
-        e = work.where_positive(e, i, j, jnp.zeros_like)
-    return dict(zip(KernelSums._fields, (e, f, f * (t - z)), strict=True))
+    e, f = _exponentials(work, z, t, prefetched.rows[i // SUBTILE], j)
+    return _replace_positives(work, prefetched, e, i, j, jnp.zeros_like), f, f * (t - z)
 
 
-def _gradient(work: WorkTile, s: Array, u: Array, rows: dict[str, Array], i: int, j: int) -> Array:
+def _gradient(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> Array:
     """Compute dS of a subtile, in fp32: two softmaxes that almost agree cancel."""
+    rows = prefetched.rows[i // SUBTILE]
+    columns = {name: work.load_columns(name, j) for name in COLUMN_WEIGHTS} if j else prefetched.columns
     e, f = _exponentials(work, *_logits(work, s, u), rows, j)
-    row_weights = (broadcast(rows[name], 0) for name in ROW_WEIGHTS)
-    column_weights = (broadcast(work.load_columns(name, j), 1) for name in COLUMN_WEIGHTS)
     student, teacher = (
-        value * (row + column) for value, row, column in zip((e, f), row_weights, column_weights, strict=True)
+        value * (broadcast(rows[row], 0) + broadcast(columns[column], 1))
+        for value, row, column in zip((e, f), ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
     )
-    if "labels" in work.refs:
-        student = work.where_positive(student, i, j, lambda _: broadcast(work.load_rows("positive_weight", i), 0))
-    return student - teacher
+
+    def positive_weight(_: Array) -> Array:
+        return broadcast(work.load_rows("positive_weight", i), 0)
+
+    return _replace_positives(work, prefetched, student, i, j, positive_weight) - teacher

@@ -1,4 +1,4 @@
-"""Ring over devices and custom VJP of the contrastive and distillation terms of all pairs.
+"""Ring over devices and custom VJP of contrastive and distillation terms.
 
 Student and teacher blocks rotate around the ring together. With the student's
 logits `z_ij = scale * <image_i, text_j>` and the teacher's logits `t_ij` and softmax `p_ij` along a row:

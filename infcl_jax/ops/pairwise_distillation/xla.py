@@ -99,7 +99,10 @@ class XlaStrips:
 
 
 class _Rows(NamedTuple):
-    """Row operands of a block, to be split into strips; `side` and `d_positive` are None in the forward pass."""
+    """Row operands of a block, to be split into strips.
+
+    `side` and `d_positive` are None in the forward pass.
+    """
 
     x: Float[Array, "rows d"]
     teacher_x: Float[Array, "rows dt"]

@@ -74,11 +74,10 @@ def run(
 
         def task_of(i: Array) -> WorkTile:
             """Return the i-th task of this CTA, without a row tile."""
-            tasks_per_segment = schedule.columns // t.cluster_columns
             task = cluster + i * schedule.grid_clusters
             if schedule.band:
                 return WorkTile(schedule, named, warpgroup, task, named["band_first"][task], task, task)
-            segment, cluster_tile = lax.div(task, tasks_per_segment), lax.rem(task, tasks_per_segment)
+            segment, cluster_tile = schedule.segment_and_columns(task)
             column_tile = cluster_tile * t.cluster + member
             column_partial, first_row_tile = segment * WARPGROUPS + warpgroup, segment * schedule.segment
             return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)

@@ -124,6 +124,8 @@ class TileSchedule:
       diagonal: whether to compute the tiles on the diagonal only.
       band: whether to compute the column tiles of each row tile in the operands `band_first` and `band_tiles` only.
       others: further GEMMs of each tile, after that of the operands "x" and "y".
+      group: clusters' column tiles per group. All rows of a group precede the next group, so that its column features
+        stay in L2. 0: one group.
     """
 
     tiles: Tiles
@@ -136,6 +138,7 @@ class TileSchedule:
     diagonal: bool = False
     band: bool = False
     others: tuple[Product, ...] = ()
+    group: int = 0
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -168,6 +171,17 @@ class TileSchedule:
         if self.band:
             return self.row_tiles
         return self.row_tiles // self.segment * (self.columns // self.tiles.cluster_columns)
+
+    def segment_and_columns(self, task: Array) -> tuple[Array, Array]:
+        """Return the segment of a task and the index of its cluster's column tiles."""
+        cluster_tiles = self.columns // self.tiles.cluster_columns
+        if not self.group:
+            return lax.div(task, cluster_tiles), lax.rem(task, cluster_tiles)
+        segments = self.row_tiles // self.segment
+        first = lax.div(task, self.group * segments) * self.group
+        width = jnp.minimum(self.group, cluster_tiles - first)  # of the last group
+        index = task - first * segments
+        return lax.div(index, width), first + lax.rem(index, width)
 
     @property
     def column_partials(self) -> int:
@@ -267,10 +281,16 @@ class WorkTile:
 
         `first` is `first_column`.
         """
+        return lax.cond(self.may_contain_positives(i, first), changed, unchanged, *values)
+
+    def may_contain_positives(self, i: int, first: Array) -> Array:
+        """Return whether the tile's columns are in the label range of the subtile rows from row `i`.
+
+        `first` is `first_column`.
+        """
         label_range = lax.div(window_offset(self.refs, 0) + self.row + i, LABEL_RANGE_ROWS)
         lowest, highest = self.refs["lowest"][label_range], self.refs["highest"][label_range]
-        may_contain = (lowest < first + self.schedule.tiles.columns) & (highest >= first)
-        return lax.cond(may_contain, changed, unchanged, *values)
+        return (lowest < first + self.schedule.tiles.columns) & (highest >= first)
 
     def is_positive(self, i: int, j: int, first: Array) -> Array:
         """Return a bool subtile, True at the positives of the subtile at `[i, j]`; `first` is `first_column`."""

@@ -1,6 +1,6 @@
-"""The fused backend of distillation around kernels in plain JAX, the general path, and the ring.
+"""The fused backend of distillation around kernels in plain JAX.
 
-`test_pallas_mosaic_gpu.py` and `test_triton.py` test the GPU kernels.
+Includes the general path and the ring. `test_pallas_mosaic_gpu.py` and `test_triton.py` test the GPU kernels.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def test_matches_float64(plain, devices):
 
 @pytest.mark.parametrize(("dtype", "teacher_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
 def test_both_terms_at_another_width_of_the_teacher(plain, dtype, teacher_dtype):
-    """One sweep yields both losses, here on two devices with a mask and junk in masked rows."""
+    """One sweep yields both losses; masked rows hold junk."""
     student, teacher = oracle.features("random", 40, 40, 20), oracle.features("random", 40, 40, 9, seed=1)
     student, teacher = ([jnp.asarray(a, d) for a in f] for f, d in ((student, dtype), (teacher, teacher_dtype)))
     kept, weights = np.arange(40) % 5 != 3, np.linspace(0, 2, 40).astype(np.float32)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import math
 import re
 import sys
@@ -20,11 +21,11 @@ from infcl_jax.ops.pairwise_distillation.base import NeedsGrad
 from infcl_jax.ops.pairwise_distillation.fused import MAX_FORWARD_PAIRS, Fused
 from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu import MosaicGpu
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
-from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
+from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles, TileSchedule
 
 DEADLOCK = 300  # seconds
 SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, store_slots=1)
-CLUSTERED = MosaicGpu(SMALL, SMALL, sm_count=4)
+CLUSTERED = MosaicGpu(SMALL, SMALL, sm_count=4, group_bytes=0)  # groups of one cluster's column tiles
 SINGLE = MosaicGpu(*[dataclasses.replace(SMALL, columns=128, cluster=1, stages=2, lag=0)] * 2, sm_count=4)
 
 
@@ -59,6 +60,14 @@ def test_windows_make_the_whole_without_gradients_of_the_rows(interpreter, monke
     monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (128, 128))
     backend = Fused(CLUSTERED, WindowConfig(group_bytes=0))
     check(backend, make(bx=270, by=200), needs_grad=NeedsGrad(x=False), dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("group", [1, 4, 50])
+def test_groups_of_columns_contain_every_tile_once(group):
+    schedule = TileSchedule(SMALL, 7 * 128, 11 * 128, 64, ((0, 0),), 4, True, group=group)
+    segments, columns = jax.vmap(schedule.segment_and_columns)(jnp.arange(schedule.tasks))
+    assert set(zip(segments.tolist(), columns.tolist(), strict=True)) == set(itertools.product(range(7), range(11)))
+    assert columns[: min(group, 11)].tolist() == list(range(min(group, 11)))
 
 
 def lowered(rows, dim, teacher_dim, dtype, argnums=(0, 1, 2), mesh=None, mask=False):

@@ -21,7 +21,10 @@ _HERE_RATE = 5e-4  # learning rate for each node
 
 
 def _on_nodes(size: str, loss: str, nodes: int, sets: tuple[str, ...], **changes: Any) -> Cell:
-    """Return the paper's run on a number of nodes: as many epochs, learning rates linear in the batch (appendix B)."""
+    """Return the paper's run on a number of nodes.
+
+    The epochs are the same, and both learning rates are linear in the batch (appendix B).
+    """
     config = recipe.get_config(f"{size},loss={loss}")
     factor = nodes / _RECIPE_NODES
     own: dict[str, Any] = {
@@ -48,7 +51,7 @@ _FIGURE_2 = {
 
 
 def figure_2(scale: str) -> list[Entry]:
-    """Accuracy of OpenCLIP and FastCLIP-v3 over the nodes, with a batch in proportion to them."""
+    """Accuracy over the nodes, with a batch in proportion to them."""
     entries = []
     for loss, sizes in _FIGURE_2.items():
         for position, nodes in enumerate(_NODES):
@@ -89,7 +92,7 @@ def _step(scale: str, loss: str, nodes: int) -> Cell:
 
 
 def _over_nodes(scale: str, value: str) -> list[Entry]:
-    """Return the value of a step over the nodes, with the same rows on each device."""
+    """Return a value of a step by nodes; each device has as many rows."""
     nodes = _NODES[:1] if scale == "small" else _NODES
     return [Entry(f"{loss}, here", f"{n} nodes", (_step(scale, loss, n),), value) for loss in _FIGURE_2 for n in nodes]
 
@@ -104,7 +107,7 @@ def figure_3(scale: str) -> list[Entry]:
 
 
 def figure_4(scale: str) -> list[Entry]:
-    """Pairs per second over the nodes; the paper's from the times of Figure 3 and its batch sizes."""
+    """Throughput over the nodes; the paper's follows from the times of Figure 3."""
     entries = _over_nodes(scale, "pairs_per_second")
     for (loss, size), figures in _FIGURE_3.items():
         batch = _PER_NODE[size]

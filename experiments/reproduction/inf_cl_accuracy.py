@@ -129,7 +129,9 @@ def _lit(dataset: str, model: str, thousands: int) -> Cell:
 def _paper_entries(
     scale: str, figures: Mapping[str, Mapping[int, float]], run: Callable[[str, int], Cell]
 ) -> list[Entry]:
-    """Return the paper's figures by row and batch size, measured at the scale "paper" alone.
+    """Return the paper's figures by row and batch size.
+
+    They have runs at the scale "paper" alone.
 
     Args:
       scale: one of `SCALES`.

@@ -1,4 +1,4 @@
-"""The documentation page of the targets: plans, and tables and pictures of the scale "tiny"."""
+"""The documentation page of the targets: plans, tables and pictures."""
 
 import re
 import shutil
@@ -110,9 +110,9 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def plans(targets: Sequence[Target]) -> str:
-    """Format the plans of the scales "small" and "paper" as tables with a row for each target.
+    """Format the plans of the scales "small" and "paper" as tables.
 
-    The scale "paper" has a table for each paper, below the hardware of its experiments.
+    A row is a target. The scale "paper" has a table for each paper, below the hardware of its experiments.
     """
     text = f"{_PLANS}{plan_table(targets, 'small')}\n### Plan of `paper`\n"
     for paper in dict.fromkeys(target.paper for target in targets):

@@ -1,4 +1,4 @@
-"""Plans of targets before they run: memory and time of each cell on named GPUs."""
+"""Plans of targets: memory and time of each cell on named GPUs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -110,7 +110,7 @@ def describe_target(target: Target, scale: str, device: str, devices: int) -> st
 
 
 def plan_table(targets: Iterable[Target], scale: str) -> str:
-    """Format the plans of targets as a table in Markdown: a row for each target.
+    """Format the plans of targets as a table in Markdown.
 
     Args:
       targets: the targets, in order.

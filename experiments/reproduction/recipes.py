@@ -84,7 +84,9 @@ def shapes(batch: int, *, seed: int = 0, samples_seen: int = 256_000, **changes:
 def paper_run(
     config: str, *, arguments: Mapping[str, Any] | None = None, sets: Sequence[str] = IMAGENET, **changes: Any
 ) -> Cell:
-    """Return a run with the settings of a shipped recipe, evaluated once at its end.
+    """Return a run with the settings of a shipped recipe.
+
+    It is evaluated once, at its end.
 
     Args:
       config: file of `configs` with the first word of its argument, such as "inf_cl:cc3m".

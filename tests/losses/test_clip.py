@@ -62,20 +62,19 @@ def test_matches_oracle(implementation, devices, dim, dtype):
 @pytest.mark.parametrize("kind", oracle.KINDS)
 def test_odd_strips(kind, dtype):
     for scale in SCALES:
-        assert_matches_oracle("xla", 1, 1003, 33, dtype, kind, scale)
+        assert_matches_oracle("xla", 1, 521, 33, dtype, kind, scale)
 
 
 @pytest.mark.parametrize(("devices", "kind"), [(2, "adversarial"), (4, "random"), (4, "aligned")])
 def test_odd_strips_on_several_devices(devices, kind):
-    assert_matches_oracle("xla", devices, 1003, 33, jnp.float32, kind, 100.0)
+    assert_matches_oracle("xla", devices, 521, 33, jnp.float32, kind, 100.0)
 
 
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_same_gradients_on_any_number_of_devices(implementation):
-    image, text = oracle.features("random", 48, 48, 33)
     with jax.enable_x64(True):
-        args = [jnp.asarray(a, jnp.float64) for a in (image, text, 14.3)]
-        results = [value_and_grad(implementation, n)(*args) for n in (1, 2, 8)]
+        args = [jnp.asarray(a, jnp.float64) for a in (*oracle.features("random", 24, 24, 33), 14.3)]
+        results = [value_and_grad(implementation, n)(*args) for n in (1, 4, 8)]
         for other in results[1:]:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
 
@@ -90,14 +89,16 @@ def test_two_runs_are_bitwise_equal(implementation):
 
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_finite_differences_of_the_scale(implementation):
-    mesh = oracle.mesh_of(4)
     with jax.enable_x64(True):
-        image, text = (jnp.asarray(a, jnp.float64) for a in oracle.features("random", 24, 24, 33))
-        loss = jax.jit(lambda scale: clip_loss(image, text, scale, mesh=mesh, implementation=implementation))
+        features = [jnp.asarray(a, jnp.float64) for a in oracle.features("random", 24, 24, 33)]
+
+        def loss(scale):
+            return value_and_grad(implementation, 4)(*features, jnp.asarray(scale, jnp.float64))
+
         for scale in SCALES:
             step = 1e-5 * scale
-            difference = (loss(scale + step) - loss(scale - step)) / (2 * step)
-            assert jax.grad(loss)(scale) == pytest.approx(float(difference), rel=1e-7, abs=1e-9)
+            difference = (loss(scale + step)[0] - loss(scale - step)[0]) / (2 * step)
+            assert loss(scale)[1][2] == pytest.approx(float(difference), rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize("implementation", available_implementations())
@@ -204,10 +205,8 @@ def test_a_row_opposite_to_a_cone(implementation):
 @pytest.mark.parametrize("loss", [clip_loss, functools.partial(siglip_loss, logit_bias=-10.0), retrieval_loss])
 def test_eager_calls_over_a_mesh_equal_one_device(loss):
     image, text = oracle.features("random", 24, 24, 33)
-    results = [
-        jax.value_and_grad(lambda *args, mesh=mesh: loss(*args, mesh=mesh), argnums=(0, 1, 2))(image, text, 14.3)
-        for mesh in (oracle.mesh_of(8), None)
-    ]
+    eager = jax.value_and_grad(functools.partial(loss, mesh=oracle.mesh_of(8)), argnums=(0, 1, 2))
+    results = [f(image, text, 14.3) for f in (eager, jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))))]
     assert loss(image, text, 14.3, mesh=oracle.mesh_of(8)) == results[0][0]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), *results)
 

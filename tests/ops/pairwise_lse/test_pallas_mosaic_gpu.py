@@ -176,7 +176,7 @@ def test_any_tiles_in_odd_sizes(interpreter, tiles):
 
 
 def test_ctas_that_run_one_task_each(interpreter):
-    check(Fused(dataclasses.replace(CLUSTERED, persistent=False)), make(bx=270, by=200, dim=100))
+    check(Fused(dataclasses.replace(CLUSTERED, persistent=False)), make(bx=150, by=140, dim=100))
 
 
 @pytest.mark.parametrize(

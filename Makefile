@@ -33,7 +33,8 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 	$(BIN)/python tests/changed.py
 
 # The longest files first, so that both workers end at about the same time.
-FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/ops
+FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/ops tests/verification \
+  tests/training/test_unlocked_groups.py tests/training/test_step.py tests/test_examples.py
 
 test: $(TRITON)  ## The test suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FIRST) tests

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
@@ -94,6 +93,18 @@ def train(state, batch, **cache):
     return jax.device_get(stepper(**cache)(state, batch))
 
 
+def loss_in_inference(model, variables, batch):
+    """The loss of a batch without dropout, with the stored batch statistics."""
+    loss = make_loss("clip", None)
+    return jax.jit(lambda *args: loss(model.apply(*args)).value)(variables, batch["image"], batch["text"])
+
+
+@functools.cache
+def trained_whole():
+    """A step of a model without frozen parameters, and its metrics."""
+    return train(locked(transformers(2), ()), runs.batch(BATCH))
+
+
 def flat(tree):
     return {name: np.asarray(leaf) for name, leaf in flatten_dict(jax.device_get(tree), sep="/").items()}
 
@@ -119,7 +130,7 @@ def test_a_partly_locked_tower_is_trained_as_a_whole_one(cache):
     state = locked(model, ("image", "text"), image=2, text=1)
     before, trained = flat(state.params), set(flat(state.trained))
     after, metrics = train(state, batch, **cache)
-    whole, whole_metrics = train(locked(model, ()), batch)
+    whole, whole_metrics = trained_whole()
     np.testing.assert_allclose(metrics["loss"], whole_metrics["loss"], rtol=1e-6)
     assert metrics["grad_norm"] < whole_metrics["grad_norm"]
     for name, value in flat(after.params).items():
@@ -155,14 +166,13 @@ def test_a_locked_block_has_no_backward_pass(cache, passes):
 def test_locked_batch_normalization_keeps_its_statistics(cache, unlocked):
     model = resnet()
     state, batch = locked(model, ("image",), image=unlocked), images(32)
-    variables = jax.tree.map(jnp.asarray, jax.device_get(state.variables))
+    variables = jax.device_get(state.variables)
     after, metrics = train(state, batch, **cache)
     before, statistics = flat(variables["batch_stats"]), flat(after.batch_stats)
     moved = {name for name in before if (statistics[name] != before[name]).any()}
     assert moved == {name for name in before if unlocked == 2 and "layer4_0" in name}
     if unlocked < 2:  # no module uses batch statistics
-        output = model.apply(variables, batch["image"], batch["text"])
-        expected = make_loss("clip", None)(output).value
+        expected = loss_in_inference(model, variables, batch)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
@@ -170,8 +180,7 @@ def test_locked_batch_normalization_keeps_its_statistics(cache, unlocked):
 def test_frozen_towers_are_without_dropout(cache):
     model = runs.model(**{"vision.dropout": 0.5, "text.dropout": 0.5, "vision.patch_dropout": 0.5})
     state, batch = locked(model, ("image", "text")), runs.batch(BATCH)
-    variables = jax.tree.map(jnp.asarray, jax.device_get(state.variables))
-    expected = make_loss("clip", None)(model.apply(variables, batch["image"], batch["text"])).value
+    expected = loss_in_inference(model, jax.device_get(state.variables), batch)
     _, metrics = train(state, batch, **cache)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
     _, unlocked = train(locked(model, ("image", "text"), image=2), batch, **cache)  # the last block has dropout

@@ -1,14 +1,9 @@
 """Triton kernels of the sigmoid loss, interpreted or compiled without a GPU, or on one."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
+import triton_compile
 import triton_interpreter
 from gpus import ALONE
 from oracle_sigmoid import check, make
@@ -50,58 +45,24 @@ def test_only_needed_gradients(interpreter, needs_grad):
     check(Fused(WIDE), make(dim=16), needs_grad=needs_grad, rounding=2)
 
 
-# SMEM limit of a program in KiB, by compute capability.
-LIMITS = {80: 163, 89: 99, 90: 227}
-COMPILE = """
-import jax, jax.numpy as jnp
-from jax_triton import triton_lib
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import Window
+KERNELS = """
 from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Matches, Operands, Weights
 from infcl_jax.ops.pairwise_sigmoid.triton import TritonKernels
 
-def record(*args, compile=triton_lib.compile_ttir_to_ptx_inplace):
-    result = compile(*args)
-    print(result.shared_mem_bytes)
-    return result
+scale, columns = jnp.ones(1), jnp.zeros(384, jnp.int32)
 
-triton_lib.compile_ttir_to_ptx_inplace = record
-x, y = jnp.zeros((256, 192), jnp.bfloat16), jnp.zeros((384, 192), jnp.bfloat16)
-r, c, scale = jnp.zeros(256), jnp.zeros(384), jnp.ones(1)
-rows, columns = (jnp.zeros(n, jnp.int32) for n in (256, 384))
-one, six = ((0, 0),), ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
-k = TritonKernels.for_capability("CAPABILITY")
-
-def f(i):
-    own = Operands(x, y, scale, r, None, Matches(rows, columns, rows[:2], rows[:2], columns[:3], columns[:3]))
+def calls(k, w):
+    ids = Matches(labels, columns, labels[:2], labels[:2], columns[:3], columns[:3])
+    own = Operands(x, y, scale, r, None, ids)
     other = own._replace(column_bias=c, matches=None)
-    w = Window(i, i, 128, 256)
     return (
         k.sums(own, w, one),
         k.sums(other, w, six),
         k.ds(own, Weights(r, r), w, one, terms=1, moments=True),
         k.ds(other, Weights(r, None), w, six, terms=2, moments=False),
     )
-
-text = jax.jit(f).trace(jnp.int32(0)).lower(lowering_platforms=("cuda",)).as_text()
-assert text.count("triton_kernel_call") == 4, text
 """
 
 
-@pytest.mark.parametrize("capability", LIMITS)
-def test_kernels_compile_without_a_gpu(capability):
-    """Compiles without running, in a separate process.
-
-    The interpreter changes Triton for the rest of a process.
-    """
-    pytest.importorskip("triton", "3.7")
-    plugin = Path(sys.prefix, "cuda")  # see the Makefile
-    if not plugin.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("needs JAX's plugin for CUDA")
-    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{plugin}{os.pathsep}{env.get('PYTHONPATH', '')}"}
-    code = COMPILE.replace("CAPABILITY", f"{capability / 10}")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    sizes = [int(size) for size in done.stdout.split()]
-    assert len(sizes) == 4
-    assert max(sizes) <= LIMITS[capability] * 1024
+def test_kernels_compile_without_a_gpu():
+    triton_compile.check(KERNELS, 4)

@@ -35,8 +35,8 @@ def loss_workspace(
       width: feature dimension D.
       dtype: dtype of the features.
       devices: number of devices n over which the batch is sharded.
-      by_id: whether positives are given by id. The fused kernels then sort the features. The sorted copies are not
-        counted: in a training step they take the place of the features.
+      by_id: whether positives are given by id. The fused kernels then sort the features. The workspace excludes the
+        sorted copies, which take the place of the features in a training step.
 
     Raises:
       ValueError: the implementation is unknown.

@@ -39,7 +39,7 @@ FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests
 test: $(TRITON)  ## The test suite on the CPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FIRST) tests
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 10 minutes
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 25 minutes
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI

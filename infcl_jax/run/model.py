@@ -10,7 +10,7 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
-from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, model_config, text_pair_config
+from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, model_config, text_pair_config
 from infcl_jax.run.text_retrieval import read_text_pair
 from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
 from infcl_jax.training import load_config
@@ -64,6 +64,15 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
     overrides = parse_overrides(config.model_overrides)
     check_model_overrides(model_config(config.model), overrides)
     return model_config(config.model, **overrides)
+
+
+def read_any_model(config: ConfigDict) -> CLIPConfig | TextPairConfig:
+    """Return the model configuration of a run, also of text retrieval.
+
+    Raises:
+      ValueError: an override is unknown or has the wrong type, see `read_model_config`.
+    """
+    return read_text_pair(config) or read_model_config(config)
 
 
 def image_resize(model: CLIPConfig) -> Resize:

@@ -13,12 +13,12 @@ from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
 from infcl_jax.losses.matryoshka import checked_dims
-from infcl_jax.models import CLIPConfig, TextPairConfig, build_model
+from infcl_jax.models import CLIPConfig, build_model
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, store_activations, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.run.data import num_samples, precomputed_towers
-from infcl_jax.run.model import image_resize, read_model_config, text_tokenizer
+from infcl_jax.run.model import image_resize, read_any_model, read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
 from infcl_jax.settings import total_steps
 from infcl_jax.settings.consistency import ema_config
@@ -132,15 +132,10 @@ def _prefixes(config: ConfigDict) -> tuple[int, ...]:
     return dims
 
 
-def _model(config: ConfigDict) -> CLIPConfig | TextPairConfig:
-    """Return the model configuration of a run."""
-    return read_text_pair(config) or read_model_config(config)
-
-
 def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
     """Create the optimizer of a run, and check that its rules fit the model."""
     settings = OptimizerConfig(**config.optimizer)
-    check_optimizer(settings, parameter_shapes(build_model(_model(config))))
+    check_optimizer(settings, parameter_shapes(build_model(read_any_model(config))))
     return make_optimizer(settings, total_steps(config, source))
 
 
@@ -163,7 +158,7 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
-    model = _model(config)
+    model = read_any_model(config)
     sizes = model.vision.image_size if isinstance(model, CLIPConfig) else 0, model.text.context_length
     state = create_state(
         build_model(model),
@@ -209,7 +204,7 @@ def workload(
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    model, loss_fn = _model(config), loss(config, None, source)
+    model, loss_fn = read_any_model(config), loss(config, None, source)
     sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     best = implementation or best_implementation()

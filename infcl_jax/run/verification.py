@@ -14,10 +14,9 @@ from ml_collections import ConfigDict
 from infcl_jax.distributed import shard_batch
 from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
-from infcl_jax.models import CLIPConfig, ResNetConfig, TextPairConfig, towers_of
-from infcl_jax.run.model import read_model_config
+from infcl_jax.models import CLIPConfig, ResNetConfig, towers_of
+from infcl_jax.run.model import read_any_model
 from infcl_jax.run.parts import initial_state, loss
-from infcl_jax.run.text_retrieval import read_text_pair
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
 from infcl_jax.training.frozen import merge, module_modes, partition
@@ -110,10 +109,6 @@ def small_config(config: ConfigDict, rows: int) -> ConfigDict:
     return small
 
 
-def _model_config(config: ConfigDict) -> CLIPConfig | TextPairConfig:
-    return read_text_pair(config) or read_model_config(config)
-
-
 def _passages(config: ConfigDict) -> int:
     """Return the number of passages of a query."""
     return 1 + config.text_retrieval.hard_negatives
@@ -121,7 +116,7 @@ def _passages(config: ConfigDict) -> int:
 
 def _small_model(config: ConfigDict) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
-    model = _model_config(config)
+    model = read_any_model(config)
     size = _HEAD_DIM * -(-max(config.matryoshka, default=1) // _HEAD_DIM)
     tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
     towers: dict[str, Any] = {"text": tower | {"context_length": min(_TOKENS, model.text.context_length)}}
@@ -140,7 +135,7 @@ def _random_batch(config: ConfigDict) -> dict[str, np.ndarray]:
 
     The passages of a query are `[p, t]`, the positive first, which is never masked.
     """
-    model, rng, rows = _model_config(config), np.random.default_rng(config.seed), config.batch_size
+    model, rng, rows = read_any_model(config), np.random.default_rng(config.seed), config.batch_size
 
     def tokens(*shape: int) -> np.ndarray:
         return rng.integers(1, model.text.vocab_size, (*shape, model.text.context_length), dtype=np.int32)
@@ -228,7 +223,7 @@ class _Run:
 
     def undivided(self, one_device: Loss) -> Any:
         """Return the loss on one device as a function of parameters and features."""
-        init_logit_scale = getattr(_model_config(self.config), "init_logit_scale", 0.0)
+        init_logit_scale = getattr(read_any_model(self.config), "init_logit_scale", 0.0)
         samples = one_device.init_samples(2 * self.config.batch_size, init_logit_scale)
 
         def value(params: Any, features: Mapping[str, Any]) -> jax.Array:

@@ -18,8 +18,8 @@ from infcl_jax.ops.pairwise_lse import base as lse
 from infcl_jax.ops.pairwise_lse.base import Array, constant
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
 from infcl_jax.ops.pairwise_lse.fused import label_similarities
-from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows, row_slices
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Pairs, Window, row_ranges
+from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, RowMomentSweep, combine_rows, row_slices
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import LABEL_RANGE_ROWS, Window, row_ranges
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded, mask_shift, pad_to
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_lse.stabilization import factor, shared_shift, shifted_log_sum
@@ -109,14 +109,15 @@ class Fused:
             fp32=padded.num_terms > 1,
             fp32_accumulators=any(a.dtype == jnp.float32 for a in jax.tree.leaves((acc.x, acc.y))),
         )
-        sweep = _Sweep(
-            _SweepKernels(self.kernels, models.teacher.pairs),
+        sweep = RowMomentSweep(
+            self.kernels,
             padded,
             self._operands(block, models),
             Weights(row, column, teacher_row, teacher_column, positive),
             sizes,
             exclude=False,
             moments=acc.scale is not None,
+            pairs=models.pairs,
         )
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
@@ -180,34 +181,3 @@ def _log_sums(sums: KernelSums, count: int, shifts: tuple[Array, Array]) -> Sums
     """Convert the kernels' sums to log-sum-exps and nats, without padding."""
     negatives, teacher, difference = (a[:count] for a in sums)
     return Sums(shifted_log_sum(shifts[0], negatives), shifted_log_sum(shifts[1], teacher), difference * math.log(2))
-
-
-@dataclasses.dataclass(frozen=True)
-class _SweepKernels:
-    """Kernels as `GradientSweep` calls them: dS has no column moment."""
-
-    kernels: Kernels
-    teacher_pairs: Pairs
-
-    def ds(
-        self, operands: Any, weights: Any, window: Window, pairs: Pairs, *, exclude: bool, terms: int, moments: bool
-    ) -> tuple[Array, Array | None, None]:
-        """Compute a window of dS and its row moments."""
-        del exclude
-        both = pairs, self.teacher_pairs
-        return *self.kernels.ds(operands, weights, window, both, terms=terms, moments=moments), None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sweep(GradientSweep):
-    """`GradientSweep` without column moments."""
-
-    kernels: Any
-    operands: Any
-    weights: Any
-
-    def add_to(self, acc: Accumulators) -> Accumulators:
-        """Add the gradients of the block; initialize the moments."""
-        rows, columns = self.operands.x.shape[0], self.operands.y.shape[0]
-        acc = acc._replace(row_moment=self._zeros((rows,)) if self.moments else None)
-        return loop_over_slices(columns, self.sizes.group, self._add_group, acc)

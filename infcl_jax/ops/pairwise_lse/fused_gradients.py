@@ -82,6 +82,18 @@ class GradientSweep:
         )
         return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
 
+    def _ds(self, window: Window) -> tuple[Array, Array | None, Array | None]:
+        """Compute a window of dS, and its moments of rows and columns."""
+        return self.kernels.ds(
+            self.operands,
+            self.weights,
+            window,
+            self.padded.pairs,
+            exclude=self.exclude,
+            terms=self.padded.num_ds_terms,
+            moments=self.moments,
+        )
+
     def _add_group(self, first: Array, width: int, acc: Accumulators) -> Accumulators:
         """Add the windows of all rows and `width` columns."""
         x, y, size = acc.x, acc.y, self.sizes.columns
@@ -124,15 +136,7 @@ class GradientSweep:
         """
         d_y = list(acc.y)
         for i, (column, width) in enumerate(group):
-            d_s, row_moment, column_moment = self.kernels.ds(
-                self.operands,
-                self.weights,
-                Window(ordered_row, column, count, width),
-                self.padded.pairs,
-                exclude=self.exclude,
-                terms=self.padded.num_ds_terms,
-                moments=self.moments,
-            )
+            d_s, row_moment, column_moment = self._ds(Window(ordered_row, column, count, width))
             if d_x is not None:
                 d_x = d_x + self._gemm(d_s, self.operands.y, column, width, axis=1)
             if d_y[i] is not None:
@@ -174,6 +178,35 @@ class GradientSweep:
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         return constant(shape, 0, jnp.float32, varying_like=self.operands.x)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMomentSweep(GradientSweep):
+    """`GradientSweep` for the kernels of another loss, which have moments of rows alone and no `exclude`.
+
+    Attributes:
+      kernels: kernels with a method `ds(operands, weights, window, pairs, *, terms, moments)`.
+      operands: operands of the kernels, with the padded features `x` and `y`.
+      weights: weights of the kernels.
+      pairs: pairs of bf16 terms, as the kernels take them.
+      row_moment_shape: shape of the moments of one row.
+    """
+
+    kernels: Any
+    operands: Any
+    weights: Any
+    pairs: Any
+    row_moment_shape: tuple[int, ...] = ()
+
+    def add_to(self, acc: Accumulators) -> Accumulators:
+        """Add the gradients of the block; initialize the moments."""
+        shape = self.operands.x.shape[0], *self.row_moment_shape
+        acc = acc._replace(row_moment=self._zeros(shape) if self.moments else None)
+        return loop_over_slices(self.operands.y.shape[0], self.sizes.group, self._add_group, acc)
+
+    def _ds(self, window: Window) -> tuple[Array, Array | None, None]:
+        options: dict[str, Any] = {"terms": self.padded.num_ds_terms, "moments": self.moments}
+        return *self.kernels.ds(self.operands, self.weights, window, self.pairs, **options), None
 
 
 def row_slices(

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float32, Int32
 from infcl_jax.ops.pairwise_lse import base as lse
 from infcl_jax.ops.pairwise_lse.base import Array, constant
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
-from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, GradientSweep, combine_rows, row_slices
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window
+from infcl_jax.ops.pairwise_lse.fused_gradients import Accumulators, RowMomentSweep, combine_rows, row_slices
+from infcl_jax.ops.pairwise_lse.fused_kernel_api import Window
 from infcl_jax.ops.pairwise_lse.fused_operands import LOG2E, Padded, pad_to
 from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise_sigmoid.base import UNMATCHED_COLUMN, UNMATCHED_ROW, Block, Gradient, NeedsGrad, Sums
@@ -90,7 +90,17 @@ class Fused:
             fp32_accumulators=any(a.dtype == jnp.float32 for a in jax.tree.leaves((acc.x, acc.y))),
         )
         moments = acc.scale is not None or acc.bias is not None
-        sweep = _Sweep(_SweepKernels(self.kernels), padded, operands, weights, sizes, exclude=False, moments=moments)
+        sweep = RowMomentSweep(
+            self.kernels,
+            padded,
+            operands,
+            weights,
+            sizes,
+            exclude=False,
+            moments=moments,
+            pairs=padded.pairs,
+            row_moment_shape=(2,),
+        )
         grads = sweep.add_to(Accumulators(acc.x, acc.y))
         acc = acc._replace(x=grads.x, y=grads.y)
         if not moments:
@@ -139,35 +149,6 @@ class Fused:
             matches = Matches(row, column, *row_range, *_number_ranges(column, block.y_mask, sizes[1]))
         scale = (block.scale * (LOG2E * padded.gain)).reshape(1)
         return Operands(padded.x, padded.y, scale, pad_to(row_bias, (rows,), -jnp.inf), column_bias, matches)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SweepKernels:
-    """Kernels as `GradientSweep` calls them: dS has no column weights, hence no column moment."""
-
-    kernels: Kernels
-
-    def ds(
-        self, operands: Any, weights: Any, window: Window, pairs: Pairs, *, exclude: bool, terms: int, moments: bool
-    ) -> tuple[Array, Array | None, None]:
-        """Compute a window of dS and its row moments."""
-        del exclude
-        return *self.kernels.ds(operands, weights, window, pairs, terms=terms, moments=moments), None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sweep(GradientSweep):
-    """`GradientSweep` with two moments of each row, see `Kernels.ds`."""
-
-    kernels: Any
-    operands: Any
-    weights: Any
-
-    def add_to(self, acc: Accumulators) -> Accumulators:
-        """Add the gradients of the block; initialize the moments."""
-        rows, columns = self.operands.x.shape[0], self.operands.y.shape[0]
-        acc = acc._replace(row_moment=self._zeros((rows, 2)) if self.moments else None)
-        return loop_over_slices(columns, self.sizes.group, self._add_group, acc)
 
 
 def _number_ranges(

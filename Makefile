@@ -90,6 +90,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@! git grep -nE '^(<{7}|>{7}) '  # marks of a conflict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -25,9 +25,8 @@ for dim, dtype in ((512, jnp.bfloat16), (1024, jnp.bfloat16), (768, jnp.float32)
 
 # The assembler of JAX 0.12, nvJitLink, ignores `set_max_registers` ("C7504"). Once it does not, this test says so.
 @pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="nvJitLink ignores set_max_registers", strict=True)
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"], indirect=True)  # only Mosaic reports what the assembler says
 def test_kernels_spill_no_registers(implementation):
-    if implementation != "mosaic_gpu":
-        pytest.skip("only Mosaic reports what the assembler says")
     env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-c", SPILLS], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,11 +6,10 @@ recomputed tiles to dS, which two cuBLAS GEMMs multiply with the features.
 
 Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
-    registers of a thread, of 232: 64 for each model's accumulator, which the terms e and f replace in the epilogue;
-      forward 64 for the differences f (t - z), backward 32 for a 64 x 64 subtile of dS and 16 for each column vector
-      of a subtile
-    SMEM, of 227 KiB: 32 KiB for each stage, the features of 128 rows and 128 columns, and in the backward pass 8 KiB
-      for each store slot; 7 stages forward, 6 stages and two slots of each warpgroup backward
+    registers of a thread, of 232: 64 for each model's accumulator; forward 64 for each term, e between the two GEMMs, f
+      and f (t - z) after both; backward 32 for a 64 x 64 subtile of dS and 16 for each column vector of a subtile
+    SMEM, of 227 KiB: 32 KiB for each of 6 stages, the features of 128 rows and 128 columns; forward 8 KiB to reduce
+      over rows, backward 8 KiB for each of two store slots of a warpgroup
 """
 
 import dataclasses
@@ -43,8 +42,9 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
 )
 
 # The largest tiles whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is close to the
-# number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. Not measured yet.
-FORWARD = Tiles(rows=64, columns=128, stages=7, lag=5)
+# number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. Both lags and
+# GROUP_BYTES are the fastest measured, see docs/benchmarks.md.
+FORWARD = Tiles(rows=64, columns=128, stages=6, lag=5)
 BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
 # Bytes of the column features of a group of tiles: a third of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
 # GPU Architecture).
@@ -87,25 +87,18 @@ class MosaicGpu:
     def sums(self, operands: Operands, window: Window, pairs: BothPairs) -> tuple[KernelSums, KernelSums]:
         """Implement `Kernels.sums`."""
         schedule = self._schedule(self.forward, operands, window, pairs)
-        tiles = schedule.tiles
+
+        def student_sums(work: WorkTile, s: Array, prefetched: _Prefetched) -> None:
+            def terms(i: int, j: int) -> dict[str, Array]:
+                return {"negatives": _student_term(work, _subtile(s, i, j), prefetched, i, j)}
+
+            _store_sums(work, terms)
 
         def epilogue(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, carry: tuple) -> tuple:
-            for i in _subtiles(tiles.rows):
-                terms = []
-                for j in _subtiles(tiles.columns):
-                    s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
-                    terms.append(_terms(work, s_ij, u_ij, prefetched, i, j))
-                for name, subtiles in zip(KernelSums._fields, zip(*terms, strict=True), strict=True):
-                    row_sum = functools.reduce(operator.add, [subtile.sum(1) for subtile in subtiles])
-                    work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
-                # The warpgroups take turns, because their reductions over rows share one SMEM buffer. All else is done
-                # before, so that a turn is short.
-                with work.serialized():
-                    reduced = [[term.sum(0) for term in subtile] for subtile in terms]
-                partial = lax.div(work.row + i, SUBTILE)
-                for j, column_sums in zip(_subtiles(tiles.columns), reduced, strict=True):
-                    for name, column_sum in zip(KernelSums._fields, column_sums, strict=True):
-                        work.refs[f"column_{name}"][partial, pl.ds(work.column + j, SUBTILE)] = column_sum
+            def terms(i: int, j: int) -> dict[str, Array]:
+                return _teacher_terms(work, _subtile(s, i, j), _subtile(u, i, j), prefetched, i, j)
+
+            _store_sums(work, terms)
             return carry
 
         shapes = {
@@ -124,6 +117,7 @@ class MosaicGpu:
             prefetch=functools.partial(_prefetch, rows=ROW_SHIFTS, columns=()),
             epilogue=epilogue,
             finalize=lambda work, carry: None,
+            between=student_sums,
         )
         row, column = (
             KernelSums(*(partials[f"{side}_{name}"].sum(0) for name in KernelSums._fields)) for side in shapes
@@ -143,8 +137,8 @@ class MosaicGpu:
             for i in _subtiles(tiles.rows):
                 moment = None
                 for j in _subtiles(tiles.columns):
-                    s_ij, u_ij = (a[i : i + SUBTILE, j : j + SUBTILE] for a in (s, u))
-                    ds = _gradient(work, s_ij, u_ij, prefetched, i, j)
+                    s_ij = _subtile(s, i, j)
+                    ds = _gradient(work, s_ij, _subtile(u, i, j), prefetched, i, j)
                     if moments:
                         reduced = (ds * s_ij).sum(1)
                         moment = reduced if moment is None else moment + reduced
@@ -201,6 +195,11 @@ def _subtiles(length: int) -> range:
     return range(0, length, SUBTILE)
 
 
+def _subtile(a: Array, i: int, j: int) -> Array:
+    """Subtile at `[i, j]` of a tile."""
+    return a[i : i + SUBTILE, j : j + SUBTILE]
+
+
 class _Prefetched(NamedTuple):
     """Values loaded before the GEMMs of a tile, to hide their latency.
 
@@ -227,18 +226,12 @@ def _prefetch(work: WorkTile, rows: tuple[str, ...], columns: tuple[str, ...]) -
     )
 
 
-def _logits(work: WorkTile, s: Array, u: Array) -> tuple[Array, Array]:
-    """Compute the logits of a subtile, the student's and the teacher's."""
-    return s * work.refs["scale"][0], u * work.refs["teacher_scale"][0]
-
-
-def _exponentials(work: WorkTile, z: Array, t: Array, rows: dict[str, Array], j: int) -> tuple[Array, Array]:
-    """Compute the exponentials of both models in a subtile; 0 for masked pairs."""
-    shifts = [broadcast(rows[name], 0) for name in ROW_SHIFTS]
+def _exponential(work: WorkTile, logits: Array, row_shift: Array, j: int) -> Array:
+    """Compute the exponentials of a subtile; 0 for masked pairs."""
+    shift = broadcast(row_shift, 0)
     if "column_masked" in work.refs:
-        masked = broadcast(work.load_columns("column_masked", j), 1)
-        shifts = [shift + masked for shift in shifts]
-    return jnp.exp2(z - shifts[0]), jnp.exp2(t - shifts[1])
+        shift = shift + broadcast(work.load_columns("column_masked", j), 1)
+    return jnp.exp2(logits - shift)
 
 
 def _replace_positives(
@@ -254,21 +247,52 @@ def _replace_positives(
     return lax.cond(prefetched.may_match[i // SUBTILE], replaced, lambda values: values, values)
 
 
-def _terms(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> tuple[Array, Array, Array]:
-    """Compute the terms of the sums of a subtile, in the order of `KernelSums`."""
-    z, t = _logits(work, s, u)
-    e, f = _exponentials(work, z, t, prefetched.rows[i // SUBTILE], j)
-    return _replace_positives(work, prefetched, e, i, j, jnp.zeros_like), f, f * (t - z)
+def _store_sums(work: WorkTile, terms: Callable[[int, int], dict[str, Array]]) -> None:
+    """Store the sums over columns and over rows of the terms of a tile.
+
+    Args:
+      work: tile of the warpgroup.
+      terms: `terms(i, j)` of the subtile at `[i, j]`, by name in `KernelSums`.
+    """
+    for i in _subtiles(work.schedule.tiles.rows):
+        columns = {j: terms(i, j) for j in _subtiles(work.schedule.tiles.columns)}
+        for name in columns[0]:
+            row_sum = functools.reduce(operator.add, [subtile[name].sum(1) for subtile in columns.values()])
+            work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
+        # The warpgroups take turns, because their reductions over rows share one SMEM buffer. All else is done before,
+        # so that a turn is short.
+        with work.serialized():
+            reduced = {j: {name: term.sum(0) for name, term in subtile.items()} for j, subtile in columns.items()}
+        partial = lax.div(work.row + i, SUBTILE)
+        for j, sums in reduced.items():
+            for name, column_sum in sums.items():
+                work.refs[f"column_{name}"][partial, pl.ds(work.column + j, SUBTILE)] = column_sum
+
+
+def _student_term(work: WorkTile, s: Array, prefetched: _Prefetched, i: int, j: int) -> Array:
+    """Compute e of the negatives in a subtile."""
+    e = _exponential(work, s * work.refs["scale"][0], prefetched.rows[i // SUBTILE]["row_shift"], j)
+    return _replace_positives(work, prefetched, e, i, j, jnp.zeros_like)
+
+
+def _teacher_terms(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> dict[str, Array]:
+    """Compute f and f (t - z) of a subtile."""
+    t = u * work.refs["teacher_scale"][0]
+    f = _exponential(work, t, prefetched.rows[i // SUBTILE]["teacher_row_shift"], j)
+    return {"teacher": f, "difference": f * (t - s * work.refs["scale"][0])}
 
 
 def _gradient(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> Array:
     """Compute dS of a subtile, in fp32: two softmaxes that almost agree cancel."""
     rows = prefetched.rows[i // SUBTILE]
     columns = {name: work.load_columns(name, j) for name in COLUMN_WEIGHTS} if j else prefetched.columns
-    e, f = _exponentials(work, *_logits(work, s, u), rows, j)
+    exponentials = [
+        _exponential(work, a * work.refs[scale][0], rows[shift], j)
+        for a, scale, shift in zip((s, u), ("scale", "teacher_scale"), ROW_SHIFTS, strict=True)
+    ]
     student, teacher = (
         value * (broadcast(rows[row], 0) + broadcast(columns[column], 1))
-        for value, row, column in zip((e, f), ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
+        for value, row, column in zip(exponentials, ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
     )
 
     def positive_weight(_: Array) -> Array:

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from infcl_jax.ops.common.gpu import SWIZZLE_BYTES, WARPGROUP_REGISTERS
 from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
-    REDUCTION_BYTES,
     SUBTILE,
     TILE_K,
     WARPGROUPS,
@@ -44,6 +43,7 @@ def run(
     prefetch: Callable[[WorkTile], Any],
     epilogue: Callable[..., Any],
     finalize: Callable[[WorkTile, Any], None],
+    between: Callable[[WorkTile, Array, Any], None] | None = None,
 ) -> dict[str, Array]:
     """Compute the tiles of `x @ y.T`, and of `schedule.others`, and call the epilogue on each.
 
@@ -57,6 +57,8 @@ def run(
       epilogue: `epilogue(work, *s, vectors, carry) -> carry` of a tile; `s` is fp32 `[rows, columns]` in registers, one
         array for each of `schedule.products`.
       finalize: `finalize(work, carry)` stores the carry at the end of a task.
+      between: `between(work, s, vectors)` after each GEMM of a tile but the last. What it does instead of the epilogue
+        overlaps with more of the other warpgroup's GEMMs.
 
     Returns:
       The results by name.
@@ -166,6 +168,8 @@ def run(
                 tiles: list[Array] = []
                 for product in first:
                     step, s = multiply_all(product, step, lambda s: s)
+                    if between is not None:
+                        between(work, s, vectors)
                     tiles.append(s)
                 return multiply_all(last, step, lambda s: epilogue(work, *tiles, s, vectors, carry))
 
@@ -205,6 +209,6 @@ def run(
         cluster_names=("member",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=t.reduction_bytes),
     )(*operands.values())
     return dict(zip(results, out, strict=True))

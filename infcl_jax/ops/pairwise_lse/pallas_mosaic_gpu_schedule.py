@@ -23,7 +23,7 @@ SUBTILE = 64  # rows and columns of an epilogue subtile, which is stored at once
 SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
 SEGMENT_COST = 0.25  # time to end a task, in times of a row tile
 BARRIER_BYTES = 1024  # bytes of SMEM reserved for barriers
-REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM for reductions of a subtile over rows: fp32 from each of four warps
+REDUCTION_BYTES = 16 * SUBTILE  # bytes of SMEM to reduce 8 columns of a subtile over rows: fp32 from each of four warps
 
 WGMMA_LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COLUMN_LAYOUT = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
@@ -79,9 +79,15 @@ class Tiles:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of SMEM of one CTA."""
+        """Bytes of SMEM that one CTA needs."""
         steps = self.stages * (self.cta_rows + self.columns) * TILE_K
         return 2 * (steps + WARPGROUPS * self.store_slots * SUBTILE**2) + REDUCTION_BYTES + BARRIER_BYTES
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes of SMEM for reductions of a subtile over rows, for as many columns at once as fit."""
+        free = (SHARED_MEMORY - self.shared_memory) // REDUCTION_BYTES
+        return REDUCTION_BYTES * min(1 + free, SUBTILE // 8)
 
 
 @dataclasses.dataclass(frozen=True)

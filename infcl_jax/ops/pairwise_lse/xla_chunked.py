@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
@@ -39,6 +40,7 @@ from infcl_jax.ops.pairwise_lse.chunking import (
     scan_strips,
     valid_pairs,
 )
+from infcl_jax.ops.pairwise_lse.lone_positives import LonePositives
 from infcl_jax.ops.pairwise_lse.positives import is_match, positive_sums, with_positives
 from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum
 
@@ -56,7 +58,17 @@ class XlaStrips:
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """Implement `base.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        return (self._shared_forward if is_shared(block) else self._general_forward)(block, exclude, columns)
+        if not is_shared(block):
+            return self._general_forward(block, exclude, columns)
+        if block.x_ids is None:
+            return self._shared_forward(block, exclude, columns)
+        lone = LonePositives.of(block)
+        return lax.cond(
+            lone.only,
+            lambda block: lone.sums(block, self._shared_forward(lone.labeled(block), exclude, columns)),
+            lambda block: self._shared_forward(block, exclude, columns),
+            block,
+        )
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implement `base.Backend.accumulators`."""
@@ -65,9 +77,24 @@ class XlaStrips:
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implement `base.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        backward = self._shared_backward if is_shared(block) else self._general_backward
         needs_grad = NeedsGrad(*(a is not None for a in acc))
-        return add_trees(acc, backward(block, cotangents, exclude, needs_grad))
+        if not is_shared(block):
+            return add_trees(acc, self._general_backward(block, cotangents, exclude, needs_grad))
+        if block.x_ids is None:
+            return add_trees(acc, self._shared_backward(block, cotangents, exclude, needs_grad))
+        lone = LonePositives.of(block)
+
+        def labeled(block: Block, cotangents: Cotangents) -> Gradient:
+            cotangents, d_scale = lone.cotangents(block, cotangents)
+            gradient = self._shared_backward(lone.labeled(block), cotangents, exclude, needs_grad)
+            if gradient.x_scale is None:
+                return gradient
+            return gradient._replace(x_scale=gradient.x_scale + d_scale)
+
+        def by_id(block: Block, cotangents: Cotangents) -> Gradient:
+            return self._shared_backward(block, cotangents, exclude, needs_grad)
+
+        return add_trees(acc, lax.cond(lone.only, labeled, by_id, block, cotangents))
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
         """Implement `base.Backend.gradient`."""

@@ -13,6 +13,7 @@ from infcl_jax import pairwise_lse
 from infcl_jax.ops.pairwise_lse import available_implementations
 from infcl_jax.ops.pairwise_lse.base import Block
 from infcl_jax.ops.pairwise_lse.id_order import Order, ranges_by_id, sort_block
+from infcl_jax.ops.pairwise_lse.lone_positives import LonePositives
 from infcl_jax.ops.pairwise_lse.positives import is_match, match_ids
 
 DEVICES, BX, BY, DIM = 4, 20, 28, 19
@@ -21,6 +22,8 @@ OPTIONS = [
     {"positives": "include", "multi_positive": "mean", "scale": "per_sample", "columns": True},
     {"positives": "include", "multi_positive": "any", "scale": "shared", "columns": False},
     {"positives": "exclude", "multi_positive": "any", "scale": "long", "columns": True},  # beyond the shared shift
+    {"positives": "exclude", "multi_positive": "mean", "scale": "lone", "columns": True},  # one positive in each block
+    {"positives": "include", "multi_positive": "any", "scale": "lone", "columns": True},
 ]
 
 
@@ -43,6 +46,10 @@ def case(scale):
     rng = np.random.default_rng(1)
     x, y = oracle.features("random", BX, BY, DIM, np.float64)
     ids = rng.integers(0, 12, (BX, 2)).astype(np.int32), rng.integers(0, 12, (BY, 2)).astype(np.int32)
+    if scale == "lone":
+        each = BY // DEVICES
+        ids = [np.concatenate([rng.permutation(each)[: n // DEVICES] for _ in range(DEVICES)]) for n in (BX, BY)]
+        ids = [np.stack([n, n], 1).astype(np.int32) for n in ids]
     ids[0][:, 0] = ids[1][:, 0] = 3
     masks = rng.random(BX) < 0.8, rng.random(BY) < 0.8
     scales = (rng.uniform(5, 30, BX), rng.uniform(5, 30, BY)) if scale == "per_sample" else (np.float64(14.3), None)
@@ -143,3 +150,22 @@ def test_order_has_a_permutation_as_its_gradient():
     np.testing.assert_array_equal(order.rows, [1, 3, 2, 0])
     weights = jnp.arange(4.0)
     np.testing.assert_array_equal(jax.grad(lambda a: (weights * order.sort(a)).sum())(weights), order.restore(weights))
+
+
+@pytest.mark.parametrize(
+    ("x_ids", "y_ids", "only"),
+    [
+        ([3, 4, 5], [5, 9, 3, 8], True),
+        ([3, 4, 3], [5, 9, 3, 8], False),
+        ([3, 4, 5], [5, 9, 3, 3], False),
+        ([4, 4, 7], [5, 9, 3, 3], True),
+    ],
+    ids=["one", "in two rows", "in two columns", "none"],
+)
+def test_lone_positives_are_labels(x_ids, y_ids, only):
+    groups = match_ids(jnp.int32(x_ids), jnp.int32(y_ids), None, None, None)
+    features = (jnp.zeros((len(ids), 2)) for ids in (x_ids, y_ids))
+    lone = LonePositives.of(Block(*features, jnp.float32(1), x_ids=groups.x, y_ids=groups.y))
+    assert lone.only == only
+    if only:
+        assert lone.labels.tolist() == [y_ids.index(i) if i in y_ids else -1 for i in x_ids]

@@ -1,0 +1,96 @@
+"""Blocks in which no row and no column has several positives by id, as with unique ids.
+
+Their positives are as cheap as those given by labels: no sum over the positives of all pairs is needed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int32, Shaped
+
+from infcl_jax.ops.pairwise_lse.base import (
+    Array,
+    Block,
+    Cotangents,
+    PositiveSums,
+    Sums,
+    accumulation_dtype,
+    zero_masked,
+)
+from infcl_jax.ops.pairwise_lse.id_order import Order, ranges_by_id
+from infcl_jax.ops.pairwise_lse.stabilization import factor, shared_shift, shifted_log_sum
+
+
+class LonePositives(NamedTuple):
+    """Positives of a block with ids and a shared scale, as labels.
+
+    Attributes:
+      labels: int32 `[bx]`, column of each row's positive, -1 without one; arbitrary unless `only`.
+      only: bool scalar, whether no row and no column has several positives.
+    """
+
+    labels: Int32[Array, "bx"]
+    only: Bool[Array, ""]
+
+    @classmethod
+    def of(cls, block: Block) -> "LonePositives":
+        """Find the positives of a block with ids."""
+        order = Order.by(block.y_ids)
+        first, last = ranges_by_id(block.x_ids, order.sort(block.y_ids))
+        labels = jnp.where(first < 0, first, order.rows[first])
+        return cls(labels, (last <= first).all() & (_per_column(jnp.ones_like(labels), labels, block) <= 1).all())
+
+    def labeled(self, block: Block) -> Block:
+        """Return the block with labels instead of ids."""
+        return block._replace(labels=self.labels, x_ids=None, y_ids=None)
+
+    def sums(self, block: Block, sums: Sums) -> Sums:
+        """Convert the sums of the block with labels into those with ids."""
+        e = self._exponentials(block, sums.positive)
+        shift = shared_shift(block.x_scale)
+
+        def positives(e: Array, similarity: Array) -> PositiveSums:
+            return PositiveSums(shifted_log_sum(shift, e), similarity)
+
+        columns = None
+        if sums.column is not None:
+            columns = positives(*(_per_column(a, self.labels, block) for a in (e, sums.positive)))
+        return sums._replace(
+            positive=jnp.zeros_like(e), row_positives=positives(e, sums.positive), column_positives=columns
+        )
+
+    def cotangents(self, block: Block, cotangents: Cotangents) -> tuple[Cotangents, Float[Array, ""]]:
+        """Convert the cotangents of the sums with ids into those with labels.
+
+        Returns:
+          The cotangents, and the gradient of the scale through the positives.
+        """
+        dtype = accumulation_dtype(block.x.dtype)
+        similarity = zero_masked((block.x.astype(dtype) * self._of_columns(block.y).astype(dtype)).sum(1), self._exist)
+        e = self._exponentials(block, similarity)
+        d_logits, columns = jnp.zeros_like(e), cotangents.column_positives
+        for side in (cotangents.row_positives, jax.tree.map(self._of_columns, columns)):
+            if side is not None:
+                weight = factor(side.lse, side.d_lse)
+                d_logits += jnp.where(weight == 0, jnp.zeros_like(e), weight * e) + side.d_sum
+        d_logits = zero_masked(d_logits, self._exist)
+        labeled = cotangents._replace(d_positive=block.x_scale * d_logits, row_positives=None, column_positives=None)
+        return labeled, (d_logits * similarity).sum()
+
+    @property
+    def _exist(self) -> Bool[Array, "bx"]:
+        return self.labels >= 0
+
+    def _of_columns(self, array: Shaped[Array, "by *rest"]) -> Shaped[Array, "bx *rest"]:
+        """Take the column of each row's positive; any column without one."""
+        return jnp.take(array, self.labels, axis=0, mode="clip")
+
+    def _exponentials(self, block: Block, similarity: Float[Array, "bx"]) -> Float[Array, "bx"]:
+        e = jnp.exp(block.x_scale * similarity - shared_shift(block.x_scale))
+        return zero_masked(e, self._exist)
+
+
+def _per_column(values: Array, labels: Int32[Array, "bx"], block: Block) -> Array:
+    """Sum values of the rows over the rows of each column; rows without a positive belong to none."""
+    return jnp.zeros(len(block.y) + 1, values.dtype).at[labels + 1].add(values)[1:]

@@ -226,12 +226,15 @@ def _prefetch(work: WorkTile, rows: tuple[str, ...], columns: tuple[str, ...]) -
     )
 
 
-def _exponential(work: WorkTile, logits: Array, row_shift: Array, j: int) -> Array:
+def _load_mask(work: WorkTile, j: int) -> Array | None:
+    """Load the shift of masked columns; None without masked columns."""
+    return broadcast(work.load_columns("column_masked", j), 1) if "column_masked" in work.refs else None
+
+
+def _exponential(logits: Array, row_shift: Array, mask: Array | None) -> Array:
     """Compute the exponentials of a subtile; 0 for masked pairs."""
     shift = broadcast(row_shift, 0)
-    if "column_masked" in work.refs:
-        shift = shift + broadcast(work.load_columns("column_masked", j), 1)
-    return jnp.exp2(logits - shift)
+    return jnp.exp2(logits - (shift if mask is None else shift + mask))
 
 
 def _replace_positives(
@@ -271,14 +274,14 @@ def _store_sums(work: WorkTile, terms: Callable[[int, int], dict[str, Array]]) -
 
 def _student_term(work: WorkTile, s: Array, prefetched: _Prefetched, i: int, j: int) -> Array:
     """Compute e of the negatives in a subtile."""
-    e = _exponential(work, s * work.refs["scale"][0], prefetched.rows[i // SUBTILE]["row_shift"], j)
+    e = _exponential(s * work.refs["scale"][0], prefetched.rows[i // SUBTILE]["row_shift"], _load_mask(work, j))
     return _replace_positives(work, prefetched, e, i, j, jnp.zeros_like)
 
 
 def _teacher_terms(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: int, j: int) -> dict[str, Array]:
     """Compute f and f (t - z) of a subtile."""
     t = u * work.refs["teacher_scale"][0]
-    f = _exponential(work, t, prefetched.rows[i // SUBTILE]["teacher_row_shift"], j)
+    f = _exponential(t, prefetched.rows[i // SUBTILE]["teacher_row_shift"], _load_mask(work, j))
     return {"teacher": f, "difference": f * (t - s * work.refs["scale"][0])}
 
 
@@ -286,13 +289,12 @@ def _gradient(work: WorkTile, s: Array, u: Array, prefetched: _Prefetched, i: in
     """Compute dS of a subtile, in fp32: two softmaxes that almost agree cancel."""
     rows = prefetched.rows[i // SUBTILE]
     columns = {name: work.load_columns(name, j) for name in COLUMN_WEIGHTS} if j else prefetched.columns
-    exponentials = [
-        _exponential(work, a * work.refs[scale][0], rows[shift], j)
-        for a, scale, shift in zip((s, u), ("scale", "teacher_scale"), ROW_SHIFTS, strict=True)
-    ]
+    mask = _load_mask(work, j)
+    e = _exponential(s * work.refs["scale"][0], rows["row_shift"], mask)
+    f = _exponential(u * work.refs["teacher_scale"][0], rows["teacher_row_shift"], mask)
     student, teacher = (
         value * (broadcast(rows[row], 0) + broadcast(columns[column], 1))
-        for value, row, column in zip(exponentials, ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
+        for value, row, column in zip((e, f), ROW_WEIGHTS, COLUMN_WEIGHTS, strict=True)
     )
 
     def positive_weight(_: Array) -> Array:

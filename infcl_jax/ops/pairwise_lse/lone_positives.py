@@ -1,8 +1,10 @@
-"""Blocks in which no row and no column has several positives by id, as with unique ids.
+"""Blocks with at most one positive by id in each row and column.
 
-Their positives are as cheap as those given by labels: no sum over the positives of all pairs is needed.
+With unique ids every block is one. Labels then describe the positives, and sums over all pairs of rows and columns with
+equal ids are not needed.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,13 +15,14 @@ from infcl_jax.ops.pairwise_lse.base import (
     Array,
     Block,
     Cotangents,
+    Gradient,
     PositiveSums,
     Sums,
     accumulation_dtype,
     zero_masked,
 )
 from infcl_jax.ops.pairwise_lse.id_order import Order, ranges_by_id
-from infcl_jax.ops.pairwise_lse.stabilization import factor, shared_shift, shifted_log_sum
+from infcl_jax.ops.pairwise_lse.stabilization import factor, shared_shift, shifted_log_sum, weighted
 
 
 class LonePositives(NamedTuple):
@@ -41,12 +44,9 @@ class LonePositives(NamedTuple):
         labels = jnp.where(first < 0, first, order.rows[first])
         return cls(labels, (last <= first).all() & (_per_column(jnp.ones_like(labels), labels, block) <= 1).all())
 
-    def labeled(self, block: Block) -> Block:
-        """Return the block with labels instead of ids."""
-        return block._replace(labels=self.labels, x_ids=None, y_ids=None)
-
-    def sums(self, block: Block, sums: Sums) -> Sums:
-        """Convert the sums of the block with labels into those with ids."""
+    def sums(self, block: Block, forward: Callable[[Block], Sums]) -> Sums:
+        """Compute the sums of a block with ids by `forward` of the block with labels."""
+        sums = forward(self._labeled(block))
         e = self._exponentials(block, sums.positive)
         shift = shared_shift(block.x_scale)
 
@@ -60,23 +60,26 @@ class LonePositives(NamedTuple):
             positive=jnp.zeros_like(e), row_positives=positives(e, sums.positive), column_positives=columns
         )
 
-    def cotangents(self, block: Block, cotangents: Cotangents) -> tuple[Cotangents, Float[Array, ""]]:
-        """Convert the cotangents of the sums with ids into those with labels.
-
-        Returns:
-          The cotangents, and the gradient of the scale through the positives.
-        """
+    def gradient(
+        self, block: Block, cotangents: Cotangents, backward: Callable[[Block, Cotangents], Gradient]
+    ) -> Gradient:
+        """Compute the gradient of a block with ids by `backward` of the block with labels."""
         dtype = accumulation_dtype(block.x.dtype)
         similarity = zero_masked((block.x.astype(dtype) * self._of_columns(block.y).astype(dtype)).sum(1), self._exist)
         e = self._exponentials(block, similarity)
         d_logits, columns = jnp.zeros_like(e), cotangents.column_positives
         for side in (cotangents.row_positives, jax.tree.map(self._of_columns, columns)):
             if side is not None:
-                weight = factor(side.lse, side.d_lse)
-                d_logits += jnp.where(weight == 0, jnp.zeros_like(e), weight * e) + side.d_sum
+                d_logits += weighted(e, factor(side.lse, side.d_lse)) + side.d_sum
         d_logits = zero_masked(d_logits, self._exist)
         labeled = cotangents._replace(d_positive=block.x_scale * d_logits, row_positives=None, column_positives=None)
-        return labeled, (d_logits * similarity).sum()
+        gradient = backward(self._labeled(block), labeled)
+        if gradient.x_scale is None:
+            return gradient
+        return gradient._replace(x_scale=gradient.x_scale + (d_logits * similarity).sum())
+
+    def _labeled(self, block: Block) -> Block:
+        return block._replace(labels=self.labels, x_ids=None, y_ids=None)
 
     @property
     def _exist(self) -> Bool[Array, "bx"]:
@@ -92,5 +95,5 @@ class LonePositives(NamedTuple):
 
 
 def _per_column(values: Array, labels: Int32[Array, "bx"], block: Block) -> Array:
-    """Sum values of the rows over the rows of each column; rows without a positive belong to none."""
+    """Sum the values of the rows whose positive is each column."""
     return jnp.zeros(len(block.y) + 1, values.dtype).at[labels + 1].add(values)[1:]

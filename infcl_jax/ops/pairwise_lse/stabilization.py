@@ -54,6 +54,11 @@ def shifted_log_sum(shift: Float[Array, ""] | Float[Array, "n"], sumexp: Float[A
     return LogSum(jnp.where(sumexp > 0, shift, -jnp.inf), sumexp)
 
 
+def weighted(e: Float[Array, "*n"], weight: Float[Array, "..."]) -> Float[Array, "*n"]:
+    """Multiply exponentials by weights; an infinite exponential with the weight 0 gives 0."""
+    return jnp.where(weight == 0, jnp.zeros_like(e), weight * e)
+
+
 def within_range(sumexp: Float[Array, "n"], mask: Bool[Array, "n"] | None, terms: int) -> Bool[Array, ""]:
     """Return whether all unmasked sums of up to `terms` terms are exact.
 

@@ -42,7 +42,7 @@ from infcl_jax.ops.pairwise_lse.chunking import (
 )
 from infcl_jax.ops.pairwise_lse.lone_positives import LonePositives
 from infcl_jax.ops.pairwise_lse.positives import is_match, positive_sums, with_positives
-from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum
+from infcl_jax.ops.pairwise_lse.stabilization import factor, is_shared, shared_shift, shifted_log_sum, weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +58,12 @@ class XlaStrips:
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """Implement `base.Backend.forward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
-        if not is_shared(block):
-            return self._general_forward(block, exclude, columns)
-        if block.x_ids is None:
-            return self._shared_forward(block, exclude, columns)
+        forward = self._shared_forward if is_shared(block) else self._general_forward
+        sums = functools.partial(forward, exclude=exclude, columns=columns)
+        if block.x_ids is None or not is_shared(block):
+            return sums(block)
         lone = LonePositives.of(block)
-        return lax.cond(
-            lone.only,
-            lambda block: lone.sums(block, self._shared_forward(lone.labeled(block), exclude, columns)),
-            lambda block: self._shared_forward(block, exclude, columns),
-            block,
-        )
+        return lax.cond(lone.only, lambda: lone.sums(block, sums), lambda: sums(block))
 
     def accumulators(self, block: Block, needs_grad: NeedsGrad, dtype: jnp.dtype) -> Gradient:
         """Implement `base.Backend.accumulators`."""
@@ -78,23 +73,17 @@ class XlaStrips:
         """Implement `base.Backend.backward`."""
         block = block._replace(x_mask=padding_mask(block.x_mask, block.x.shape[0], self.rows))
         needs_grad = NeedsGrad(*(a is not None for a in acc))
-        if not is_shared(block):
-            return add_trees(acc, self._general_backward(block, cotangents, exclude, needs_grad))
-        if block.x_ids is None:
-            return add_trees(acc, self._shared_backward(block, cotangents, exclude, needs_grad))
+        backward = self._shared_backward if is_shared(block) else self._general_backward
+        gradient = functools.partial(backward, exclude=exclude, needs_grad=needs_grad)
+        if block.x_ids is None or not is_shared(block):
+            return add_trees(acc, gradient(block, cotangents))
         lone = LonePositives.of(block)
-
-        def labeled(block: Block, cotangents: Cotangents) -> Gradient:
-            cotangents, d_scale = lone.cotangents(block, cotangents)
-            gradient = self._shared_backward(lone.labeled(block), cotangents, exclude, needs_grad)
-            if gradient.x_scale is None:
-                return gradient
-            return gradient._replace(x_scale=gradient.x_scale + d_scale)
-
-        def by_id(block: Block, cotangents: Cotangents) -> Gradient:
-            return self._shared_backward(block, cotangents, exclude, needs_grad)
-
-        return add_trees(acc, lax.cond(lone.only, labeled, by_id, block, cotangents))
+        return add_trees(
+            acc,
+            lax.cond(
+                lone.only, lambda: lone.gradient(block, cotangents, gradient), lambda: gradient(block, cotangents)
+            ),
+        )
 
     def gradient(self, block: Block, cotangents: Cotangents, acc: Gradient, needs_grad: NeedsGrad) -> Gradient:
         """Implement `base.Backend.gradient`."""
@@ -278,9 +267,8 @@ def _no_positives(block: Block, columns: bool) -> PositiveSums | None:
 
 
 def _weighted_exponentials(e: Float[Array, "rows by"], side: PositiveCotangents, axis: int) -> Float[Array, "rows by"]:
-    """Multiply by `d_lse / sumexp`; an infinite exponential with the weight 0 gives 0."""
-    weight = jnp.expand_dims(factor(side.lse, side.d_lse), axis)
-    return jnp.where(weight == 0, jnp.zeros_like(e), weight * e)
+    """Multiply by `d_lse / sumexp`."""
+    return weighted(e, jnp.expand_dims(factor(side.lse, side.d_lse), axis))
 
 
 def _positives(s: Float[Array, "rows by"], labels: Int32[Array, "rows"] | None) -> Float[Array, "rows"]:

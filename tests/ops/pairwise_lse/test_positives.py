@@ -22,8 +22,8 @@ OPTIONS = [
     {"positives": "include", "multi_positive": "mean", "scale": "per_sample", "columns": True},
     {"positives": "include", "multi_positive": "any", "scale": "shared", "columns": False},
     {"positives": "exclude", "multi_positive": "any", "scale": "long", "columns": True},  # beyond the shared shift
-    {"positives": "exclude", "multi_positive": "mean", "scale": "lone", "columns": True},  # one positive in each block
-    {"positives": "include", "multi_positive": "any", "scale": "lone", "columns": True},
+    {"positives": "exclude", "multi_positive": "mean", "scale": "shared", "columns": True, "ids": "lone"},
+    {"positives": "include", "multi_positive": "any", "scale": "shared", "columns": True, "ids": "lone"},
 ]
 
 
@@ -42,11 +42,11 @@ def weighted_sum(result, axis_name):
 
 
 @functools.cache
-def case(scale):
+def case(scale, kind):
     rng = np.random.default_rng(1)
     x, y = oracle.features("random", BX, BY, DIM, np.float64)
     ids = rng.integers(0, 12, (BX, 2)).astype(np.int32), rng.integers(0, 12, (BY, 2)).astype(np.int32)
-    if scale == "lone":
+    if kind == "lone":  # at most one positive of each row and column on each device
         each = BY // DEVICES
         ids = [np.concatenate([rng.permutation(each)[: n // DEVICES] for _ in range(DEVICES)]) for n in (BX, BY)]
         ids = [np.stack([n, n], 1).astype(np.int32) for n in ids]
@@ -79,7 +79,7 @@ def value(args, ids, masks, options, axis_name, implementation):
 @pytest.mark.parametrize("implementation", [name for name in available_implementations() if name != "dense"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_equals_dense_on_one_device(implementation, options):
-    args, ids, masks = case(options["scale"])
+    args, ids, masks = case(options["scale"], options.get("ids"))
 
     def sharded(args):
         specs = jax.tree.map(lambda a: P("data") if a.ndim else P(), (args, ids, masks))

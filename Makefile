@@ -19,7 +19,7 @@ RELEASE_CHECKS := docs test-notebooks
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-slow test-full test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-runs test-slow test-full test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -32,28 +32,36 @@ digits: $(STAMP)  ## Real handwritten digits
 check: lint $(TRITON)  ## Lint, types and the tests of what differs from the main branch
 	$(BIN)/python tests/changed.py
 
+# A crashed worker ends the tests: `--dist loadfile` would give its files to a new worker and never end.
+PYTEST := -m pytest -q -n 2 --max-worker-restart 0
+
 # The longest files first, so that both workers end at about the same time.
-FIRST := tests/experiments tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/ops tests/verification \
-  tests/training/test_unlocked_groups.py tests/training/test_step.py tests/test_examples.py
+FIRST := tests/ops tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/verification
+# Whole runs, and the examples of the documentation.
+RUNS := tests/experiments tests/training tests/run tests/faults tests/test_frozen_features.py tests/test_initialization.py \
+  tests/data/tokenizers/test_runs.py tests/test_encoder.py tests/test_examples.py tests/test_pages.py
 
-test: $(TRITON)  ## The test suite on the CPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FIRST) tests
+test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
+	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 25 minutes
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal tests/test_quickstart.py tests
+test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, and of examples
+	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
+
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
+	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/test_quickstart.py tests
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
-	$(BIN)/python -m pytest -q -m full -n 2
+	$(BIN)/python $(PYTEST) -m full
 
 test-oldest: .venv-oldest.txt  ## Lowering, exactness and a training run on the oldest supported JAX
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=$< .venv-oldest/.triton
-	.venv-oldest/bin/python -m pytest -q -n 2 -k "lower or matches_oracle or float64 or compile or curve" \
+	.venv-oldest/bin/python $(PYTEST) -k "lower or matches_oracle or float64 or compile or curve" \
 	  tests/ops tests/losses/test_clip.py tests/experiments/test_train.py
 
 test-newest:  ## The test suite on the newest releases and pre-releases, to see early what the next JAX breaks
 	PIP_PRE=1 PIP_UPGRADE=1 $(MAKE) --always-make VENV=.venv-newest CONSTRAINTS=/dev/null .venv-newest/.triton
 	PIP_PRE=1 .venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib  # beyond the bound of pyproject.toml
-	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile
+	.venv-newest/bin/python $(PYTEST) --dist loadfile
 
 test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu

@@ -40,11 +40,13 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import, whichever test imports it first
     jax.config.update("jax_platforms", "cpu")
+    from infcl_jax import atomic_cache, distributed  # after the import hook
+
+    scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"  # as in training
+    os.environ["XLA_FLAGS"] += f" --{scheduler}={distributed.XLA_FLAGS[scheduler]}"
     if chosen != "full":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     # A cache until the end, for all workers and the processes that they start.
-    from infcl_jax import atomic_cache  # after the import hook
-
     atomic_cache.install()
     if hasattr(config, "workerinput"):  # JAX has read the variables below
         return

@@ -94,8 +94,14 @@ def end(processes):
     return [process.returncode for process in processes], errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "by"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("rank", "by"),
+    [
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
     processes = start(tmp_path, 3, 0, 1, 2, arguments=["15"])
     lost = processes.pop(rank)

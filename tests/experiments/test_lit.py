@@ -28,7 +28,7 @@ from infcl_jax.training.frozen import PrecomputedFeatures
 STEPS, STOP, DECAY = 4, 2, 0.9
 # By tower; with batch normalization, gradient caching has another pass for the running statistics.
 CACHES = {"vit": {}, "resnet": {"grad_cache.chunk_size": 16}}
-RESNET_SLOW = ["vit", pytest.param("resnet", marks=pytest.mark.slow)]
+RESNET_FULL = ["vit", pytest.param("resnet", marks=pytest.mark.full)]
 LOCKED_ONLY = (("visual/conv1/.*", 0.1), (".*", 1.0))
 
 
@@ -136,7 +136,7 @@ def test_the_tower_is_encoded_once(case, weights):
     assert unlocked - precomputed > 3 * forward
 
 
-@pytest.mark.parametrize("case", RESNET_SLOW, indirect=True)
+@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_cached_features_give_the_same_losses_also_after_a_stop(case, weights, lit, tmp_path, monkeypatch):
     """The resumed run reads neither the weights nor the images again."""
     moved = shutil.copytree(weights, tmp_path / "weights")
@@ -149,7 +149,7 @@ def test_cached_features_give_the_same_losses_also_after_a_stop(case, weights, l
     assert losses(workdir) == losses(lit)
 
 
-@pytest.mark.parametrize("case", RESNET_SLOW, indirect=True)
+@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_fine_tuning_starts_at_the_converted_tower(case, weights, converted, tmp_path):
     """After a step, the moving averages are between the converted and the trained parameters."""
     changes = {

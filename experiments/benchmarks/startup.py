@@ -11,14 +11,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from experiments import command_line
 
-# Events of `jax.monitoring`, whose durations are summed.
+# Events of `jax.monitoring`, whose durations in the main thread are summed.
 _EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
@@ -46,46 +48,50 @@ def start(settings: str, workdir: str, started: str) -> None:
     import infcl_jax
     from infcl_jax.run.train import train
 
-    events: dict[str, float] = dict.fromkeys(_EVENTS.values(), 0.0)
+    seconds = dict.fromkeys((*_EVENTS.values(), "compile_ahead"), 0.0)
 
     def count(event: str, duration_secs: float, **_: str | int) -> None:
         if event in _EVENTS:
-            events[_EVENTS[event]] += duration_secs
+            main_thread = threading.current_thread() is threading.main_thread()
+            seconds[_EVENTS[event] if main_thread else "compile_ahead"] += duration_secs
 
-    marks = {"import": time.time()}
+    marks = [float(started), time.time()]
     jax.monitoring.register_event_duration_secs_listener(count)
     jax.devices()
-    marks["devices"] = time.time()
+    marks.append(time.time())
+    prepared: dict[str, float] = {}
 
     class FirstStep(infcl_jax.Callback):
         def on_start(self, *_: Any) -> None:
-            marks["prepare"] = time.time()
-            self.compiled = events["compile"]
-            events.update(dict.fromkeys(events, 0.0))
+            marks.append(time.time())
+            prepared.update(seconds)
 
         def on_step(self, step: int, metrics: Any) -> None:
             if step == 1:
-                self.phases = _phases(float(started), marks, self.compiled, events)
+                marks.append(time.time())
+                self.phases = _phases(marks, prepared, dict(seconds))
 
     first = FirstStep()
     train(json.loads(settings), workdir, [first])
     print(json.dumps(first.phases))
 
 
-def _phases(
-    started: float, marks: dict[str, float], prepare_compile: float, step: dict[str, float]
-) -> dict[str, float]:
-    """Return the seconds of each phase, which add up to the total."""
-    now = time.time()
-    phases = {
-        "import": marks["import"] - started,
-        "devices": marks["devices"] - marks["import"],
-        "prepare": marks["prepare"] - marks["devices"] - prepare_compile,
-        "prepare_compile": prepare_compile,
-        **step,
-        "first_step": now - marks["prepare"] - sum(step.values()),
-        "total": now - started,
-    }
+def _phases(marks: Sequence[float], prepared: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase.
+
+    All but `compile_ahead`, which another thread measures, add up to the total.
+
+    Args:
+      marks: times of the command, of its imports' end, of the devices, of the end of the preparation and of the step.
+      prepared: seconds of each event until the end of the preparation.
+      end: seconds of each event until the end of the step.
+    """
+    names = ("import", "devices", "prepare", "first_step")
+    phases = {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}
+    for event in _EVENTS.values():
+        phases["prepare"] -= prepared[event]
+        phases["first_step"] -= end[event] - prepared[event]
+    phases |= {**end, "total": marks[-1] - marks[0]}
     return {name: round(seconds, 2) for name, seconds in phases.items()}
 
 

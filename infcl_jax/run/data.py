@@ -29,7 +29,7 @@ from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import text_pair_config
-from infcl_jax.ops.color import with_colors
+from infcl_jax.ops.color import ColorBatch, with_colors
 from infcl_jax.run.model import read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import BATCH, pair_data
 from infcl_jax.training import loss_class, replayed
@@ -171,6 +171,32 @@ def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax
             raise
         _logger.warning("the host decodes images: %s", error)
         return None
+
+
+def batch_shapes(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the shape, dtype and sharding of each array of `next_batch`.
+
+    None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
+    """
+    if config.grad_cache.residency != "device" or text_pair_config(config.model) is not None:
+        return None
+    if precomputed_towers(config) or config.distill.teacher is not None:
+        return None
+    side, rows = read_model_config(config).vision.image_size, config.batch_size
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+
+    image = array(np.uint8, side, side, 3)
+    if Augmentation(**config.augmentation).adjusts_colors:
+        image = ColorBatch(image, array(np.float32, 7))
+    shapes = {"image": image, "text": array(np.int32, tokenizer.context_length)}
+    if loss_takes(config, "index"):
+        shapes["index"] = array(np.int32)
+    if config.positives != "pair":
+        shapes["ids"] = array(np.int32, 2)
+    return shapes
 
 
 def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:

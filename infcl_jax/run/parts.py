@@ -30,10 +30,10 @@ from infcl_jax.training import (
     TrainState,
     UnlockedGroups,
     check_optimizer,
-    create_state,
     make_loss,
     make_optimizer,
 )
+from infcl_jax.training.state import StateInit
 
 _STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
@@ -158,9 +158,14 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
+    return state_init(config, mesh, source).create()
+
+
+def state_init(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> StateInit:
+    """Return the initialization of a run's state; for arguments and errors see `initial_state`."""
     model = read_any_model(config)
     sizes = model.vision.image_size if isinstance(model, CLIPConfig) else 0, model.text.context_length
-    state = create_state(
+    init = StateInit.of(
         build_model(model),
         _optimizer(config, source),
         *sizes,
@@ -172,9 +177,9 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
         ema=ema_config(config),
     )
     if not isinstance(model, CLIPConfig):
-        return state
-    samples = loss(config, mesh, source).init_samples(num_samples(config, source), model.init_logit_scale)
-    return state.replace(samples=samples)
+        return init
+    loss_fn, arguments = loss(config, mesh, source), (num_samples(config, source), model.init_logit_scale)
+    return init.with_samples(lambda: loss_fn.init_samples(*arguments))
 
 
 def workload(

@@ -29,8 +29,10 @@ from infcl_jax.planner import (
 )
 from infcl_jax.process_watch import failures
 from infcl_jax.run.callbacks import Callback, Callbacks
+from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import TrainLoop
+from infcl_jax.run.parts import state_init
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
 from infcl_jax.settings import (
@@ -60,6 +62,7 @@ from infcl_jax.training import (
     prepare_workdir,
     rare_garbage_collection,
 )
+from infcl_jax.training.compiled_ahead import CompiledAhead
 from infcl_jax.training.workdir import CONFIG_FILE
 
 
@@ -169,7 +172,10 @@ def _train_on(
             loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
         )
         suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
-        state = run.initial_state(config, mesh, source)
+        init, batch = state_init(config, mesh, source), batch_shapes(config, mesh, tokenizer)
+        if batch is not None:
+            step_fn = CompiledAhead(step_fn, init.shapes, batch)
+        state = init.create()
         if not resumed:
             pair = read_text_pair(config)
             if pair is None:

@@ -1,6 +1,7 @@
 """Train state of CLIP models: parameters, optimizer state and step."""
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax.linen as nn
@@ -55,7 +56,8 @@ class TrainState(train_state.TrainState):
     def create(cls, *, params: Any, frozen: frozenset[str] = frozenset(), **fields: Any) -> "TrainState":
         """Create a state at step 0, with optimizer state and averages for the trained parameters."""
         trained, _ = partition(params, frozen)
-        state = super().create(params=trained, frozen=frozen, **fields).replace(params=params)
+        state = super().create(params=trained, frozen=frozen, **fields)
+        state = state.replace(params=params, step=jnp.zeros((), jnp.int32))  # a Python int would have a weak type
         return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
     @property
@@ -99,6 +101,60 @@ class TrainState(train_state.TrainState):
         return state.replace(ema=updated_ema(state.ema_config, state.ema, state.averaged, state.step))
 
 
+@dataclasses.dataclass(frozen=True)
+class StateInit:
+    """Initialization of a train state.
+
+    Attributes:
+      shapes: the state, with the shape, dtype and sharding of each array (`jax.ShapeDtypeStruct`).
+      create: function that returns the state.
+    """
+
+    shapes: TrainState
+    create: Callable[[], TrainState]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        tx: optax.GradientTransformation,
+        image_size: int,
+        context_length: int,
+        seed: int,
+        mesh: Mesh,
+        parameter_sharding: str = "replicated",
+        frozen: Collection[str] = (),
+        unlocked_groups: UnlockedGroups = ALL_LOCKED,
+        ema: EMAConfig | None = None,
+    ) -> "StateInit":
+        """Return the initialization of a state on a mesh; for arguments and errors see `create_state`."""
+        check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
+        check_frozen(frozen, unlocked_groups)
+
+        text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
+        first = text if isinstance(model, TextPair) else jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8)
+
+        @jax.jit  # the outer `jit` below takes its trace from the cache
+        def init() -> TrainState:
+            variables = model.lazy_init(jax.random.key(seed), first, text)
+            params, statistics = variables["params"], variables.get("batch_stats")
+            fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
+            fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
+            return TrainState.create(apply_fn=model.apply, params=params, **fields)
+
+        shapes = jax.eval_shape(init)
+        sharded = shardings(shapes, mesh, parameter_sharding)
+        placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, sharded)
+        return cls(placed, jax.jit(init, out_shardings=sharded))
+
+    def with_samples(self, init_samples: Callable[[], Any]) -> "StateInit":
+        """Add the sample state that a function returns."""
+        shapes = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), init_samples()
+        )
+        return StateInit(self.shapes.replace(samples=shapes), lambda: self.create().replace(samples=init_samples()))
+
+
 def create_state(
     model: nn.Module,
     tx: optax.GradientTransformation,
@@ -138,21 +194,9 @@ def create_state(
     Raises:
       ValueError: `parameter_sharding` or a tower is unknown, or `unlocked_groups` names a tower that is not frozen.
     """
-    check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
-    check_frozen(frozen, unlocked_groups)
-
-    text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
-    first = text if isinstance(model, TextPair) else jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8)
-
-    @jax.jit  # the outer `jit` below takes its trace from the cache
-    def init() -> TrainState:
-        variables = model.lazy_init(jax.random.key(seed), first, text)
-        params, statistics = variables["params"], variables.get("batch_stats")
-        fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
-        fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
-        return TrainState.create(apply_fn=model.apply, params=params, **fields)
-
-    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh, parameter_sharding))()
+    return StateInit.of(
+        model, tx, image_size, context_length, seed, mesh, parameter_sharding, frozen, unlocked_groups, ema
+    ).create()
 
 
 def parameter_count(params: Any) -> int:

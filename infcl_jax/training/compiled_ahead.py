@@ -1,0 +1,45 @@
+"""Compilation of the training step while the run is prepared."""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from infcl_jax.training.state import TrainState
+from infcl_jax.training.step import Metrics, TrainStep
+
+
+class CompiledAhead:
+    """Training step that a thread compiles while the state is initialized and the data pipeline starts.
+
+    JAX traces and lowers the step at once, and finds the compiled program again in the first call, if the arguments of
+    that call have the shapes, dtypes and shardings announced here. If they differ, or if the compilation fails, the
+    first call compiles the step as usual and raises its errors.
+    """
+
+    def __init__(self, step: TrainStep, state: TrainState, batch: Mapping[str, Any]) -> None:
+        """Start the compilation.
+
+        Args:
+          step: compiled step, from `make_train_step` with chunks in device memory.
+          state: `StateInit.shapes`.
+          batch: shapes of the batch, from `infcl_jax.run.data.batch_shapes`.
+        """
+        self._step = step
+        self._thread: threading.Thread | None = None
+        with contextlib.suppress(Exception):
+            lowered = step.lower(state, batch)  # type: ignore[attr-defined]
+            self._thread = threading.Thread(target=_compile, args=(lowered,), name="compile the training step")
+            self._thread.start()
+
+    def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+        """Take a step, the first one after the end of the compilation."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._step(state, batch)
+
+
+def _compile(lowered: Any) -> None:
+    with contextlib.suppress(Exception):
+        lowered.compile()

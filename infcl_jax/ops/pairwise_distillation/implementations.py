@@ -5,42 +5,22 @@ Requirements and ranks are those of the rows of the same names in the table of `
 
 from collections.abc import Callable
 
-from infcl_jax.ops.common.gpu import compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_distillation.base import Backend
 from infcl_jax.ops.pairwise_distillation.vjp import Plan
 from infcl_jax.ops.pairwise_distillation.xla import XlaStrips
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import AxisName
-from infcl_jax.ops.pairwise_lse.fused_windows import WindowConfig
+from infcl_jax.ops.pairwise_lse.implementations import fused_backends
 
 # Rows of a strip of the general path around the fused kernels, which is rarely taken: 32 MiB for each fp32 array of
 # 65,536 columns.
 GENERAL_ROWS = 128
 
-
-def _mosaic_gpu(single_device: bool) -> Backend:
-    # Imported lazily, because only GPUs need these modules.
-    from infcl_jax.ops.pairwise_distillation.fused import Fused
-    from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu import MosaicGpu
-
-    sm_count = multiprocessors()
-    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device), WindowConfig(sm_count))
-
-
-def _triton(single_device: bool) -> Backend:
-    # Imported lazily, because only GPUs need these modules.
-    from infcl_jax.ops.pairwise_distillation.fused import Fused
-    from infcl_jax.ops.pairwise_distillation.triton import TritonKernels
-
-    return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
-
-
 # Backends with shared max-shifts: `backend(single_device)`, see `pairwise_lse.implementations.Implementation.backend`.
 BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "ring": lambda _: XlaStrips(rows=None),
     "xla": lambda _: XlaStrips(),
-    "mosaic_gpu": _mosaic_gpu,
-    "triton": _triton,
+    **fused_backends("pairwise_distillation"),
 }
 DISTILLATION_IMPLEMENTATIONS = tuple(BACKENDS)
 

@@ -31,7 +31,14 @@ from infcl_jax.ops.pairwise_distillation.base import (
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over
 from infcl_jax.ops.pairwise_lse.stabilization import within_range
-from infcl_jax.ops.pairwise_lse.vjp import instantiate, is_primal, power_of_two_bound, scaled, unless_exact
+from infcl_jax.ops.pairwise_lse.vjp import (
+    StaticNeedsGrad,
+    instantiate,
+    is_primal,
+    power_of_two_bound,
+    scaled,
+    unless_exact,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +115,12 @@ def _sweep(plan: Plan, backend: Backend, block: Block) -> tuple[Sums, Sums, Arra
     return rows, columns, positive
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _StaticNeedsGrad:
-    """Residual without arrays that holds the static `NeedsGrad` for the backward rule."""
-
-    needs_grad: NeedsGrad
-
-
 def _forward(plan: Plan, *primals: Any) -> tuple[PairLogits, tuple]:
     values = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     needs_grad = NeedsGrad(*(p.perturbed for p in primals[:3]))
     block = _block(*values)
     logits, sums = _forward_sums(plan, block)
-    return logits, (block, *sums, _StaticNeedsGrad(needs_grad))
+    return logits, (block, *sums, StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, d_logits: PairLogits) -> tuple:
@@ -152,17 +151,15 @@ def _gradient(
     """Compute the gradients of this device's rows, columns and scale; the column accumulators rotate."""
     dtype = accumulation_dtype(block.x.dtype) if ring.ring_axes(axis_name) else block.x.dtype
     init = backend.accumulators(block, needs_grad, dtype)
-    slices = ring.split((_column_operands(block), cotangents.columns, init.y), axis_name)
 
-    def compare(i: int, column_slice: tuple, local: Gradient, d_y: Array | None, own: bool) -> tuple[Gradient, Any]:
+    def compare(first: int, column_slice: tuple, local: Gradient, d_y: Array | None, own: bool) -> tuple[Gradient, Any]:
         columns, side = column_slice
-        step_block = _with_columns(block, columns, slices[i][0], own)
+        step_block = _with_columns(block, columns, first, own)
         acc = backend.backward(step_block, cotangents._replace(columns=side), local._replace(y=d_y))
         return acc._replace(y=None), acc.y
 
-    columns, remote = [s[:2] for _, s in slices], [s[2] for _, s in slices]
-    local, remote = ring.accumulate(compare, columns, init._replace(y=None), remote, axis_name)
-    d_y = None if init.y is None else jnp.concatenate(remote)
+    columns, local = (_column_operands(block), cotangents.columns), init._replace(y=None)
+    local, d_y = ring.accumulate_slices(compare, columns, local, init.y, axis_name)
     return backend.gradient(block, local._replace(y=d_y))
 
 

@@ -5,6 +5,7 @@ An implementation is a strategy, which moves features between devices, and a bac
 
 import dataclasses
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -106,22 +107,28 @@ class Implementation:
         return workspace + (order_bytes(rows) if by_id and self.sorted_ids else 0)
 
 
-def _mosaic_gpu(single_device: bool) -> Backend:
-    # Imported lazily, because only GPUs need these modules.
-    from infcl_jax.ops.pairwise_lse.fused import Fused
-    from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
+def fused_backends(package: str) -> dict[str, Callable[[bool], Any]]:
+    """Return the backends of an op's fused kernels, by implementation; see `Implementation.backend`.
 
-    # Collectives occupy SMs. A persistent CTA that waits for such an SM delays the end of the whole kernel.
-    sm_count = multiprocessors()
-    return Fused(MosaicGpu(sm_count=sm_count, persistent=single_device), WindowConfig(sm_count))
+    Args:
+      package: name of the op in `infcl_jax.ops`. Its modules `fused`, `pallas_mosaic_gpu` and `triton` are imported
+        when a backend is created, because only GPUs need them.
+    """
 
+    def module(name: str) -> Any:
+        return importlib.import_module(f"infcl_jax.ops.{package}.{name}")
 
-def _triton(single_device: bool) -> Backend:
-    # Imported lazily, because only GPUs need these modules.
-    from infcl_jax.ops.pairwise_lse.fused import Fused
-    from infcl_jax.ops.pairwise_lse.triton import TritonKernels
+    def mosaic_gpu(single_device: bool) -> Any:
+        # Collectives occupy SMs. A persistent CTA that waits for such an SM delays the end of the whole kernel.
+        sm_count = multiprocessors()
+        kernels = module("pallas_mosaic_gpu").MosaicGpu(sm_count=sm_count, persistent=single_device)
+        return module("fused").Fused(kernels, WindowConfig(sm_count))
 
-    return Fused(TritonKernels.for_capability(compute_capability()), WindowConfig(multiprocessors()))
+    def triton(single_device: bool) -> Any:
+        kernels = module("triton").TritonKernels.for_capability(compute_capability())
+        return module("fused").Fused(kernels, WindowConfig(multiprocessors()))
+
+    return {"mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
 @functools.cache
@@ -142,6 +149,7 @@ XLA_RINGS = {"ring": XlaStrips(rows=None), "xla": XlaStrips()}
 
 _DISCO = Strategy(all_gather.disco_forward, all_gather.disco_backward)
 _RING = Strategy(ring.forward, ring.backward)
+_FUSED = fused_backends("pairwise_lse")
 
 # Error messages list the implementations in this order.
 TABLE = {
@@ -159,7 +167,7 @@ TABLE = {
     "mosaic_gpu": Implementation(
         _RING,
         (ring.rotating_bytes, WindowConfig().workspace_bytes),
-        _mosaic_gpu,
+        _FUSED["mosaic_gpu"],
         rank=3,
         requires="a Hopper GPU",
         capabilities=(HOPPER,),
@@ -169,7 +177,7 @@ TABLE = {
     "triton": Implementation(
         _RING,
         (ring.rotating_bytes, WindowConfig().workspace_bytes),
-        _triton,
+        _FUSED["triton"],
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
         capabilities=TRITON_CAPABILITIES,

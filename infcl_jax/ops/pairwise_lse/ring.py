@@ -139,6 +139,31 @@ def accumulate(
     return _rotate_accumulate(compare, slices, local, remote, axes, own=True)
 
 
+def accumulate_slices(
+    compare: Accumulate, columns: Any, local: Any, remote: Any, axis_name: AxisName | None
+) -> tuple[Any, Any]:
+    """Split columns and their accumulators into slices, and accumulate them.
+
+    Args:
+      compare: as for `accumulate`, but its first argument is the index of the slice's first column.
+      columns: pytree of this device's column arrays.
+      local: pytree of this device's accumulators.
+      remote: pytree of zero-initialized accumulators of the columns.
+      axis_name: see `accumulate`.
+
+    Returns:
+      `(local, remote)`, see `accumulate`.
+    """
+    starts, slices = zip(*split((columns, remote), axis_name), strict=True)
+
+    def compare_slice(i: int, *arguments: Any) -> tuple[Any, Any]:
+        return compare(starts[i], *arguments)
+
+    column_slices, accumulators = ([part[n] for part in slices] for n in range(2))
+    local, accumulators = accumulate(compare_slice, column_slices, local, accumulators, axis_name)
+    return local, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *accumulators)
+
+
 def _rotate_accumulate(
     compare: Accumulate, slices: list, local: Any, remote: list, axes: tuple[str, ...], *, own: bool
 ) -> tuple[Any, list]:
@@ -320,20 +345,18 @@ def backward(
         block, needs_grad, block.x.dtype if single_device else accumulation_dtype(block.x.dtype)
     )
     column_cotangents = cotangents.column, cotangents.d_column, cotangents.column_positives
-    sliced = split((_column_operands(block), column_cotangents, (init.y, init.y_scale)), axis_name)
 
-    def compare(i: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
+    def compare(first: int, column_slice: tuple, local: Gradient, remote: tuple, own: bool) -> tuple[Gradient, tuple]:
         columns, (column, d_column, column_positives) = column_slice
-        labels = block.labels - sliced[i][0] if own and block.labels is not None else None
+        labels = block.labels - first if own and block.labels is not None else None
         step_block = _with_columns(block, columns, labels)
         step_cotangents = cotangents._replace(column=column, d_column=d_column, column_positives=column_positives)
         acc = local._replace(y=remote[0], y_scale=remote[1])
         acc = backend.backward(step_block, step_cotangents, acc, exclude=exclude)
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
 
-    slices, remote = [state[:2] for _, state in sliced], [state[2] for _, state in sliced]
-    local, remote = accumulate(compare, slices, init._replace(y=None, y_scale=None), remote, axis_name)
-    d_y, d_y_scale = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *remote)
+    operands, local = (_column_operands(block), column_cotangents), init._replace(y=None, y_scale=None)
+    local, (d_y, d_y_scale) = accumulate_slices(compare, operands, local, (init.y, init.y_scale), axis_name)
     return backend.gradient(block, cotangents, local._replace(y=d_y, y_scale=d_y_scale), needs_grad)
 
 

@@ -127,10 +127,10 @@ def _logarithms(block: Block, sums: Sums) -> Results:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _StaticNeedsGrad:
-    """Residual without arrays that holds the static `NeedsGrad` for the backward rule."""
+class StaticNeedsGrad:
+    """Residual without arrays that holds the static flags `NeedsGrad` of an op for its backward rule."""
 
-    needs_grad: NeedsGrad
+    needs_grad: Any
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
@@ -138,7 +138,7 @@ def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
     block = Block(*fields)
     needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
     sums = _sums(plan, block, (x_count, y_count))
-    return _logarithms(block, sums.final), (block, sums, _StaticNeedsGrad(needs_grad))
+    return _logarithms(block, sums.final), (block, sums, StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:

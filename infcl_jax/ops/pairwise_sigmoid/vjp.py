@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, add_trees
-from infcl_jax.ops.pairwise_lse.vjp import instantiate, is_primal, power_of_two_bound, scaled
+from infcl_jax.ops.pairwise_lse.vjp import StaticNeedsGrad, instantiate, is_primal, power_of_two_bound, scaled
 from infcl_jax.ops.pairwise_sigmoid.base import (
     UNMATCHED_COLUMN,
     UNMATCHED_ROW,
@@ -55,18 +55,10 @@ def blockwise(
     return ring.sweep(compare, _column_operands(block), add_trees, plan.axis_name)[0]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _StaticNeedsGrad:
-    """Residual without arrays that holds the static `NeedsGrad` for the backward rule."""
-
-    needs_grad: NeedsGrad
-
-
 def _forward(plan: Plan, *primals: Any) -> tuple[Sums, tuple]:
     values = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     needs_grad = NeedsGrad(*(p.perturbed for p in primals[:4]))
-    return blockwise(plan, *values), (Block(*values), _StaticNeedsGrad(needs_grad))
+    return blockwise(plan, *values), (Block(*values), StaticNeedsGrad(needs_grad))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: Sums) -> tuple:
@@ -87,16 +79,14 @@ def _gradient(plan: Plan, block: Block, cotangents: Sums, needs_grad: NeedsGrad)
     backend, axis_name = plan.backend, plan.axis_name
     dtype = accumulation_dtype(block.x.dtype) if ring.ring_axes(axis_name) else block.x.dtype
     init = backend.accumulators(block, needs_grad, dtype)
-    slices = ring.split((_column_operands(block), init.y), axis_name)
 
-    def compare(i: int, columns: tuple, local: Gradient, d_y: Array | None, own: bool) -> tuple[Gradient, Any]:
-        step_block = _with_columns(block, columns, slices[i][0], own)
+    def compare(first: int, columns: tuple, local: Gradient, d_y: Array | None, own: bool) -> tuple[Gradient, Any]:
+        step_block = _with_columns(block, columns, first, own)
         acc = backend.backward(step_block, cotangents, local._replace(y=d_y))
         return acc._replace(y=None), acc.y
 
-    columns, remote = [columns for _, (columns, _) in slices], [d_y for _, (_, d_y) in slices]
-    local, remote = ring.accumulate(compare, columns, init._replace(y=None), remote, axis_name)
-    d_y = None if init.y is None else jnp.concatenate(remote)
+    columns, local = _column_operands(block), init._replace(y=None)
+    local, d_y = ring.accumulate_slices(compare, columns, local, init.y, axis_name)
     return backend.gradient(block, local._replace(y=d_y))
 
 

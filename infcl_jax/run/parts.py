@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, Tokenizer
@@ -179,7 +179,8 @@ def state_init(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> 
     if not isinstance(model, CLIPConfig):
         return init
     loss_fn, arguments = loss(config, mesh, source), (num_samples(config, source), model.init_logit_scale)
-    return init.with_samples(lambda: loss_fn.init_samples(*arguments))
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return init.with_samples(lambda: loss_fn.init_samples(*arguments), rows)
 
 
 def workload(

@@ -10,11 +10,11 @@ from infcl_jax.training.step import Metrics, TrainStep
 
 
 class CompiledAhead:
-    """Training step that a thread compiles while the state is initialized and the data pipeline starts.
+    """Training step that a thread compiles while the run is prepared.
 
-    JAX traces and lowers the step at once, and finds the compiled program again in the first call, if the arguments of
-    that call have the shapes, dtypes and shardings announced here. If they differ, or if the compilation fails, the
-    first call compiles the step as usual and raises its errors.
+    JAX traces and lowers the step at once. The first call finds the compiled program again if its arguments have the
+    shapes, dtypes and shardings announced here. If they differ, or if the compilation fails, the first call compiles
+    the step as usual and raises its errors. A process that ends before its first step waits for the compilation.
     """
 
     def __init__(self, step: TrainStep, state: TrainState, batch: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from flax.training import train_state
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from infcl_jax.checks import check_choice
 from infcl_jax.models import TextPair, clamp_logit_scale
@@ -147,11 +147,9 @@ class StateInit:
         placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, sharded)
         return cls(placed, jax.jit(init, out_shardings=sharded))
 
-    def with_samples(self, init_samples: Callable[[], Any]) -> "StateInit":
-        """Add the sample state that a function returns."""
-        shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), init_samples()
-        )
+    def with_samples(self, init_samples: Callable[[], Any], sharding: NamedSharding) -> "StateInit":
+        """Add the sample state that a function returns, with the sharding of its arrays."""
+        shapes = jax.tree.map(lambda shape: shape.update(sharding=sharding), jax.eval_shape(init_samples))
         return StateInit(self.shapes.replace(samples=shapes), lambda: self.create().replace(samples=init_samples()))
 
 

@@ -159,7 +159,7 @@ def _gradient(
         return acc._replace(y=None), acc.y
 
     columns, local = (_column_operands(block), cotangents.columns), init._replace(y=None)
-    local, d_y = ring.accumulate_slices(compare, columns, local, init.y, axis_name)
+    local, d_y = ring.accumulate(compare, columns, local, init.y, axis_name)
     return backend.gradient(block, local._replace(y=d_y))
 
 

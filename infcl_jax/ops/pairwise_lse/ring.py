@@ -108,9 +108,9 @@ def _rotate_sweep(compare: Compare, columns: Any, merge: Merge, axes: tuple[str,
 
 
 def accumulate(
-    compare: Accumulate, slices: list, local: Any, remote: list, axis_name: AxisName | None
-) -> tuple[Any, list]:
-    """Rotate slices and their accumulators around the ring and accumulate in place.
+    compare: Accumulate, columns: Any, local: Any, remote: Any, axis_name: AxisName | None
+) -> tuple[Any, Any]:
+    """Rotate slices of columns and their accumulators around the ring and accumulate in place.
 
     Accumulators move together with their slices, so that no device stores a contribution in addition to its
     accumulator. Use this for accumulators larger than their slices, such as gradients. The next slice arrives during
@@ -118,49 +118,31 @@ def accumulate(
     transfer of the first slice is exposed.
 
     Args:
-      compare: `compare(i, column_slice, local, remote, own) -> (local, remote)` adds the contributions of slice number
-        `i` (static) to the accumulators of this device and of the slice's owner. `own` (static) is True where this
-        device is the owner.
-      slices: pytrees of this device's arrays, one for each slice.
+      compare: `compare(first, column_slice, local, remote, own) -> (local, remote)` adds the contributions of a slice,
+        whose first column is number `first` (static), to the accumulators of this device and of the slice's owner.
+        `own` (static) is True where this device is the owner.
+      columns: pytree of this device's arrays to rotate.
       local: pytree of this device's accumulators.
-      remote: pytrees of zero-initialized accumulators, one for each slice.
+      remote: pytree of zero-initialized accumulators of the columns.
       axis_name: mesh axis of the ring, or several with the slowest links first; None for a single device.
 
     Returns:
       `(local, remote)` with the contributions of all devices, each on the device that owns it.
     """
-    axes = ring_axes(axis_name)
-    if not axes:
-        for i, column_slice in enumerate(slices):
-            local, remote[i] = compare(i, column_slice, local, remote[i], True)
-        return local, remote
-    first, *others = slices
-    slices = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
-    return _rotate_accumulate(compare, slices, local, remote, axes, own=True)
-
-
-def accumulate_slices(
-    compare: Accumulate, columns: Any, local: Any, remote: Any, axis_name: AxisName | None
-) -> tuple[Any, Any]:
-    """Split columns and their accumulators into slices, and accumulate them.
-
-    Args:
-      compare: as for `accumulate`, but its first argument is the index of the slice's first column.
-      columns: pytree of this device's column arrays.
-      local: pytree of this device's accumulators.
-      remote: pytree of zero-initialized accumulators of the columns.
-      axis_name: see `accumulate`.
-
-    Returns:
-      `(local, remote)`, see `accumulate`.
-    """
     starts, slices = zip(*split((columns, remote), axis_name), strict=True)
+    column_slices, accumulators = map(list, zip(*slices, strict=True))
 
     def compare_slice(i: int, *arguments: Any) -> tuple[Any, Any]:
         return compare(starts[i], *arguments)
 
-    column_slices, accumulators = ([part[n] for part in slices] for n in range(2))
-    local, accumulators = accumulate(compare_slice, column_slices, local, accumulators, axis_name)
+    axes = ring_axes(axis_name)
+    if axes:
+        first, *others = column_slices
+        column_slices = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
+        local, accumulators = _rotate_accumulate(compare_slice, column_slices, local, accumulators, axes, own=True)
+    else:
+        for i, column_slice in enumerate(column_slices):
+            local, accumulators[i] = compare_slice(i, column_slice, local, accumulators[i], True)
     return local, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *accumulators)
 
 
@@ -356,7 +338,7 @@ def backward(
         return acc._replace(y=None, y_scale=None), (acc.y, acc.y_scale)
 
     operands, local = (_column_operands(block), column_cotangents), init._replace(y=None, y_scale=None)
-    local, (d_y, d_y_scale) = accumulate_slices(compare, operands, local, (init.y, init.y_scale), axis_name)
+    local, (d_y, d_y_scale) = accumulate(compare, operands, local, (init.y, init.y_scale), axis_name)
     return backend.gradient(block, cotangents, local._replace(y=d_y, y_scale=d_y_scale), needs_grad)
 
 

@@ -86,7 +86,7 @@ def _gradient(plan: Plan, block: Block, cotangents: Sums, needs_grad: NeedsGrad)
         return acc._replace(y=None), acc.y
 
     columns, local = _column_operands(block), init._replace(y=None)
-    local, d_y = ring.accumulate_slices(compare, columns, local, init.y, axis_name)
+    local, d_y = ring.accumulate(compare, columns, local, init.y, axis_name)
     return backend.gradient(block, local._replace(y=d_y))
 
 

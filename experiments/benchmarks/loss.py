@@ -52,10 +52,15 @@ _IDS = flags.DEFINE_list(
     "ids",
     "none",
     "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
+    allow_override=True,
 )
 _MULTI_POSITIVE = flags.DEFINE_enum("multi_positive", "mean", MULTI_POSITIVE, "Target of several positives.")
 _TEACHER_FEATURES = flags.DEFINE_integer(
-    "teacher_features", None, "Feature dimension of the teacher; that of the student by default.", lower_bound=1
+    "teacher_features",
+    None,
+    "Feature dimension of the teacher; that of the student by default.",
+    lower_bound=1,
+    allow_override=True,
 )
 _TEACHER_SCALE = flags.DEFINE_float("teacher_scale", 50.0, "Logit scale of the teacher.", lower_bound=1e-3)
 _SAMPLES = flags.DEFINE_integer(

@@ -14,13 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from experiments import command_line
 
-# Events of `jax.monitoring`, whose durations in the main thread are summed.
+# Events of `jax.monitoring`, whose durations in the main thread are summed. Those of an event that contains another one
+# include it.
 _EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
@@ -33,6 +34,26 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 1024, "Global batch size.", low
 
 # The run of each start: its settings and the time of the command are arguments.
 _CHILD = "import sys; from experiments.benchmarks.startup import start; start(*sys.argv[1:])"
+
+
+class _Span(NamedTuple):
+    """Event of one thread: name, start and duration in seconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def _add(spans: list[_Span], span: _Span) -> None:
+    """Add an event that has just ended to those before, in place of the events that it contains."""
+    while spans and spans[-1].start >= span.start:
+        spans.pop()
+    spans.append(span)
+
+
+def _totals(spans: Sequence[_Span]) -> dict[str, float]:
+    """Sum the durations of each event."""
+    return {name: sum(span.duration for span in spans if span.name == name) for name in _EVENTS.values()}
 
 
 def start(settings: str, workdir: str, started: str) -> None:
@@ -48,12 +69,15 @@ def start(settings: str, workdir: str, started: str) -> None:
     import infcl_jax
     from infcl_jax.run.train import train
 
-    seconds = dict.fromkeys((*_EVENTS.values(), "compile_ahead"), 0.0)
+    spans, ahead = list[_Span](), list[_Span]()
 
     def count(event: str, duration_secs: float, **_: str | int) -> None:
         if event in _EVENTS:
             main_thread = threading.current_thread() is threading.main_thread()
-            seconds[_EVENTS[event] if main_thread else "compile_ahead"] += duration_secs
+            _add(spans if main_thread else ahead, _Span(_EVENTS[event], time.time() - duration_secs, duration_secs))
+
+    def seconds() -> dict[str, float]:
+        return _totals(spans) | {"compile_ahead": sum(_totals(ahead).values())}
 
     marks = [float(started), time.time()]
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -64,12 +88,12 @@ def start(settings: str, workdir: str, started: str) -> None:
     class FirstStep(infcl_jax.Callback):
         def on_start(self, *_: Any) -> None:
             marks.append(time.time())
-            prepared.update(seconds)
+            prepared.update(seconds())
 
         def on_step(self, step: int, metrics: Any) -> None:
             if step == 1:
                 marks.append(time.time())
-                self.phases = _phases(marks, prepared, dict(seconds))
+                self.phases = _phases(marks, prepared, seconds())
 
     first = FirstStep()
     train(json.loads(settings), workdir, [first])

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments import command_line
 from experiments.benchmarks import harness, photographs
+from experiments.benchmarks.loss_case import IDS
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.distributed import is_lead
@@ -34,6 +35,21 @@ _MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name or path of an Open
 _OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", [name for name in LOSSES if name != "retrieval"], "Loss of images and texts.")
+_IDS = flags.DEFINE_enum(
+    "ids",
+    "none",
+    IDS,
+    "Ids of the positives: none (the pairs), unique, 1% (repeat another), 8 (every id 8 times).",
+    allow_override=True,
+)
+_MATRYOSHKA = flags.DEFINE_list("matryoshka", [], "Sizes of the feature prefixes, as config.matryoshka.")
+_TEACHER_FEATURES = flags.DEFINE_integer(
+    "teacher_features",
+    None,
+    "Feature dimension of a teacher, for a loss with distillation.",
+    lower_bound=1,
+    allow_override=True,
+)
 _TIME_PHASES = flags.DEFINE_bool("phases", True, "Also time the phases of the step and exposed data transfer.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
 
@@ -88,6 +104,9 @@ def benchmark_from_flags() -> None:
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
         loss=_LOSS.value,
+        ids=_IDS.value,
+        matryoshka=harness.integers("matryoshka", _MATRYOSHKA.value) if _MATRYOSHKA.value else (),
+        teacher_features=_TEACHER_FEATURES.value,
         phases=_TIME_PHASES.value,
         data=photographs.DATA.value,
         repeats=harness.REPEATS.value,
@@ -128,7 +147,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
         case_settings |= {
             name: value for name, value in dataclasses.asdict(settings).items() if name not in ("batch", "cache")
         }
-        case_settings |= dataclasses.asdict(settings.cache)
+        case_settings |= dataclasses.asdict(settings.cache) | {"matryoshka": list(settings.matryoshka)}
         figures = harness.collect(FIGURES, case.figures(gemm))
         records.append(harness.report(output / RECORDS_FILE, columns, mesh, gemm, case_settings, figures))
     if is_lead():
@@ -137,7 +156,10 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 
 def _title(settings: Settings) -> str:
-    return ", ".join(filter(None, (settings.model, settings.model_overrides, settings.loss, str(settings.cache))))
+    changes = {"ids": settings.ids, "matryoshka": settings.matryoshka, "teacher's features": settings.teacher_features}
+    changed = [f"{name} {value}" for name, value in changes.items() if value not in ("none", (), None)]
+    parts = (settings.model, settings.model_overrides, settings.loss, *changed, str(settings.cache))
+    return ", ".join(filter(None, parts))
 
 
 def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:

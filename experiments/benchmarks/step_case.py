@@ -16,10 +16,13 @@ from ml_collections import ConfigDict
 
 from configs import base
 from experiments.benchmarks import harness, step_files, timing
+from experiments.benchmarks.loss_case import draw_ids
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
-from infcl_jax.losses import Loss
+from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
+from infcl_jax.losses.base import Targets
+from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
@@ -45,6 +48,8 @@ _STEP_SECONDS = 0.5
 _POOL_CHUNKS = 2
 # Dataset size for the sample state of global contrastive losses: that of CC3M.
 _SAMPLES = 2_700_000
+# Inverse temperature of the teacher, whose features are random.
+_TEACHER_SCALE = 50.0
 
 # Keys of a record that `Case.figures` may yield.
 FIGURES = (
@@ -66,6 +71,9 @@ class Settings:
       implementation: implementation of the loss, see `infcl_jax.pairwise_lse`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       loss: one of `infcl_jax.training.LOSSES`.
+      ids: ids of the positives, one of `loss_case.IDS`; "none": the pairs are the positives.
+      matryoshka: sizes of the feature prefixes whose losses are summed; empty: the loss of all features.
+      teacher_features: feature dimension of the teacher of a loss with distillation; None: no teacher.
       phases: whether to time the phases of the step too.
       data: dataset of files for a step fed by them too; None: none.
       repeats: timed runs of each program; the median is reported. 0: time its first call.
@@ -78,6 +86,9 @@ class Settings:
     implementation: str | None = None
     parameter_sharding: str = "replicated"
     loss: str = "clip"
+    ids: str = "none"
+    matryoshka: tuple[int, ...] = ()
+    teacher_features: int | None = None
     phases: bool = True
     data: str | None = None
     repeats: int = 5
@@ -159,7 +170,14 @@ class Case:
           FileNotFoundError: a file of the dataset does not exist.
         """
         steps_per_epoch = max(1, _SAMPLES // b)
-        loss_fn = make_loss(settings.loss, mesh, settings.implementation, steps_per_epoch=steps_per_epoch)
+        targets = Targets("pair" if settings.ids == "none" else "caption")
+        loss_fn = make_loss(
+            settings.loss, mesh, settings.implementation, targets=targets, steps_per_epoch=steps_per_epoch
+        )
+        if settings.teacher_features is not None:
+            loss_fn = DistilledLoss.wrap(loss_fn, weight=1.0, teacher_scale=_TEACHER_SCALE)
+        if settings.matryoshka:
+            loss_fn = MatryoshkaLoss.wrap(loss_fn, settings.matryoshka)
         case = cls(settings, mesh, b, loss_fn)
         case._train_step(settings.cache)  # raises if the loss does not support the residency
         if settings.data is not None:
@@ -182,8 +200,7 @@ class Case:
             pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
         else:
             pairs = dict[str, Any](draw_pairs(config, rows))
-        if "index" in self.loss_fn.inputs:
-            pairs["index"] = np.arange(rows, dtype=np.int32) + jax.process_index() * rows
+        pairs |= self._loss_inputs(rows)
         batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
         state, step = self._initial_state(), self._train_step(cache)
         if cache.residency == "device":
@@ -228,6 +245,20 @@ class Case:
         sharding = self.settings.parameter_sharding
         state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)
         return state.replace(samples=self.loss_fn.init_samples(_SAMPLES, config.init_logit_scale))
+
+    def _loss_inputs(self, rows: int) -> dict[str, np.ndarray]:
+        """Draw what the loss reads of a batch besides images and texts, for this process."""
+        first, inputs = jax.process_index() * rows, dict[str, np.ndarray]()
+        if "index" in self.loss_fn.batch_inputs:
+            inputs["index"] = np.arange(first, first + rows, dtype=np.int32)
+        if (ids := draw_ids(self.settings.ids, self.b)) is not None:
+            inputs["ids"] = np.stack([ids, ids], axis=1)[first : first + rows]
+        if (width := self.settings.teacher_features) is not None:
+            rng = np.random.default_rng(jax.process_index())
+            for name in TEACHER_INPUTS:
+                features = rng.standard_normal((rows, width), np.float32)
+                inputs[name] = features / np.linalg.norm(features, axis=1, keepdims=True)
+        return inputs
 
     def _train_step(self, cache: GradCacheConfig) -> TrainStep:
         """Create the train step of `experiments.train`, with the given gradient caching."""

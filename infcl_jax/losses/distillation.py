@@ -23,7 +23,7 @@ from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMP
 from infcl_jax.ops.pairwise_distillation.vjp import blockwise
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
-from infcl_jax.ops.pairwise_lse.implementations import check_device
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
 
 IMPLEMENTATIONS = ("dense", *DISTILLATION_IMPLEMENTATIONS)
 
@@ -78,7 +78,7 @@ def distillation_loss(
       weights: `[b]` weights of the pairs in the mean; None for equal weights.
       implementation: "xla" (strips of a block), "ring" (whole blocks), "dense" (all pairs on every device),
         "mosaic_gpu" or "triton" (fused kernels for Hopper GPUs, and for Ampere, Ada and Hopper GPUs; the student's
-        features are not fp64), or None for "xla".
+        features are not fp64), or None for the best on this device.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features of the student); 0 if all pairs are masked.
@@ -125,9 +125,10 @@ def clip_and_distillation(
         checked_scalar(name, value, image) for name, value in (("scale", scale), ("teacher_scale", teacher_scale))
     )
     sharded = (image, text, teacher_image, teacher_text, mask, checked_weights(weights, image))
-    settings = implementation or "xla"
-    check_device(settings, image.dtype)
-    return over_mesh(_losses, settings, sharded, scales, axis_name=axis_name, mesh=mesh, sharded_result=(False, False))
+    implementation = implementation or best_implementation(image.dtype)
+    check_device(implementation, image.dtype)
+    over: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "sharded_result": (False, False)}
+    return over_mesh(_losses, implementation, sharded, scales, **over)
 
 
 def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scales: Any) -> tuple[Array, Array]:

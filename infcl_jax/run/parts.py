@@ -214,8 +214,6 @@ def workload(
     sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     best = implementation or best_implementation()
-    if config.distill.teacher is not None:
-        best = "xla"  # the default of `distillation_loss` on any device
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
     cache = dict(config.grad_cache)
     if stores_most := cache["keep"] == _STORE_MOST:

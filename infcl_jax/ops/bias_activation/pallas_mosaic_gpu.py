@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, layouts, store
+from infcl_jax.ops.common.gpu import WARPS
+from infcl_jax.ops.common.row_pipeline import RowStream, RowTile, Tiling, layouts, store
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 WIDTH_MULTIPLE = 256  # supported widths are multiples of it, so that a lane accesses at least 4 bytes of bf16

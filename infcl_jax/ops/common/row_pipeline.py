@@ -16,10 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.gpu import RESERVED_BYTES, SHARED_MEMORY
-
-WARPS = 4  # warps of a warpgroup; each processes one row at a time
-LANES = 32  # threads of a warp
+from infcl_jax.ops.common.gpu import LANES, RESERVED_BYTES, SHARED_MEMORY, WARPS
 
 
 @dataclasses.dataclass(frozen=True)

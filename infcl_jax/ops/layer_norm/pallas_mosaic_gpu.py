@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from infcl_jax.ops.common.row_pipeline import WARPS, RowStream, RowTile, Tiling, broadcast, layouts, store
+from infcl_jax.ops.common.gpu import WARPS
+from infcl_jax.ops.common.row_pipeline import RowStream, RowTile, Tiling, broadcast, layouts, store
 
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 

@@ -8,8 +8,8 @@ Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
     registers of a thread, of 232: 64 for each model's accumulator; forward 64 for each term, e between the two GEMMs, f
       and f (t - z) after both; backward 32 for a 64 x 64 subtile of dS and 16 for each column vector of a subtile
-    SMEM, of 227 KiB: 32 KiB for each of 6 stages, the features of 128 rows and 128 columns; forward 8 KiB to reduce
-      over rows, backward 8 KiB for each of two store slots of a warpgroup
+    SMEM, of 227 KiB: 32 KiB for each of 6 stages, the features of 128 rows and 128 columns; forward 4 KiB for each of
+      two warpgroups to reduce two terms over rows, backward 8 KiB for each of two store slots of a warpgroup
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from jaxtyping import BFloat16, Float32
 
 from infcl_jax.ops.common.gpu import SM_COUNT
 from infcl_jax.ops.pairwise_distillation.fused_kernel_api import BothPairs, KernelSums, Operands, Weights
+from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu_columns import scratch, store_column_sums
 from infcl_jax.ops.pairwise_lse import pallas_mosaic_gpu as lse
 from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window, term_width
@@ -46,9 +47,9 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
 # GROUP_BYTES are the fastest measured, see docs/benchmarks.md.
 FORWARD = Tiles(rows=64, columns=128, stages=6, lag=5)
 BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
-# Bytes of the column features of a group of tiles: a third of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
+# Bytes of the column features of a group of tiles: a sixth of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
 # GPU Architecture).
-GROUP_BYTES = 16 << 20
+GROUP_BYTES = 8 << 20
 ROW_SHIFTS = ("row_shift", "teacher_row_shift")
 ROW_WEIGHTS = ("row_weight", "teacher_row_weight")
 COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
@@ -118,6 +119,7 @@ class MosaicGpu:
             epilogue=epilogue,
             finalize=lambda work, carry: None,
             between=student_sums,
+            scratch={"column_scratch": scratch(2, self.forward.columns)},
         )
         row, column = (
             KernelSums(*(partials[f"{side}_{name}"].sum(0) for name in KernelSums._fields)) for side in shapes
@@ -257,19 +259,19 @@ def _store_sums(work: WorkTile, terms: Callable[[int, int], dict[str, Array]]) -
       work: tile of the warpgroup.
       terms: `terms(i, j)` of the subtile at `[i, j]`, by name in `KernelSums`.
     """
-    for i in _subtiles(work.schedule.tiles.rows):
-        columns = {j: terms(i, j) for j in _subtiles(work.schedule.tiles.columns)}
-        for name in columns[0]:
-            row_sum = functools.reduce(operator.add, [subtile[name].sum(1) for subtile in columns.values()])
+    tiles = work.schedule.tiles
+    for i in _subtiles(tiles.rows):
+        subtiles = [terms(i, j) for j in _subtiles(tiles.columns)]
+        names = list(subtiles[0])
+        for name in names:
+            row_sum = functools.reduce(operator.add, [subtile[name].sum(1) for subtile in subtiles])
             work.refs[f"row_{name}"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_sum
-        # The warpgroups take turns, because their reductions over rows share one SMEM buffer. All else is done before,
-        # so that a turn is short.
-        with work.serialized():
-            reduced = {j: {name: term.sum(0) for name, term in subtile.items()} for j, subtile in columns.items()}
-        partial = lax.div(work.row + i, SUBTILE)
-        for j, sums in reduced.items():
-            for name, column_sum in sums.items():
-                work.refs[f"column_{name}"][partial, pl.ds(work.column + j, SUBTILE)] = column_sum
+        partial, columns = lax.div(work.row + i, SUBTILE), pl.ds(work.column, tiles.columns)
+        store_column_sums(
+            [[subtile[name] for subtile in subtiles] for name in names],
+            work.refs["column_scratch"].at[work.warpgroup],
+            [work.refs[f"column_{name}"].at[partial, columns] for name in names],
+        )
 
 
 def _student_term(work: WorkTile, s: Array, prefetched: _Prefetched, i: int, j: int) -> Array:

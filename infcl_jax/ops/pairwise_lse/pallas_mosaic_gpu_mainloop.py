@@ -44,6 +44,7 @@ def run(
     epilogue: Callable[..., Any],
     finalize: Callable[[WorkTile, Any], None],
     between: Callable[[WorkTile, Array, Any], None] | None = None,
+    scratch: dict[str, Any] | None = None,
 ) -> dict[str, Array]:
     """Compute the tiles of `x @ y.T`, and of `schedule.others`, and call the epilogue on each.
 
@@ -59,6 +60,7 @@ def run(
       finalize: `finalize(work, carry)` stores the carry at the end of a task.
       between: `between(work, s, vectors)` after each GEMM of a tile but the last. What it does instead of the epilogue
         overlaps with more of the other warpgroup's GEMMs.
+      scratch: SMEM by name, beyond that of `schedule.tiles`, which is in `work.refs` too.
 
     Returns:
       The results by name.
@@ -66,10 +68,11 @@ def run(
     t = schedule.tiles
     lag = min(t.lag, schedule.products[0].steps)
     multicast = "member" if t.cluster > 1 else None
+    scratch = scratch or {}
 
     def kernel(*refs: Any) -> None:
         *arrays, x_s, y_s, store_slots, full, empty, started, reduction_order = refs
-        named = dict(zip([*operands, *results], arrays, strict=True))
+        named = dict(zip([*operands, *results, *scratch], arrays, strict=True))
         named |= {"store_slots": store_slots, "reduction_order": reduction_order}
         warpgroup, member, cluster = (lax.axis_index(a) for a in ("warpgroup", "member", "cluster"))
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
@@ -195,6 +198,7 @@ def run(
         kernel,
         out_type=[r.update(manual_axis_type=jax.typeof(operands["x"]).manual_axis_type) for r in results.values()],
         scratch_types=[
+            *scratch.values(),
             smem((t.stages, t.cta_rows, TILE_K)),
             smem((t.stages, t.columns, TILE_K)),
             smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),  # placeholder

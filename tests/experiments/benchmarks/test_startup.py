@@ -5,6 +5,15 @@ import json
 import pytest
 import runs
 
+from experiments.benchmarks import startup
+
+
+def test_an_event_in_another_one_counts_once():
+    spans, inner = [], [("trace", 1.0, 0.5), ("trace", 2.0, 0.1), ("trace", 1.9, 1.0)]
+    for span in [*inner, ("lower", 0.5, 3.0), ("trace", 4.0, 2.0)]:
+        startup._add(spans, startup._Span(*span))
+    assert startup._totals(spans) == {"trace": 2.0, "lower": 3.0, "compile": 0.0}
+
 
 @pytest.mark.slow
 def test_the_phases_add_up_and_the_cache_saves_compilation():

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from oracle_distillation import check, make
 
 from infcl_jax.losses import clip_and_distillation
+from infcl_jax.ops.pairwise_distillation import pallas_mosaic_gpu
 from infcl_jax.ops.pairwise_distillation.base import NeedsGrad
 from infcl_jax.ops.pairwise_distillation.fused import MAX_FORWARD_PAIRS, Fused
 from infcl_jax.ops.pairwise_distillation.pallas_mosaic_gpu import MosaicGpu
@@ -29,9 +30,16 @@ CLUSTERED = MosaicGpu(SMALL, SMALL, sm_count=4, group_bytes=0)  # groups of one 
 SINGLE = MosaicGpu(*[dataclasses.replace(SMALL, columns=128, cluster=1, stages=2, lag=0)] * 2, sm_count=4)
 
 
+def store_column_sums(terms, smem, results):
+    """The same sums by Pallas: the interpreter has no Mosaic GPU. tests/gpu compares the kernel with float64."""
+    for subtiles, result in zip(terms, results, strict=True):
+        result[...] = jnp.concatenate([subtile.sum(0) for subtile in subtiles])
+
+
 @pytest.fixture
-def interpreter(capsys):
+def interpreter(capsys, monkeypatch):
     """Runs kernels in the interpreter and fails on races; a deadlock ends the process."""
+    monkeypatch.setattr(pallas_mosaic_gpu, "store_column_sums", store_column_sums)
     faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
     with contextlib.ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)

@@ -2,7 +2,7 @@
 
 Each of the four warps has 16 of the 64 rows of a tile. A thread has two of these and a quarter of the columns: four
 threads are side by side, eight below each other. Pallas reduces each column in a full butterfly, after which all eight
-have the same sums. Here each step halves the columns of a thread, which takes 28 shuffles instead of 96 for 128 columns,
+have the same sums. Here each step halves the columns of a thread. That takes 28 shuffles instead of 96 for 128 columns,
 and an eighth of the SMEM to add the sums of the four warps.
 """
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -295,6 +297,9 @@ def prefetched_batches(
         # grain reads its flags to start workers. Notebooks and tests do not parse them.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
+        # Grain's iterators are in reference cycles with their last arrays, whose shared memory Python would report.
+        atexit.unregister(gc.collect)
+        atexit.register(gc.collect)
         options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
         read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         dataset = _StartTogether(chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker))

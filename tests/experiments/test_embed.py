@@ -172,3 +172,9 @@ def test_two_processes_write_the_rows_of_one(workdir, damaged, tmp_path, caption
     rows, expected = read_features(two), read_features(one)
     np.testing.assert_allclose(rows.feature, expected.feature, atol=1e-6)
     assert rows.index.tolist() == expected.index.tolist() and rows.key == expected.key
+
+
+def test_workers_leave_no_shared_memory(workdir, damaged, tmp_path):
+    command = flags(workdir, damaged, tmp_path / "features.npy", "--num_workers=1")
+    (finished,) = runs.finish(runs.start("experiments.embed", *command))
+    assert finished.returncode == 0 and "shared_memory" not in finished.stderr, finished.stderr

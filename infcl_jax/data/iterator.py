@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -297,9 +298,8 @@ def prefetched_batches(
         # grain reads its flags to start workers. Notebooks and tests do not parse them.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
-        # Grain's iterators are in reference cycles with their last arrays, whose shared memory Python would report.
-        atexit.unregister(gc.collect)
-        atexit.register(gc.collect)
+        atexit.unregister(_free_shared_memory)
+        atexit.register(_free_shared_memory)
         options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
         read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         dataset = _StartTogether(chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker))
@@ -392,6 +392,18 @@ def _sums(stats: Sequence[Stats]) -> Stats:
     """Add numbers of the same name."""
     names = dict.fromkeys(name for numbers in stats for name in numbers)
     return {name: sum(numbers.get(name, 0) for numbers in stats) for name in names}
+
+
+def _free_shared_memory() -> None:
+    """Free the shared memory of the workers' last arrays, which Python would report as leaked at exit.
+
+    Grain's iterators are in reference cycles with these arrays, and its thread that frees them ends before the process.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
+
+        SharedMemoryArray._disable_async_del()  # frees at once
+    gc.collect()
 
 
 def _close_all(iterators: list[grain.DatasetIterator]) -> None:

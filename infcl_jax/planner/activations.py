@@ -49,28 +49,104 @@ class Linear(NamedTuple):
         return self.fixed + self.per_row * rows if rows else 0
 
 
-class EncoderMemory(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class EncoderMemory:
     """Memory of one encoder in bytes, as functions of the rows.
 
-    Parameters, inputs and gradients of the parameters are excluded.
+    Parameters, inputs and gradients of the parameters are excluded. The encoder is traced when a function is first
+    read, on the device of that moment.
 
     Attributes:
-      stored: activations that the forward pass stores for the backward pass.
-      peak: peak memory of forward and backward; exceeds `stored` by the transient memory.
-      forward: peak memory of the forward pass alone.
-      residual: residual stream, part of `stored`.
-      row_bytes: bytes of one input row.
+      model: model of the encoder.
+      name: tower.
+      frozen: names of the frozen parameters.
     """
 
-    stored: Linear
-    peak: Linear
-    forward: Linear
-    residual: Linear
-    row_bytes: int
+    model: CLIP | TextPair
+    name: str
+    frozen: frozenset[str]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one input row."""
+        return tree_bytes(row_shapes(self.model, 1)[self.name])
+
+    @property
+    def stored(self) -> Linear:
+        """Activations that the forward pass stores for the backward pass."""
+        return self._training[0]
+
+    @property
+    def peak(self) -> Linear:
+        """Peak memory of forward and backward; exceeds `stored` by the transient memory."""
+        return self._training[1]
+
+    @property
+    def forward(self) -> Linear:
+        """Peak memory of the forward pass alone."""
+        return self._inference[0]
+
+    @property
+    def residual(self) -> Linear:
+        """Residual stream, part of `stored`."""
+        return self._inference[1]
 
     def transient(self, rows: int) -> int:
         """Peak memory beyond the stored activations."""
         return max(0, self.peak(rows) - self.stored(rows))
+
+    @functools.cached_property
+    def _training(self) -> tuple[Linear, Linear]:
+        params, constants, key = self._arguments
+
+        def forward_backward(
+            params: Any, constants: Any, rows: Any, key: jax.Array, cotangent: jax.Array
+        ) -> tuple[Any, Callable]:
+            _, pullback = jax.vjp(lambda params: self._encode(params, constants, rows, key), params)
+            return pullback(cotangent), pullback  # the pullback makes the stored activations outputs of the jaxpr
+
+        def measure(count: int) -> tuple[int, int]:
+            features = jax.ShapeDtypeStruct((count, feature_width(self.model)), self.model.feature_dtype)
+            jaxpr = jax.make_jaxpr(forward_backward)(params, constants, self._rows(count), key, features).jaxpr
+            gradients = len(jax.tree.leaves(params))  # the first outputs
+            _, buffers = _operations(jaxpr)
+            inputs = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}
+            activations = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - inputs
+            return sum(buffer.size for buffer in activations), _peak(jaxpr, gradients)
+
+        return _fitted(measure)
+
+    @functools.cached_property
+    def _inference(self) -> tuple[Linear, Linear]:
+        params, constants, key = self._arguments
+
+        def measure(count: int) -> tuple[int, int]:
+            jaxpr = jax.make_jaxpr(self._encode)(params, constants, self._rows(count), key).jaxpr
+            return _peak(jaxpr), _named_bytes(jaxpr, RESIDUAL)
+
+        return _fitted(measure)
+
+    @property
+    def _arguments(self) -> tuple[Any, Any, Any]:
+        """Shapes of the trained parameters, of the other variables and of the key."""
+        variables = variable_shapes(self.model)
+        subtree = towers_of(variables["params"])[self.name]
+        params, fixed = partition({subtree: variables["params"][subtree]}, self.frozen)
+        return params, {**variables, "params": fixed}, jax.eval_shape(lambda: jax.random.key(0))
+
+    def _rows(self, count: int) -> Any:
+        return row_shapes(self.model, count)[self.name]
+
+    def _encode(self, params: Any, constants: Any, rows: Any, key: jax.Array) -> Any:
+        whole = {**constants, "params": merge(constants["params"], params)}
+        with module_modes(whole["params"], self.frozen):
+            return self.model.apply(whole, rows, train=True, method=f"encode_{self.name}", rngs={"dropout": key})
+
+
+def feature_width(model: CLIP | TextPair) -> int:
+    """Feature dimension of a model."""
+    tower: Any = model.visual if isinstance(model, CLIP) else model
+    return tower.embed_dim
 
 
 def parameter_shapes(model: CLIP | TextPair) -> Any:
@@ -97,7 +173,7 @@ def _encoder_memory(
     model: CLIP | TextPair, frozen: frozenset[str], capability: str | None
 ) -> tuple[EncoderMemory, ...]:
     """Cache per compute capability, which selects the traced kernels."""
-    return tuple(_trace_encoder(model, name, frozen) for name in row_shapes(model, 1))
+    return tuple(EncoderMemory(model, name, frozen) for name in row_shapes(model, 1))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -110,38 +186,10 @@ def tree_bytes(tree: Any) -> int:
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _trace_encoder(model: CLIP | TextPair, name: str, frozen: frozenset[str]) -> EncoderMemory:
-    """Trace one encoder at two batch sizes and fit its memory to the rows."""
-    variables, key = variable_shapes(model), _key()
-    subtree = towers_of(variables["params"])[name]
-    params, fixed = partition({subtree: variables["params"][subtree]}, frozen)
-    constants = {**variables, "params": fixed}
-
-    def encode(params: Any, constants: Any, rows: Any, key: jax.Array) -> Any:
-        whole = {**constants, "params": merge(constants["params"], params)}
-        with module_modes(whole["params"], frozen):
-            return model.apply(whole, rows, train=True, method=f"encode_{name}", rngs={"dropout": key})
-
-    def forward_backward(
-        params: Any, constants: Any, rows: Any, key: jax.Array, cotangent: jax.Array
-    ) -> tuple[Any, Callable]:
-        _, pullback = jax.vjp(lambda params: encode(params, constants, rows, key), params)
-        return pullback(cotangent), pullback  # the pullback makes the stored activations outputs of the jaxpr
-
-    def measure(count: int) -> tuple[int, int, int, int]:
-        """Measure stored, peak, forward and residual bytes for `count` rows."""
-        rows = row_shapes(model, count)[name]
-        forward, features = jax.make_jaxpr(encode, return_shape=True)(params, constants, rows, key)
-        jaxpr = jax.make_jaxpr(forward_backward)(params, constants, rows, key, features).jaxpr
-        gradients = len(jax.tree.leaves(params))  # the first outputs
-        _, buffers = _operations(jaxpr)
-        inputs = {buffers[v] for v in (*jaxpr.invars, *jaxpr.constvars)}
-        activations = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - inputs
-        stored = sum(buffer.size for buffer in activations)
-        return stored, _peak(jaxpr, gradients), _peak(forward.jaxpr), _named_bytes(forward.jaxpr, RESIDUAL)
-
-    stored, peak, forward, residual = (_linear_fit(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
-    return EncoderMemory(stored, peak, forward, residual, tree_bytes(row_shapes(model, 1)[name]))
+def _fitted(measure: Callable[[int], tuple[int, int]]) -> tuple[Linear, Linear]:
+    """Fit the results of `measure(rows)` to the rows."""
+    first, second = (_linear_fit(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
+    return first, second
 
 
 def _linear_fit(few: int, many: int) -> Linear:
@@ -270,7 +318,3 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
 
 def _bytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
-
-
-def _key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))

@@ -11,7 +11,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
-from infcl_jax.planner.activations import EncoderMemory, encoder_memory, parameter_shapes
+from infcl_jax.planner.activations import EncoderMemory, encoder_memory, feature_width, parameter_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import state_bytes
@@ -202,6 +202,7 @@ class MemoryPlan:
         return self.peak <= self.memory_limit
 
 
+@planned_device()
 def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPlan:
     """Plan the memory of a training step without running it.
 
@@ -240,12 +241,10 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         `device_named("H100").memory_limit`.
     """
     model, cache = cast(CLIP | TextPair, workload.model), workload.cache
-    tower: Any = model.visual if isinstance(model, CLIP) else model
-    width, dtype = tower.embed_dim, jnp.dtype(model.feature_dtype)
+    width, dtype = feature_width(model), jnp.dtype(model.feature_dtype)
     names = workload.frozen_parameters
     state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, names)
-    with planned_device():
-        encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names), strict=True))
+    encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names), strict=True))
     frozen = frozen_towers(parameter_shapes(model), names)
     trained = {name: encoder for name, encoder in encoders.items() if name not in frozen}
     rows = {name: workload.rows(name) for name in encoders}

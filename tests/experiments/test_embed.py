@@ -162,19 +162,16 @@ def test_mistakes_are_one_line(arguments, message):
     assert status == 1 and stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
 
 
-@pytest.mark.parametrize("captions", [(), ("--captions",)], ids=["images", "captions"])
-def test_two_processes_write_the_rows_of_one(workdir, damaged, tmp_path, captions):
+@pytest.mark.parametrize(
+    ("captions", "workers"), [((), ("--num_workers=1",)), (("--captions",), ())], ids=["images, workers", "captions"]
+)
+def test_two_processes_write_the_rows_of_one(workdir, damaged, tmp_path, captions, workers):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     assert embed(workdir, damaged, one, *captions).returncode == 0
-    command = ("experiments.embed", *flags(workdir, damaged, two, *captions))
+    command = ("experiments.embed", *flags(workdir, damaged, two, *captions, *workers))
     finished = runs.finish(*runs.start_cluster(2, *command))
     assert [process.returncode for process in finished] == [0, 0], finished
+    assert not any("leaked shared_memory" in process.stderr for process in finished), finished
     rows, expected = read_features(two), read_features(one)
     np.testing.assert_allclose(rows.feature, expected.feature, atol=1e-6)
     assert rows.index.tolist() == expected.index.tolist() and rows.key == expected.key
-
-
-def test_workers_leave_no_shared_memory(workdir, damaged, tmp_path):
-    command = flags(workdir, damaged, tmp_path / "features.npy", "--num_workers=1")
-    (finished,) = runs.finish(runs.start("experiments.embed", *command))
-    assert finished.returncode == 0 and "shared_memory" not in finished.stderr, finished.stderr

@@ -49,6 +49,13 @@ STEPS = {
     "4,194,304 on 8 GPUs": (step(B, 4_194_304, 8, chunk_size=16_384, **REPLAY), 162e3),
     "ViT-L/14, 1,048,576 on 4 GPUs (compiles)": (step("ViT-L/14", 1_048_576, 4, chunk_size=2048, **REPLAY), 456e3),
 }
+# Of the H100's rows in "How does a step compare with OpenCLIP?". Its rates are scaled from those of an H200.
+H100_STEPS = {
+    "H100: ViT-B/32, 2,048": (step(B, 2048), 192.3),
+    "H100: ViT-B/16, 896": (step("ViT-B/16", 896), 229.9),
+    "H100: ViT-L/14, 256": (step("ViT-L/14", 256), 263.1),
+    "H100: 16 chunks of 2,048": (step(B, 32_768, chunk_size=2048), 4055),
+}
 # Implementation, b, D, GPUs, NCCL and milliseconds of the tables of the loss.
 MOSAIC = "mosaic_gpu"
 LOSSES = [
@@ -86,8 +93,9 @@ MISSES = {
 
 def estimates():
     """Yield the name, milliseconds and estimate of every row."""
-    for name, (workload, measured) in STEPS.items():
-        yield name, measured, 1e3 * step_time(workload, "H200").total
+    for gpu, steps in (("H200", STEPS), ("H100", H100_STEPS)):
+        for name, (workload, measured) in steps.items():
+            yield name, measured, 1e3 * step_time(workload, gpu).total
     for implementation, b, width, devices, nccl, measured in LOSSES:
         gpus = "" if devices == 1 else f", {devices} GPUs" + (", NCCL" if nccl else "")
         seconds = loss_time(implementation, b, b, width, "bfloat16", H200, devices, nccl=nccl)

@@ -39,7 +39,7 @@ RATES = ("step_ms", "images_per_second", "images_per_second_per_device", "tflops
 WAYS = {
     "at once": (1, NO_CACHE, {}, (1, 3)),
     "in chunks from the host": (2, GradCacheConfig(chunk_size=8, residency="host"), {"loss": "fastclip_v3"}, (3, 3)),
-    "ids, prefixes, a teacher": (2, NO_CACHE, {"ids": "8", "matryoshka": (8, 16), "teacher_features": 24}, (1, 3)),
+    "ids, a prefix, a teacher": (1, NO_CACHE, {"ids": "8", "matryoshka": (8,), "teacher_features": 24}, (1, 3)),
 }
 
 

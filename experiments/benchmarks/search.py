@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
@@ -59,14 +57,6 @@ def brute_force_differences(query: np.ndarray, gallery: np.ndarray, index: np.nd
 def peak_mib() -> float:
     """Return the peak resident memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def gemm_tflops() -> float:
-    """Measure the throughput of a square fp32 GEMM on one device, in TFLOP/s: 8192^3, or 1024^3 on the CPU."""
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    factors = [jax.random.normal(key, (size, size)) for key in jax.random.split(jax.random.key(0))]
-    program = timing.Program(functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST), *factors)
-    return timing.tflops(2 * size**3, program.seconds(5))
 
 
 def torch_search(query: np.ndarray, gallery: np.ndarray, k: int) -> np.ndarray:
@@ -128,7 +118,7 @@ def lines(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> Iterato
         f"{rows} x {rows} rows of {dim}, k = {k}, {mesh.size} devices: {seconds:.1f} s,"
         f" peak memory {peak_mib():.0f} MiB, {before:.0f} MiB before (the matrix: {4 * rows**2 / 2**20:.0f} MiB)"
     )
-    gemm, rate = gemm_tflops(), timing.tflops(2 * rows**2 * dim, seconds, mesh.size)
+    gemm, rate = timing.fp32_gemm_tflops(5), timing.tflops(2 * rows**2 * dim, seconds, mesh.size)
     yield f"{rate:.3g} TFLOP/s per device, {rate / gemm:.2f} of an fp32 GEMM's {gemm:.3g}"
     if used := max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices):
         yield f"peak memory of a device: {used / 2**20:.0f} MiB"

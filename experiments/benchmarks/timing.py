@@ -1,5 +1,6 @@
 """Timing and memory of compiled programs, and the reference GEMM."""
 
+import functools
 import math
 import statistics
 import time
@@ -101,10 +102,21 @@ def measure_gemm(repeats: int) -> Gemm:
     Args:
       repeats: timed runs.
     """
+    return Gemm(*_square_gemm(jnp.matmul, jnp.bfloat16, repeats))
+
+
+def fp32_gemm_tflops(repeats: int) -> float:
+    """Measure a GEMM of the same size in fp32, without rounding of its factors, in TFLOP/s."""
+    matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    return _square_gemm(matmul, jnp.float32, repeats)[1]
+
+
+def _square_gemm(matmul: Callable[..., jax.Array], dtype: Any, repeats: int) -> tuple[int, float]:
+    """Measure a product of two square matrices: its size and TFLOP/s."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     keys = jax.random.split(jax.random.key(0))
-    factors = [jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys]
-    return Gemm(size, tflops(2 * size**3, Program(jnp.matmul, *factors).seconds(repeats)))
+    factors = [jax.random.normal(key, (size, size), dtype) for key in keys]
+    return size, tflops(2 * size**3, Program(matmul, *factors).seconds(repeats))
 
 
 def tflops(operations: float, seconds: float, devices: int = 1) -> float:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from infcl_jax.models import CLIP, variable_shapes
-from infcl_jax.planner.activations import encoder_memory, tree_bytes
+from infcl_jax.planner.activations import encoder_memory, feature_width, tree_bytes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 
@@ -29,7 +29,7 @@ class TeacherMemory(NamedTuple):
     @property
     def width(self) -> int:
         """Feature dimension of the teacher."""
-        return self.model.visual.embed_dim  # type: ignore[attr-defined]
+        return feature_width(self.model)
 
     def persistent(self, block_rows: int) -> int:
         """Bytes of the parameters and of a batch's features.

@@ -11,7 +11,7 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
 from infcl_jax.models.convert.configs import bert_config_of
 from infcl_jax.models.flops import group_flops
-from infcl_jax.planner.activations import parameter_shapes, tree_bytes
+from infcl_jax.planner.activations import feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.api import Workload
 from infcl_jax.planner.devices import Device
 from infcl_jax.planner.loss_times import loss_time
@@ -117,7 +117,7 @@ def step_time(
         workload.implementation,
         workload.batch_size,
         passages,
-        _tower(model).embed_dim,
+        feature_width(model),
         str(model.feature_dtype),
         rates,
         devices,
@@ -245,10 +245,6 @@ def _trained_share(workload: Workload, name: str) -> float:
     groups = group_flops(config_of(cast(CLIP, workload.model)))[name]
     count = getattr(workload.unlocked_groups, name)
     return sum(groups[max(0, len(groups) - count) :]) / sum(groups)
-
-
-def _tower(model: CLIP | TextPair) -> Any:
-    return model.visual if isinstance(model, CLIP) else model
 
 
 def _reduce_time(workload: Workload, gradients: int, rates: Rates, gpus_per_host: int) -> float:

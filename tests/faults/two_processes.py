@@ -11,6 +11,7 @@ directories, on two processes and on one. Prints a row for each fault.
 import argparse
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from infcl_jax.training import METRICS_FILE, read_metrics
 from tests import runs
+from tests.faults.lost_process import latest_step
 
 EVERY = 5  # steps between checkpoints
 FAULT_STEP = 12  # least step at which a fault happens: some steps after a checkpoint
@@ -49,17 +51,15 @@ class Run:
     Attributes:
       workdir: its work directory.
       processes: processes by rank.
-      signaled: time of the fault.
     """
 
     workdir: Path
     processes: list[subprocess.Popen]
-    signaled: float = 0.0
 
     def errors(self, rank: int) -> list[str]:
         """Return the lines of a process on stderr, without those of libraries."""
         lines = self.workdir.with_suffix(f".{rank}").read_text().splitlines()
-        return [line for line in lines if not line.startswith(("W", "I", "E0", "E1")) and line.strip()]
+        return [line for line in lines if line.strip() and not re.match(r"[IWEF]\d{4} ", line)]
 
 
 def start(workdir: Path, processes: int, flags: Sequence[str]) -> Run:
@@ -119,11 +119,6 @@ def disturb(run: Run, by: signal.Signals, rank: int) -> tuple[float, list[int]]:
     run.processes[rank].kill()
     run.processes[rank].wait()
     return seconds, statuses
-
-
-def latest_step(workdir: Path) -> int:
-    """Return the step of the latest checkpoint."""
-    return max(int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal())
 
 
 def differences(workdir: Path, reference: dict[int, float], first: int) -> tuple[int, float]:

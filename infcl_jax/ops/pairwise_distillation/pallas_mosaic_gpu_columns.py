@@ -22,7 +22,7 @@ from infcl_jax.ops.pairwise_lse.base import Array
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import SUBTILE, WARPGROUPS, WGMMA_LAYOUT
 
 THREADS = WARPS * LANES
-BLOCK = 8  # columns of which each thread holds two, see `Layout.WGMMA`
+BLOCK = 8  # columns; each of four threads holds two, see `Layout.WGMMA`
 
 
 def scratch(terms: int, columns: int) -> Any:

@@ -10,6 +10,7 @@ first, and the others up to two seconds later, as a scheduler does. No worker ma
 
 import argparse
 import collections
+import contextlib
 import os
 import random
 import signal
@@ -195,7 +196,8 @@ def end_orphans(marker: str) -> list[str]:
     while orphans := list(marked_processes(marker)):
         if time.monotonic() > deadline:
             for pid, _ in orphans:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.05)
     return [name for _, name in orphans]

@@ -1,6 +1,7 @@
 """Runs killed at random moments, and the search for processes that outlive them."""
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -16,8 +17,9 @@ def test_runs_killed_at_random_moments_end_as_if_nothing_had_been(tmp_path):
 
 def test_processes_that_outlive_their_parent_are_named_and_ended(monkeypatch):
     monkeypatch.setattr(kills, "ORPHAN_SECONDS", 0.0)
-    subprocess.run(["sh", "-c", "sleep 60 &"], env=os.environ | {kills.MARKER: "a"}, check=True)
+    sleeper = subprocess.Popen(["sleep", "60"], env=os.environ | {kills.MARKER: "a"})
     assert kills.end_orphans("another") == []
     assert kills.end_orphans("a") == ["sleep 60 "]
+    assert sleeper.wait() == -signal.SIGKILL
     monkeypatch.setattr(kills, "ORPHAN_SECONDS", 60.0)
     assert kills.end_orphans("a") == []

@@ -93,6 +93,8 @@ def _use_host_folder(parent: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             _set_jax_folder(folder)
+        # JAX leaves out programs that compile in less than a second. A run starts with more than a hundred of these.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ValueError(

@@ -268,8 +268,9 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         features=2 * sum(r.block for r in rows.values()) * width * dtype.itemsize,
         stored=sum(
             encoder.stored(rows[name].stored)
-            + encoder.residual(rows[name].block - rows[name].stored if cache.keep_residual else 0)
+            + (encoder.residual(recomputed) if cache.keep_residual and recomputed else 0)
             for name, encoder in trained.items()
+            for recomputed in [rows[name].block - rows[name].stored]
         ),
         transient=max(
             *(_transient(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),

@@ -1,6 +1,7 @@
 """Train state of CLIP models: parameters, optimizer state and step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -24,6 +25,7 @@ from infcl_jax.training.frozen import (
     merge,
     partition,
 )
+from infcl_jax.training.op_by_op import run_op_by_op
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
@@ -134,7 +136,7 @@ class StateInit:
         text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
         first = text if isinstance(model, TextPair) else jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8)
 
-        @jax.jit  # the outer `jit` below takes its trace from the cache
+        @jax.jit
         def init() -> TrainState:
             variables = model.lazy_init(jax.random.key(seed), first, text)
             params, statistics = variables["params"], variables.get("batch_stats")
@@ -142,10 +144,11 @@ class StateInit:
             fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
             return TrainState.create(apply_fn=model.apply, params=params, **fields)
 
-        shapes = jax.eval_shape(init)
+        traced = init.trace()
+        shapes = traced.out_info
         sharded = shardings(shapes, mesh, parameter_sharding)
         placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, sharded)
-        return cls(placed, jax.jit(init, out_shardings=sharded))
+        return cls(placed, functools.partial(run_op_by_op, traced, sharded))
 
     def with_samples(self, init_samples: Callable[[], Any], sharding: NamedSharding) -> "StateInit":
         """Add the sample state that a function returns, with the sharding of its arrays."""

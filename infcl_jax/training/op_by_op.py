@@ -41,4 +41,4 @@ def run_op_by_op(traced: Any, shardings: Any) -> Any:
         return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
 
     leaves, structure = jax.tree.flatten(shardings)
-    return structure.unflatten(map(result, closed.jaxpr.outvars, leaves))
+    return jax.tree.unflatten(structure, map(result, closed.jaxpr.outvars, leaves))

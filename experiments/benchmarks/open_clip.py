@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from absl import flags
 
@@ -161,26 +161,36 @@ class Training:
         return self._torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
 
-def seconds(training: Training, repeats: int, least: float = _RUN_SECONDS) -> float:
-    """Measure the median time of a step, in seconds.
+class Work(Protocol):
+    """Work of a device; each call starts it once."""
+
+    def __call__(self) -> Any:
+        """Start the work."""
+
+    def wait(self) -> None:
+        """Wait for the device."""
+
+
+def seconds(work: Work, repeats: int, least: float = _RUN_SECONDS) -> float:
+    """Measure the median time of a call, in seconds.
 
     Args:
-      training: training to time.
+      work: work to time.
       repeats: number of timed runs.
       least: least duration of a run, in seconds.
     """
     for _ in range(_WARM_UP):
-        training()
-    steps = math.ceil(least / _elapsed(training, 1))
-    return statistics.median(_elapsed(training, steps) for _ in range(repeats)) / steps
+        work()
+    calls = math.ceil(least / _elapsed(work, 1))
+    return statistics.median(_elapsed(work, calls) for _ in range(repeats)) / calls
 
 
-def _elapsed(training: Training, steps: int) -> float:
-    training.wait()
+def _elapsed(work: Work, calls: int) -> float:
+    work.wait()
     start = time.perf_counter()
-    for _ in range(steps):
-        training()
-    training.wait()
+    for _ in range(calls):
+        work()
+    work.wait()
     return time.perf_counter() - start
 
 

@@ -22,14 +22,16 @@ _SAMPLES = 10**9  # of an epoch; it never ends
 _BUFFERED_BATCHES = 2  # of each worker, PyTorch's default
 
 
-def open_data(pattern: str, batch: int, workers: int, image_size: int) -> Any:
-    """Open OpenCLIP's loader of training batches.
+def open_data(pattern: str, batch: int, workers: int, image_size: int, *, train: bool = True) -> Any:
+    """Open OpenCLIP's loader of batches.
 
     Args:
       pattern: tar files, at least as many as workers.
       batch: rows of a batch.
       workers: worker processes.
       image_size: side of the images, in pixels.
+      train: whether to read for training, without end and with the training transform, or every sample once for an
+        evaluation.
 
     Raises:
       ImportError: a package is not installed; the message says how to install it.
@@ -48,6 +50,8 @@ def open_data(pattern: str, batch: int, workers: int, image_size: int) -> Any:
     args = types.SimpleNamespace(
         train_data=pattern,
         train_num_samples=_SAMPLES,
+        val_data=pattern,
+        val_num_samples=None,
         train_data_upsampling_factors=None,
         dataset_resampled=False,
         batch_size=batch,
@@ -55,9 +59,9 @@ def open_data(pattern: str, batch: int, workers: int, image_size: int) -> Any:
         world_size=1,
         seed=0,
     )
-    transform = open_clip.image_transform(image_size, is_train=True)
+    transform = open_clip.image_transform(image_size, is_train=train)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    return data.get_wds_dataset(args, transform, is_train=True, tokenizer=tokenizer).dataloader
+    return data.get_wds_dataset(args, transform, is_train=train, tokenizer=tokenizer).dataloader
 
 
 def measure(loader: Any, workers: int, seconds: float) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 python -m tests.faults.preemptions --folder=FOLDER --steps=200 [--every=60] [--seed=0] [--config.NAME=VALUE ...]
 
-Each process has the GPU of its rank, if there are GPUs. The undisturbed run starts first and fills the compilation cache
-in the folder, so that both runs compute with the same programs. They share the devices. After a random time of
-`--every` seconds on average, SIGTERM goes to both processes or to a random one. The run starts again until it has taken
-all steps. Prints a row for each start.
+Each process has the GPU of its rank, if there are GPUs. The undisturbed run starts first and fills the compilation
+cache in the folder, so that both runs compute with the same programs. They share the devices. After a random time of
+`--every` seconds on average, SIGTERM goes to both processes or to a random one. The run starts again until it has
+taken all steps. Prints a row for each start.
 """
 
 import argparse

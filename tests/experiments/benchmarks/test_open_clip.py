@@ -1,4 +1,4 @@
-"""OpenCLIP's benchmark, up to the calls that need OpenCLIP installed."""
+"""OpenCLIP's benchmarks, up to the calls that need OpenCLIP installed."""
 
 import importlib.util
 import re
@@ -8,23 +8,25 @@ import runs
 
 from experiments.benchmarks.open_clip import Settings
 
-COMMAND = "experiments.benchmarks.open_clip"
-without_open_clip = pytest.mark.skipif(importlib.util.find_spec("open_clip") is not None, reason="has OpenCLIP")
+without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="has PyTorch")
+MISSING = "expected PyTorch and OpenCLIP, got: .*; pip install open_clip_torch"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        pytest.param(
-            (), "expected PyTorch and OpenCLIP, got: .*; pip install open_clip_torch", marks=without_open_clip
-        ),
-        (("--batch=12,x",), "expected --batch to be positive integers such as 1024,4096, got '12,x'"),
-        (("extra",), r"expected flags only \(--name=value\), got extra"),
-        (("--output=",), "expected --output, the folder for the results, got none"),
+        pytest.param("open_clip", "--output=runs", MISSING, marks=without_torch),
+        ("open_clip", "--output=runs --batch=12,x", "expected --batch to be .* such as 1024,4096, got '12,x'"),
+        ("open_clip", "--output=runs extra", r"expected flags only \(--name=value\), got extra"),
+        ("open_clip", "--output=", "expected --output, the folder for the results, got none"),
+        pytest.param("open_clip_loss", "", MISSING, marks=without_torch),
+        ("open_clip_loss", "--features=0", "expected --features to be .* such as 1024,4096, got '0'"),
+        pytest.param("open_clip_encode", "--data=0.tar", MISSING, marks=without_torch),
+        ("open_clip_encode", "", "expected --data, the tar files, got none"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, arguments, message):
-    status, stdout, stderr = runs.command(COMMAND, f"--output={tmp_path}", *arguments)
+def test_a_mistake_is_one_line(command, arguments, message):
+    status, stdout, stderr = runs.command(f"experiments.benchmarks.{command}", *arguments.split())
     assert (status, stdout) == (1, "")
     assert re.fullmatch(f"error: {message}\n", stderr), stderr
 

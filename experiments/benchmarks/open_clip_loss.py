@@ -1,0 +1,129 @@
+"""Benchmark of OpenCLIP's losses on one device, for comparison with `experiments.benchmarks.loss`.
+
+    python -m experiments.benchmarks.open_clip_loss --loss=siglip --batch=8192,16384 --features=512,768
+
+Times forward and backward on random normalized bf16 features in device memory. Prints a JSON object for each case, with
+status "out of memory" if the pair matrix does not fit. Needs `pip install open_clip_torch absl-py`, neither JAX nor
+`infcl_jax`.
+"""
+
+import functools
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+from experiments import command_line
+from experiments.benchmarks.open_clip import OUT_OF_MEMORY, import_packages, seconds
+
+# The class of each; that of distillation also computes the contrastive loss.
+LOSSES = {"clip": "ClipLoss", "siglip": "SigLipLoss", "distillation": "DistillClipLoss"}
+
+
+class LossCall:
+    """Forward and backward pass of a loss; each call is one."""
+
+    def __init__(self, name: str, batch: int, features: int, scale: float, bias: float) -> None:
+        """Draw the features.
+
+        Args:
+          name: a key of `LOSSES`.
+          batch: pairs b.
+          features: feature dimension D.
+          scale: logit scale, of the teacher too.
+          bias: logit bias, of the sigmoid loss only.
+        """
+        self._torch, _ = import_packages()
+        torch = self._torch
+        torch.manual_seed(0)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+        def draw() -> Any:
+            rows = torch.randn(batch, features, device=self.device)
+            return torch.nn.functional.normalize(rows, dim=-1).to(torch.bfloat16)
+
+        self._inputs = {
+            "image_features": draw().requires_grad_(),
+            "text_features": draw().requires_grad_(),
+            "logit_scale": torch.tensor(scale, device=self.device, requires_grad=True),
+        }
+        if name == "siglip":
+            self._inputs["logit_bias"] = torch.tensor(bias, device=self.device, requires_grad=True)
+        elif name == "distillation":
+            self._inputs |= {"dist_image_features": draw(), "dist_text_features": draw()}
+            self._inputs["dist_logit_scale"] = torch.tensor(scale, device=self.device)
+        losses = importlib.import_module("open_clip.loss")  # the package itself does not export all of them
+        self._loss: Callable[..., Any] = getattr(losses, LOSSES[name])()
+
+    def __call__(self) -> Any:
+        """Compute the loss and all gradients, and return the loss."""
+        for value in self._inputs.values():
+            value.grad = None
+        loss = self._loss(**self._inputs)
+        total: Any = sum(loss) if isinstance(loss, tuple) else loss
+        total.backward()
+        return total
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+
+def measure(name: str, batch: int, features: int, scale: float, bias: float, repeats: int) -> dict[str, Any]:
+    """Measure one case; for the arguments see `LossCall`.
+
+    Returns:
+      The record. If memory runs out, its status is "out of memory" and its figures are None.
+    """
+    torch, _ = import_packages()
+    record: dict[str, Any] = {"loss": name, "batch": batch, "features": features, "total_ms": None, "peak_mib": None}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        call = LossCall(name, batch, features, scale, bias)
+        record["total_ms"] = 1e3 * seconds(call, repeats)
+    except torch.OutOfMemoryError:
+        return record | {"status": OUT_OF_MEMORY}
+    if torch.cuda.is_available():
+        record["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return record | {"status": "ok"}
+
+
+def benchmark_from_flags(values: flags.FlagValues) -> None:
+    """Run the benchmark with the settings of the flags.
+
+    Raises:
+      ValueError: a flag is wrong.
+      ImportError: PyTorch or OpenCLIP is not installed.
+    """
+    for sizes in itertools.product(_sizes("batch", values.batch), _sizes("features", values.features)):
+        print(json.dumps(measure(values.loss, *sizes, values.scale, values.bias, values.repeats)), flush=True)
+
+
+def _sizes(flag: str, texts: Sequence[str]) -> list[int]:
+    if not all(text.isdecimal() and int(text) for text in texts):
+        raise ValueError(f"expected --{flag} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
+    return [int(text) for text in texts]
+
+
+def _define_flags() -> flags.FlagValues:
+    """Define the flags of this command.
+
+    Not at import, since other commands define flags of the same names.
+    """
+    flags.DEFINE_enum("loss", "clip", list(LOSSES), "Loss.")
+    flags.DEFINE_list("batch", "8192,16384", "Pairs of the loss.")
+    flags.DEFINE_list("features", "512", "Feature dimensions.")
+    flags.DEFINE_float("scale", 100.0, "Logit scale.")
+    flags.DEFINE_float("bias", -10.0, "Logit bias of the sigmoid loss.")
+    flags.DEFINE_integer("repeats", 5, "Timed runs; the median is reported.", lower_bound=1)
+    return flags.FLAGS
+
+
+if __name__ == "__main__":
+    command_line.run(functools.partial(benchmark_from_flags, _define_flags()))

@@ -1,14 +1,15 @@
-"""Train with several positives, a teacher and Matryoshka prefixes, over several seeds.
+"""Train with several positives, a teacher, Matryoshka prefixes and either decoder, over several seeds.
 
     python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=data
     python -m experiments.benchmarks.beyond --config=configs/quickstart.py --workdir=runs/beyond \
-        --config.batch_size=1024 [--steps=1000] [--seeds=0,1,2] [--questions=positives,distillation,matryoshka]
+        --config.batch_size=1024 [--steps=1000] [--seeds=0,1,2] [--questions=positives,distillation,matryoshka,decoders]
 
 | question | runs of each seed | picture |
 | --- | --- | --- |
 | positives | positives `pair` and `caption` | `positives.png` |
 | distillation | a small student with and without a larger teacher, which is trained once | `distillation.png` |
 | matryoshka | with and without `matryoshka`, evaluated at every prefix | `matryoshka.png` |
+| decoders | the training images as JPEG files, decoded by Pillow and by a GPU, which it needs | `decoders.png` |
 
 Each run trains in a folder of its own and then writes its results there, so the same command continues an interrupted
 series. `beyond.json` has the last evaluation of every run. A run without `matryoshka` is that with positives `pair`.
@@ -26,18 +27,21 @@ from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
+from PIL import Image
 
 from experiments import command
-from experiments.benchmarks import harness
+from experiments.benchmarks import harness, photographs
 from infcl_jax import load, run, train
 from infcl_jax.console import say
+from infcl_jax.data import Example, Source
+from infcl_jax.data.decode.api import pixels
 from infcl_jax.run.devices import start_devices
 from infcl_jax.settings import parse_overrides, with_changes
 
-QUESTIONS = ("positives", "distillation", "matryoshka")
+QUESTIONS = ("positives", "distillation", "matryoshka", "decoders")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of each run. Default: those of the configuration.", lower_bound=1)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
-_QUESTIONS = flags.DEFINE_list("questions", list(QUESTIONS), "Questions to answer.")
+_QUESTIONS = flags.DEFINE_list("questions", list(QUESTIONS[:3]), "Questions to answer; decoders need a GPU.")
 _PREFIXES = flags.DEFINE_list("prefixes", ["6", "12", "24", "48", "96"], "Prefix sizes; the last is the feature size.")
 _TEACHER = flags.DEFINE_string(
     "teacher",
@@ -51,6 +55,7 @@ _STUDENT = flags.DEFINE_string(
 )
 _WEIGHT = flags.DEFINE_float("weight", 1.0, "Weight of the distillation.", lower_bound=0)
 
+_JPEG_QUALITY, _TAR_FILES = 95, 8
 RESULTS_FILE, RUN_FILE = "beyond.json", "last_evaluation.json"
 METRICS = {
     "zero_shot/top1": "zero-shot top-1",
@@ -76,7 +81,8 @@ def answer(config: ConfigDict, questions: Sequence[str], seeds: Sequence[int], f
     Raises:
       ValueError: a setting is wrong.
     """
-    asked = {"positives": _positives, "distillation": _distillation, "matryoshka": _matryoshka}
+    answering = (_positives, _distillation, _matryoshka, _decoders)
+    asked = dict(zip(QUESTIONS, answering, strict=True))
     answers: dict[str, Results] = {}
     for question in questions:
         answers[question] = asked[question](config, seeds, folder)
@@ -123,6 +129,29 @@ def _matryoshka(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Resul
         results["whole features"].append(evaluated(config, changes, folder / f"pair-{seed}", "prefixes.json"))
     plot_prefixes(results, sizes, folder / "matryoshka.png")
     return results
+
+
+def _decoders(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
+    """Compare two decoders of the same files."""
+    changes = {"dataset": write_jpeg(run.training_source(config), folder / "jpeg")}
+    results = {
+        decode: [
+            trained(config, changes | {"decode": decode, "seed": seed}, folder / f"{decode}-{seed}") for seed in seeds
+        ]
+        for decode in ("pillow", "nvimgcodec")
+    }
+    plot_bars(results, folder / "decoders.png")
+    return results
+
+
+def write_jpeg(source: Source, folder: Path) -> str:
+    """Write images and captions to tar files of JPEG files with full color resolution; return the dataset."""
+
+    def encode(example: Example) -> photographs.Sample:
+        image = Image.fromarray(pixels(example))
+        return photographs.encode(image, quality=_JPEG_QUALITY, subsampling=0), example["caption"]
+
+    return photographs.write("tar", folder, [encode(source[index]) for index in range(len(source))], _TAR_FILES)
 
 
 def trained(config: ConfigDict, changes: Mapping[str, Any], folder: Path) -> dict[str, float]:

@@ -1,9 +1,12 @@
 import json
 
+import numpy as np
 import pytest
 import runs
 
 from experiments.benchmarks import beyond
+from infcl_jax.data import load_source
+from infcl_jax.data.decode.api import pixels
 
 SIZES = [4, 8, 16]
 
@@ -36,12 +39,22 @@ def trained(monkeypatch):
 
 def test_a_repeated_series_trains_nothing_again(trained, tmp_path):
     answers = beyond.answer(runs.config(), beyond.QUESTIONS, (0, 1), tmp_path)
-    assert len(trained) == 2 * 2 + 1 + 2 * 2 + 2
+    assert len(trained) == 2 * 2 + 1 + 2 * 2 + 2 + 2 * 2
     assert {config.distill.teacher for config in trained} == {None, str(tmp_path / "teacher")}
     assert sum(config.matryoshka == tuple(SIZES) for config in trained) == 2
     assert all((tmp_path / f"{question}.png").stat().st_size > 0 for question in beyond.QUESTIONS)
     assert beyond.answer(runs.config(), ("positives",), (0, 1), tmp_path)["positives"] == answers["positives"]
-    assert len(trained) == 11
+    assert len(trained) == 15
     recorded = json.loads((tmp_path / beyond.RESULTS_FILE).read_text())
     assert recorded == answers
     assert [result["zero_shot/top1"] for result in recorded["positives"]["caption"]] == [0.6, 0.61]
+
+
+def test_both_decoders_read_the_images_and_captions_of_the_training_data(trained, tmp_path):
+    beyond.answer(runs.config(), ["decoders"], [0], tmp_path)
+    assert [config.decode for config in trained] == ["pillow", "nvimgcodec"]
+    (dataset,) = {config.dataset for config in trained}
+    expected, written = (list(load_source(name, "train")) for name in ("digits", dataset))
+    assert sorted(e["caption"] for e in written) == sorted(e["caption"] for e in expected)
+    levels = [np.sort([pixels(e).mean() for e in examples]) for examples in (expected, written)]
+    np.testing.assert_allclose(*levels, atol=1)

@@ -1,4 +1,4 @@
-"""Preempt a run of two processes again and again, and compare it with an undisturbed run.
+"""Preempt a run of two processes repeatedly, and compare it with an undisturbed one.
 
 python -m tests.faults.preemptions --folder=FOLDER --steps=200 [--every=60] [--seed=0] [--config.NAME=VALUE ...]
 
@@ -20,7 +20,7 @@ from tests.faults.two_processes import DEFAULTS, LIMIT, RESUME, Run, differences
 
 
 def preempt(run: Run, seconds: float, ranks: list[int]) -> tuple[list[int], float]:
-    """Send SIGTERM to some processes of a run after some seconds, unless it ends before.
+    """Send SIGTERM to some processes of a run after a time, unless it ends before.
 
     Returns:
       The statuses of the processes, and the seconds from the signal until all have ended; 0 without a signal.

@@ -12,8 +12,9 @@ from jax.sharding import Sharding
 def run_op_by_op(traced: Any, shardings: Any) -> Any:
     """Evaluate a traced function without arguments on the default device, and place its results.
 
-    An initialization draws hundreds of arrays of a few shapes. As one program, XLA compiles each draw; op by op, each
-    shape. The default device needs memory for one result at a time, besides those placed on it.
+    An initialization draws hundreds of arrays with few different shapes. In a single program, XLA compiles every draw.
+    Op by op, it compiles each shape once. The default device needs memory for one result at a time, besides those
+    placed on it.
 
     Args:
       traced: `jax.jit(function).trace()`.

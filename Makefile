@@ -36,15 +36,16 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 
 # The longest files first, so that both workers end at about the same time.
-FIRST := tests/ops tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py tests/verification
+FIRST := tests/ops tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py
 # Whole runs, and the examples of the documentation.
-RUNS := tests/experiments tests/training tests/run tests/faults tests/test_frozen_features.py tests/test_initialization.py \
-  tests/data/tokenizers/test_runs.py tests/test_encoder.py tests/test_examples.py tests/test_pages.py
+RUNS := tests/experiments tests/training tests/run tests/faults tests/verification tests/test_frozen_features.py \
+  tests/test_initialization.py tests/data/tokenizers/test_runs.py tests/data/test_prepare_tokenizer.py \
+  tests/test_encoder.py tests/test_examples.py tests/test_pages.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests
 
-test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, and of examples
+test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, of verification and of examples
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
 
 test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores

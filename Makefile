@@ -36,11 +36,11 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 
 # The longest files first, so that both workers end at about the same time.
-FIRST := tests/ops tests/test_planner_accuracy.py tests/grad_cache tests/losses/test_clip.py
-# Whole runs, and the examples of the documentation.
-RUNS := tests/experiments tests/training tests/run tests/faults tests/verification tests/test_frozen_features.py \
-  tests/test_initialization.py tests/data/tokenizers/test_runs.py tests/data/test_prepare_tokenizer.py \
-  tests/test_encoder.py tests/test_examples.py tests/test_pages.py
+FIRST := tests/ops tests/test_planner_accuracy.py tests/losses/test_clip.py
+# Training steps and whole runs, and the examples of the documentation.
+RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
+  tests/test_frozen_features.py tests/test_initialization.py tests/data/tokenizers/test_runs.py \
+  tests/data/test_prepare_tokenizer.py tests/test_encoder.py tests/test_examples.py tests/test_pages.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests

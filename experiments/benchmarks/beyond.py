@@ -41,7 +41,7 @@ from infcl_jax.settings import parse_overrides, with_changes
 QUESTIONS = ("positives", "distillation", "matryoshka", "decoders")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of each run. Default: those of the configuration.", lower_bound=1)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
-_QUESTIONS = flags.DEFINE_list("questions", list(QUESTIONS[:3]), "Questions to answer; decoders need a GPU.")
+_QUESTIONS = flags.DEFINE_list("questions", list(QUESTIONS[:-1]), "Questions to answer; decoders need a GPU.")
 _PREFIXES = flags.DEFINE_list("prefixes", ["6", "12", "24", "48", "96"], "Prefix sizes; the last is the feature size.")
 _TEACHER = flags.DEFINE_string(
     "teacher",
@@ -81,8 +81,12 @@ def answer(config: ConfigDict, questions: Sequence[str], seeds: Sequence[int], f
     Raises:
       ValueError: a setting is wrong.
     """
-    answering = (_positives, _distillation, _matryoshka, _decoders)
-    asked = dict(zip(QUESTIONS, answering, strict=True))
+    asked = {
+        "positives": _positives,
+        "distillation": _distillation,
+        "matryoshka": _matryoshka,
+        "decoders": _decoders,
+    }
     answers: dict[str, Results] = {}
     for question in questions:
         answers[question] = asked[question](config, seeds, folder)
@@ -97,10 +101,7 @@ def answer(config: ConfigDict, questions: Sequence[str], seeds: Sequence[int], f
 
 def _positives(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
     """Compare one positive with all pairs of the same caption."""
-    results = {
-        name: [trained(config, {"positives": name, "seed": seed}, folder / f"{name}-{seed}") for seed in seeds]
-        for name in ("pair", "caption")
-    }
+    results = _compared(config, {name: {"positives": name} for name in ("pair", "caption")}, seeds, folder)
     plot_bars(results, folder / "positives.png")
     return results
 
@@ -110,12 +111,10 @@ def _distillation(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Res
     teacher = trained(config, _model(config, _TEACHER.value), folder / "teacher")
     small = _model(config, _STUDENT.value)
     distill = {"distill.teacher": str(folder / "teacher"), "distill.weight": _WEIGHT.value}
-    results = {
-        name: [trained(config, small | changes | {"seed": seed}, folder / f"{name}-{seed}") for seed in seeds]
-        for name, changes in (("student", {}), ("distilled", distill))
-    }
-    plot_bars(results | {"teacher": [teacher]}, folder / "distillation.png")
-    return results | {"teacher": [teacher]}
+    results = _compared(config, {"student": small, "distilled": small | distill}, seeds, folder)
+    results["teacher"] = [teacher]
+    plot_bars(results, folder / "distillation.png")
+    return results
 
 
 def _matryoshka(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
@@ -133,15 +132,21 @@ def _matryoshka(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Resul
 
 def _decoders(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
     """Compare two decoders of the same files."""
-    changes = {"dataset": write_jpeg(run.training_source(config), folder / "jpeg")}
-    results = {
-        decode: [
-            trained(config, changes | {"decode": decode, "seed": seed}, folder / f"{decode}-{seed}") for seed in seeds
-        ]
-        for decode in ("pillow", "nvimgcodec")
-    }
+    dataset = write_jpeg(run.training_source(config), folder / "jpeg")
+    variants = {decode: {"dataset": dataset, "decode": decode} for decode in ("pillow", "nvimgcodec")}
+    results = _compared(config, variants, seeds, folder)
     plot_bars(results, folder / "decoders.png")
     return results
+
+
+def _compared(
+    config: ConfigDict, variants: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], folder: Path
+) -> Results:
+    """Train each variant, given by its changed settings, with all seeds."""
+    return {
+        name: [trained(config, {**changes, "seed": seed}, folder / f"{name}-{seed}") for seed in seeds]
+        for name, changes in variants.items()
+    }
 
 
 def write_jpeg(source: Source, folder: Path) -> str:

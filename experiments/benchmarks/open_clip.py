@@ -80,6 +80,30 @@ def import_packages() -> tuple[Any, Any]:
         raise ImportError(f"expected PyTorch and OpenCLIP, got: {error}; pip install open_clip_torch") from error
 
 
+def integers(flag: str, texts: Sequence[str]) -> list[int]:
+    """Parse the values of a flag that lists positive integers, as `harness.integers` does where JAX is installed.
+
+    Raises:
+      ValueError: the list is empty, or a value is not a positive integer.
+    """
+    if not texts or not all(text.isdecimal() and int(text) for text in texts):
+        raise ValueError(f"expected --{flag} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
+    return [int(text) for text in texts]
+
+
+def autocast(precision: str, device: Any) -> Callable[[], Any]:
+    """Return the context of a model's forward pass.
+
+    Args:
+      precision: one of `PRECISIONS`.
+      device: a `torch.device`.
+    """
+    torch, _ = import_packages()
+    if precision == "amp_bf16":
+        return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
 class Training:
     """Training of an OpenCLIP model on one fixed batch.
 
@@ -104,9 +128,7 @@ class Training:
         torch.compiler.reset()  # else a second batch size is compiled with dynamic shapes
         self._model = torch.compile(model) if settings.compiled else model
         self._loss = open_clip.ClipLoss()
-        self._autocast: Callable[[], Any] = contextlib.nullcontext
-        if precision == "amp_bf16":
-            self._autocast = functools.partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
+        self._autocast = autocast(precision, self.device)
         dtype = open_clip.get_input_dtype(precision) or torch.float32
         shape = (settings.batch, 3, _IMAGE_SIZE, _IMAGE_SIZE)
         images = torch.randn(shape, device=self.device, dtype=dtype)
@@ -256,11 +278,9 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
 
 
 def _cases(values: flags.FlagValues) -> list[Settings]:
-    if not all(text.isdecimal() for text in values.batch):
-        raise ValueError(f"expected --batch to be positive integers such as 1024,4096, got {','.join(values.batch)!r}")
     names = ("model", "precision", "grad_checkpointing", "accum_freq", "repeats")
     options = {name: values[name].value for name in names}
-    return [Settings(batch=int(text), compiled=values.compile, **options) for text in values.batch]
+    return [Settings(batch=size, compiled=values.compile, **options) for size in integers("batch", values.batch)]
 
 
 def run(cases: Sequence[Settings], output: Path) -> None:

@@ -2,12 +2,11 @@ r"""Benchmark of OpenCLIP's encoding of images, for comparison with `experiments
 
     python -m experiments.benchmarks.open_clip_encode --data='shards-{00000..00041}.tar' --model=ViT-B-32 --workers=16
 
-Reads tar files by `open_clip_train.data.get_wds_dataset` with the transform of evaluations, and encodes all images as
-OpenCLIP's zero-shot evaluation does, to normalized features in host memory. The weights are random. Prints a JSON
-object. Needs `pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, neither JAX nor `infcl_jax`.
+Reads tar files by `open_clip_train.data.get_wds_dataset` with the transform of evaluations. Encodes all images to
+normalized features in host memory, as OpenCLIP's evaluation does. The weights are random. Prints a JSON object.
+Needs `pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, neither JAX nor `infcl_jax`.
 """
 
-import contextlib
 import functools
 import json
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from experiments import command_line
-from experiments.benchmarks.open_clip import MODELS, PRECISIONS, import_packages
+from experiments.benchmarks.open_clip import MODELS, PRECISIONS, autocast, import_packages
 from experiments.benchmarks.open_clip_data import open_data
 
 
@@ -39,14 +38,12 @@ def encode(model: Any, batches: Iterable[tuple[Any, Any]], precision: str) -> di
     torch, open_clip = import_packages()
     device = next(model.parameters()).device
     dtype = open_clip.get_input_dtype(precision)
-    autocast: Any = contextlib.nullcontext
-    if precision == "amp_bf16":
-        autocast = functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    context = autocast(precision, device)
     rows, ends, start = [], [], time.perf_counter()
     with torch.inference_mode():
         for images, _ in batches:
             images = images.to(device=device, dtype=dtype, non_blocking=True)
-            with autocast():
+            with context():
                 features = model.encode_image(images, normalize=True)
             rows.append(len(features.float().cpu()))
             ends.append(time.perf_counter())

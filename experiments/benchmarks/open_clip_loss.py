@@ -11,13 +11,13 @@ import functools
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
 from experiments import command_line
-from experiments.benchmarks.open_clip import OUT_OF_MEMORY, import_packages, seconds
+from experiments.benchmarks.open_clip import OUT_OF_MEMORY, import_packages, integers, seconds
 
 # The class of each; that of distillation also computes the contrastive loss.
 LOSSES = {"clip": "ClipLoss", "siglip": "SigLipLoss", "distillation": "DistillClipLoss"}
@@ -101,14 +101,10 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
       ValueError: a flag is wrong.
       ImportError: PyTorch or OpenCLIP is not installed.
     """
-    for sizes in itertools.product(_sizes("batch", values.batch), _sizes("features", values.features)):
-        print(json.dumps(measure(values.loss, *sizes, values.scale, values.bias, values.repeats)), flush=True)
-
-
-def _sizes(flag: str, texts: Sequence[str]) -> list[int]:
-    if not all(text.isdecimal() and int(text) for text in texts):
-        raise ValueError(f"expected --{flag} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
-    return [int(text) for text in texts]
+    sizes = integers("batch", values.batch), integers("features", values.features)
+    for batch, features in itertools.product(*sizes):
+        record = measure(values.loss, batch, features, values.scale, values.bias, values.repeats)
+        print(json.dumps(record), flush=True)
 
 
 def _define_flags() -> flags.FlagValues:

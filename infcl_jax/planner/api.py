@@ -266,12 +266,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         batch=sum(row_bytes[name] * (r.block if on_device else min(r.block, 2 * r.shard)) for name, r in rows.items()),
         next_batch=sum(row_bytes[name] * (r.block if on_device else r.shard) for name, r in rows.items()),
         features=2 * sum(r.block for r in rows.values()) * width * dtype.itemsize,
-        stored=sum(
-            encoder.stored(rows[name].stored)
-            + (encoder.residual(recomputed) if cache.keep_residual and recomputed else 0)
-            for name, encoder in trained.items()
-            for recomputed in [rows[name].block - rows[name].stored]
-        ),
+        stored=sum(_stored(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
         transient=max(
             *(_transient(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
             *(encoders[name].forward(rows[name].shard) for name in frozen if name not in workload.precomputed),
@@ -297,6 +292,14 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     memory = compiled.memory_analysis()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
     return arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+
+def _stored(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:
+    """Bytes that the forward passes store for the backward pass."""
+    recomputed = rows.block - rows.stored
+    # Reading `residual` traces the encoder, which takes a second or more.
+    residual = encoder.residual(recomputed) if residual_stored and recomputed else 0
+    return encoder.stored(rows.stored) + residual
 
 
 def _transient(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:

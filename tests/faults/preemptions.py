@@ -13,10 +13,9 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 from tests.faults.lost_process import latest_step
-from tests.faults.two_processes import DEFAULTS, LIMIT, RESUME, Run, differences, finish, losses, start
+from tests.faults.two_processes import LIMIT, RESUME, Run, differences, finish, losses, read_arguments, start
 
 
 def preempt(run: Run, seconds: float, ranks: list[int]) -> tuple[list[int], float]:
@@ -38,17 +37,10 @@ def preempt(run: Run, seconds: float, ranks: list[int]) -> tuple[list[int], floa
 def main() -> int:
     """Print the table, and return 1 unless the runs end with the same losses."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--every", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    given, changes = parser.parse_known_args()
-    folder: Path = given.folder
-    folder.mkdir(parents=True)
-    defaults = DEFAULTS | {"total_steps": given.steps, "batch_size": given.batch_size, "checkpoint_every": 0}
-    defaults["compilation_cache"] = folder / "cache"
-    flags = ["--config=configs/base.py", *(f"--config.{name}={value}" for name, value in defaults.items()), *changes]
+    given, flags = read_arguments(parser, checkpoint_every=0)
+    folder = given.folder
     rng, wrong, begin = random.Random(given.seed), 0, time.monotonic()
 
     undisturbed = start(folder / "undisturbed", 2, flags)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from infcl_jax.training import METRICS_FILE, read_metrics
 from tests import runs
@@ -129,19 +130,34 @@ def differences(workdir: Path, reference: dict[int, float], first: int) -> tuple
     return sum(a != b for a, b in pairs), max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def main() -> int:
-    """Print the table, and return 1 unless every run left and resumed as documented."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def read_arguments(
+    parser: argparse.ArgumentParser, steps: int | None = None, **settings: Any
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the arguments of this process, and make the folder of the runs.
+
+    Args:
+      parser: parser, to which the arguments of a run are added.
+      steps: default number of steps; None: none.
+      **settings: changes of `DEFAULTS`.
+
+    Returns:
+      The arguments, and the flags of the runs.
+    """
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=steps, required=steps is None)
     parser.add_argument("--batch_size", type=int, default=64)
     given, changes = parser.parse_known_args()
-    folder: Path = given.folder
-    folder.mkdir(parents=True)
-    defaults = DEFAULTS | {"total_steps": given.steps, "batch_size": given.batch_size}
-    defaults["compilation_cache"] = folder / "cache"
+    given.folder.mkdir(parents=True)
+    sizes = {"total_steps": given.steps, "batch_size": given.batch_size}
+    defaults = DEFAULTS | settings | sizes | {"compilation_cache": given.folder / "cache"}
     flags = ["--config=configs/base.py", *(f"--config.{name}={value}" for name, value in defaults.items()), *changes]
-    wrong = 0
+    return given, flags
+
+
+def main() -> int:
+    """Print the table, and return 1 unless every run left and resumed as documented."""
+    given, flags = read_arguments(argparse.ArgumentParser(description=__doc__), steps=40)
+    folder, wrong = given.folder, 0
 
     undisturbed = start(folder / "undisturbed", 2, flags)
     assert finish(undisturbed) == [0, 0], undisturbed.errors(0)

@@ -41,7 +41,8 @@ def test_draws_of_equal_shape_compile_once():
     programs = []
 
     def listen(event, _seconds, **_):
-        programs.append(event) if event.endswith("/backend_compile_duration") else None
+        if event.endswith("/backend_compile_duration"):
+            programs.append(event)
 
     counts = []
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -9,6 +9,7 @@ import runs
 from experiments.benchmarks.open_clip import Settings
 
 without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="has PyTorch")
+INTEGERS = "positive integers such as 1024,4096"
 MISSING = "expected PyTorch and OpenCLIP, got: .*; pip install open_clip_torch"
 
 
@@ -16,11 +17,11 @@ MISSING = "expected PyTorch and OpenCLIP, got: .*; pip install open_clip_torch"
     ("command", "arguments", "message"),
     [
         pytest.param("open_clip", "--output=runs", MISSING, marks=without_torch),
-        ("open_clip", "--output=runs --batch=12,x", "expected --batch to be .* such as 1024,4096, got '12,x'"),
+        ("open_clip", "--output=runs --batch=12,x", f"expected --batch to be {INTEGERS}, got '12,x'"),
         ("open_clip", "--output=runs extra", r"expected flags only \(--name=value\), got extra"),
         ("open_clip", "--output=", "expected --output, the folder for the results, got none"),
         pytest.param("open_clip_loss", "", MISSING, marks=without_torch),
-        ("open_clip_loss", "--features=0", "expected --features to be .* such as 1024,4096, got '0'"),
+        ("open_clip_loss", "--features=0", f"expected --features to be {INTEGERS}, got '0'"),
         pytest.param("open_clip_encode", "--data=0.tar", MISSING, marks=without_torch),
         ("open_clip_encode", "", "expected --data, the tar files, got none"),
     ],

@@ -23,7 +23,7 @@ from experiments.reproduction.cells import FINISHED
 from experiments.reproduction.output import write_output
 from experiments.reproduction.page import overview, write_page
 from experiments.reproduction.plan import GPU, PLANNED_SCALES, describe_target, gpus_of
-from infcl_jax import compilation_cache
+from infcl_jax import compilation_cache, distributed
 from infcl_jax.console import say
 from infcl_jax.planner import device_named
 
@@ -81,6 +81,8 @@ def main() -> None:
         return
     target = target_named(_TARGET.value)
     if _SCALE.value in PLANNED_SCALES:
+        if _SCALE.value != "paper" or _YES.value:
+            distributed.initialize()  # before the plan, which starts JAX
         gpus = _GPUS.value or gpus_of(_SCALE.value)
         print(describe_target(target, _SCALE.value, device_named(_GPU.value).name, gpus))
     if _SCALE.value == "paper" and not _YES.value:

@@ -17,12 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from ml_collections import ConfigDict
 
 from experiments.benchmarks import step_case, timing
+from experiments.benchmarks.harness import is_out_of_memory
 from experiments.benchmarks.timing import Program
 from experiments.reproduction import training
 from experiments.reproduction.training import mesh_of
 from infcl_jax import clip_loss, run
 from infcl_jax.distributed import DATA_AXIS
-from infcl_jax.planner import SAFE_SHARE, Workload, device_named, largest_batch, plan_memory
+from infcl_jax.models import build_model
+from infcl_jax.models.clip import row_shapes
+from infcl_jax.planner import SAFE_SHARE, Workload, device_memory_limit, device_named, largest_batch, plan_memory
 from infcl_jax.settings import make_config
 from infcl_jax.training import GradCacheConfig, make_train_step
 
@@ -96,7 +99,7 @@ def step_time(
     """Time a training step on random images and texts, as `experiments.benchmarks.step` does.
 
     Returns:
-      "step_ms", "pairs_per_second", "memory_mib" (of one device, as planned by XLA) and, with `phases`, "encode_ms",
+      "step_ms", "pairs_per_second", "memory_gib" (of one device, as planned by XLA) and, with `phases`, "encode_ms",
       "loss_ms", "backward_ms" and "update_ms".
     """
     settings = step_case.Settings(
@@ -113,9 +116,9 @@ def step_time(
     figures: dict[str, float] = {}
     for new in case.figures(_gemm()):
         figures |= new
-    names = ("step_ms", "memory_mib", "encode_ms", "loss_ms", "backward_ms", "update_ms")
-    pairs = {"pairs_per_second": 1e3 * batch / figures["step_ms"]}
-    return {name: figures[name] for name in names if name in figures} | pairs
+    names = ("step_ms", "encode_ms", "loss_ms", "backward_ms", "update_ms")
+    derived = {"pairs_per_second": 1e3 * batch / figures["step_ms"], "memory_gib": figures["memory_mib"] / 1024}
+    return {name: figures[name] for name in names if name in figures} | derived
 
 
 @functools.cache
@@ -198,6 +201,79 @@ def planned_batch(
     return {"batch_k": batch / 1024, "loss_gib": plan.loss / _GIB}
 
 
+def found_batch(
+    folder: Path,
+    *,
+    model: str,
+    chunk_size: int,
+    devices: int,
+    model_overrides: str = "",
+    implementation: str | None = None,
+) -> dict[str, float]:
+    """Search for the largest batch of a step with gradient caching by running steps on black images.
+
+    Returns:
+      "batch_k": largest batch size over 1,024 whose step ran. "refused_k": the smallest that ran out of memory.
+      "planned_k": the planner's largest.
+
+    Raises:
+      ValueError: the devices state no memory limit, as those of the CPU.
+    """
+    limit = device_memory_limit()
+    if limit is None:
+        raise ValueError("expected GPUs, whose memory is limited, got devices without a limit")
+    changes = {"model": model, "model_overrides": model_overrides, "grad_cache.chunk_size": chunk_size}
+    planned = largest_batch(planned_workload(changes | {"batch_size": chunk_size}, devices, implementation), limit)
+    mesh = mesh_of(devices)
+
+    def runs(batch: int) -> bool:
+        config = make_config(changes | {"batch_size": batch, "implementation": implementation, "total_steps": 1000})
+        rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+        shapes = row_shapes(build_model(run.read_model_config(config)), batch)
+        try:
+            state = run.initial_state(config, mesh)
+            step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
+            zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=rows)
+            jax.block_until_ready(step(state, zeros()))
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                return False
+            raise
+        return True
+
+    largest, refused = search_batch(planned, chunk_size, runs)
+    return {"batch_k": largest / 1024, "refused_k": refused / 1024, "planned_k": planned / 1024}
+
+
+def search_batch(planned: int, unit: int, runs: Callable[[int], bool]) -> tuple[int, int]:
+    """Search for the largest batch that runs, from a plan.
+
+    Args:
+      planned: batch size near the largest.
+      unit: the batch sizes are its multiples.
+      runs: whether a batch size runs. If it does, every smaller one does.
+
+    Returns:
+      The largest batch size found to run, and the smallest found not to. They differ by a sixteenth of the plan, or by
+      two units if these are more.
+
+    Raises:
+      ValueError: `unit` does not run.
+    """
+    width = max(1, planned // 32 // unit) * unit
+    low = max(unit, planned - width)
+    if runs(low):
+        high = low + 2 * width
+        while runs(high):
+            low, high = high, high + 2 * width
+        return low, high
+    while low > unit:
+        low, high = max(unit, low - 2 * width), low
+        if runs(low):
+            return low, high
+    raise ValueError(f"expected a batch of {unit} to run, got out of memory")
+
+
 @contextlib.contextmanager
 def on_device(device: str) -> Any:
     """Plan for a named GPU and yield the bytes that JAX may use there."""
@@ -218,6 +294,7 @@ MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "retrieval_step_time": retrieval_step_time,
     "planned_memory": planned_memory,
     "planned_batch": planned_batch,
+    "found_batch": found_batch,
     "short_run": training.short_run,
     "full_run": training.full_run,
 }

@@ -215,21 +215,25 @@ def count_rivals(
     return np.concatenate(counts)[: len(query)]
 
 
-def shard_gallery(mesh: Mesh, gallery: np.ndarray, number: np.ndarray) -> tuple[jax.Array, jax.Array, int]:
+def shard_gallery(
+    mesh: Mesh, gallery: np.ndarray, number: np.ndarray, tile_rows: int | None = None
+) -> tuple[jax.Array, jax.Array, int]:
     """Shard a gallery in equal tiles.
 
     Args:
         mesh: mesh with an axis "data".
         gallery: [G, D], the same on every process.
         number: int32 [G], a number >= 0 of each row.
+        tile_rows: rows of a tile; None: at most 4096, and as few as pad little of the last tile.
 
     Returns:
         Gallery and numbers, padded with zeros and -1 and sharded over "data", and the rows of a tile, which divide the
         rows of every device.
     """
-    block_rows = -(-len(gallery) // mesh.size)
-    tiles = -(-block_rows // _GALLERY_ROWS)
-    tile_rows = -(-block_rows // tiles)  # equal tiles, so that little of the last one is padding
+    if tile_rows is None:
+        block_rows = -(-len(gallery) // mesh.size)
+        tiles = -(-block_rows // _GALLERY_ROWS)
+        tile_rows = -(-block_rows // tiles)
     sharded = shard_rows(mesh, gallery, multiple=tile_rows)
     return sharded, shard_rows(mesh, number, fill=-1, multiple=tile_rows), tile_rows
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,12 @@ from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_sim
 # tile does not. With k = 10 there are 16 candidates, the most for which XLA's top-k on GPUs needs no full sort.
 _MARGIN = 6
 _RESCORED_ROWS = 256  # queries rescored at once, which bounds their candidates in host memory
+_RESCORING = 4  # threads that rescore blocks of queries while the devices search the next ones
+# Gallery rows of a tile that is searched by groups, and the number of its groups. XLA's top-k on GPUs needs at least
+# 1,024 columns for its fastest kernel.
+_TILE_ROWS = (65_536, 32_768, 16_384, 8_192)
+_GROUPS = 1024
+_PADDED_SHARE = 4  # tiles may pad a device's rows by a quarter
 
 _NAN, _PADDING = -2.0, -3.0  # below every cosine similarity
 
@@ -30,7 +38,7 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
     than float32 rounding (1e-6) are ordered exactly, unless more than 6 of them tie with the k-th result.
 
     Memory is linear in the rows. A device holds its shard of the gallery, up to 2048 queries and one tile of the
-    similarity matrix.
+    similarity matrix, of at most 65,536 gallery rows (512 MiB).
 
     Args:
         query: [Q, D], any float dtype, the same on every process; need not be normalized.
@@ -55,14 +63,34 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
         raise ValueError(f"expected k in [1, {len(gallery)}], the rows of the gallery, got {k}")
     similarity, index = np.zeros((len(query), k), np.float32), np.zeros((len(query), k), np.int32)
     unit = l2_normalize(gallery)
-    sharded, row, tile_rows = shard_gallery(mesh, unit, np.arange(len(unit), dtype=np.int32))
+    rows_of_device = -(-len(unit) // mesh.size)
+    sharded, row, tile_rows = shard_gallery(
+        mesh, unit, np.arange(len(unit), dtype=np.int32), tile_rows=_tile_rows(rows_of_device)
+    )
     candidates = min(k + _MARGIN, len(unit))
-    for rows, block in query_blocks(len(query)):
-        queries = l2_normalize(query[rows])
-        padded = replicate(mesh, pad_rows(queries, block))
-        best = _candidates(padded, sharded, row, count=candidates, mesh=mesh, tile_rows=tile_rows)
+
+    def rescore(rows: slice, queries: np.ndarray, best: jax.Array) -> None:
         similarity[rows], index[rows] = _rescore(queries, unit, np.asarray(best)[: len(queries)], k)
+
+    with ThreadPoolExecutor(_RESCORING) as threads:
+        running: collections.deque[Future] = collections.deque()
+        for rows, block in query_blocks(len(query)):
+            queries = l2_normalize(query[rows])
+            padded = replicate(mesh, pad_rows(queries, block))
+            best = _candidates(padded, sharded, row, count=candidates, mesh=mesh, tile_rows=tile_rows)
+            if jax.default_backend() == "cpu":
+                best.block_until_ready()  # queued collectives of simulated devices can deadlock
+            running.append(threads.submit(rescore, rows, queries, best))
+            if len(running) > _RESCORING:
+                running.popleft().result()
+        for last in running:
+            last.result()
     return similarity, index
+
+
+def _tile_rows(rows: int) -> int | None:
+    """Return the rows of a tile that is searched by groups; None if tiles would pad a device's rows by too much."""
+    return next((tile for tile in _TILE_ROWS if -rows % tile <= rows // _PADDED_SHARE), None)
 
 
 def _rescore(query: np.ndarray, gallery: np.ndarray, index: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +130,7 @@ def _candidates(
             similarity = tile_similarity(query, tile_gallery)
             score = jnp.where(jnp.isnan(similarity), _NAN, similarity)
             score = jnp.where((tile_row >= 0)[None, :], score, _PADDING)
-            tile_best = _best(score, jnp.broadcast_to(tile_row[None, :], score.shape), count)
+            tile_best = _best_of_tile(score, tile_row, count)
             # Earlier rows first, because top_k keeps the order of equal scores.
             joined = [jnp.concatenate(pair, axis=1) for pair in zip(best, tile_best, strict=True)]
             return _best(joined[0], joined[1], count), None
@@ -117,6 +145,32 @@ def _candidates(
     shards = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "data"))(query, gallery, row)
     score, row = jax.lax.with_sharding_constraint(shards, NamedSharding(mesh, P()))
     return _best(score, row, count)[1]
+
+
+def _best_of_tile(score: jax.Array, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Select the largest scores of a tile and their rows; equal scores keep their order.
+
+    The columns form groups. The `count` groups with the largest maxima contain the result: every other group has only
+    scores that come after one score of each of these. So only the maxima of all groups and the scores of few groups are
+    sorted.
+
+    Args:
+        score: [Q, T], one column for each row of the tile.
+        row: int32 [T].
+        count: scores per query.
+    """
+    queries, columns = score.shape
+    size = columns // _GROUPS
+    if columns % _GROUPS or 2 * count * size > columns:
+        return _best(score, jnp.broadcast_to(row[None, :], score.shape), count)
+    grouped = score.reshape(queries, _GROUPS, size)
+    _, group = jax.lax.top_k(grouped.max(axis=2), count)
+    group = jnp.sort(group, axis=1)  # the order of the columns
+    scores = jnp.take_along_axis(grouped, group[:, :, None], axis=1).reshape(queries, -1)
+    rows = row.reshape(_GROUPS, size)[group].reshape(queries, -1)
+    padding = ((0, 0), (0, max(0, _GROUPS - count * size)))
+    padded = jnp.pad(scores, padding, constant_values=_PADDING), jnp.pad(rows, padding, constant_values=-1)
+    return _best(*padded, count)
 
 
 def _best(score: jax.Array, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """Nearest neighbors: those of brute force in float64, with memory that does not grow with the rows."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,6 +28,17 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(retrieval, "_GALLERY_ROWS", 5)
 
 
+@pytest.fixture
+def groups(monkeypatch):
+    """Tiles of 32 rows in eight groups, searched anew by each test."""
+    monkeypatch.setattr(search, "_TILE_ROWS", (32,))
+    monkeypatch.setattr(search, "_GROUPS", 8)
+    monkeypatch.setattr(search, "_PADDED_SHARE", 1)
+    search._candidates.clear_cache()
+    yield
+    search._candidates.clear_cache()
+
+
 def check(query, gallery, k, devices):
     similarity, index = top_k(query, gallery, k, data_mesh(jax.devices()[:devices]))
     expected_similarity, expected_index = brute_force(query, gallery, k)
@@ -45,6 +57,31 @@ def test_equals_brute_force(devices):
 @pytest.mark.usefixtures("small_tiles")
 def test_odd_sizes(devices, queries, gallery, k):
     check(features(queries), features(gallery, seed=1), k, devices)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("queries", "gallery", "k"), [(5, 500, 3), (3, 517, 4), (2, 500, 5), (9, 40, 1)])
+@pytest.mark.usefixtures("groups")
+def test_groups_of_columns(monkeypatch, devices, queries, gallery, k):
+    monkeypatch.setattr(search, "_MARGIN", 0)
+    check(features(queries), features(gallery, seed=1), k, devices)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.usefixtures("groups")
+def test_groups_keep_the_order_of_equal_scores(count):
+    score = np.random.default_rng(0).integers(0, 4, (200, 32)).astype(np.float32)
+    best, row = search._best_of_tile(jnp.asarray(score), jnp.arange(32) + 7, count)
+    order = np.argsort(-score, axis=1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(row, order + 7)
+    np.testing.assert_array_equal(best, np.take_along_axis(score, order, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(65_536, 65_536), (10**6, 65_536), (70_000, 16_384), (50_000, 8_192), (5000, None)]
+)
+def test_tiles_pad_few_rows(rows, tile):
+    assert search._tile_rows(rows) == tile
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -60,18 +60,22 @@ def test_metrics_are_those_of_numpy(folder):
 
 @pytest.mark.parametrize(("block", "devices"), [(300, 1), (700, 8)])
 def test_search_is_exact_for_any_block_and_device_count(folder, monkeypatch, block, devices):
-    suite, variables = large_suite(folder), initial(MODEL).variables
-    expected, sizes = suite.search(variables), []
+    suite, variables, blocks = large_suite(folder), initial(MODEL).variables, []
 
     def recorded(query, passage, *arguments):
-        sizes.append(len(passage))
+        blocks.append(np.asarray(query, np.float64) @ np.asarray(passage, np.float64).T)
         return dot_product_top_k(query, passage, *arguments)
 
     dot_product_top_k = text_retrieval.dot_product_top_k
     monkeypatch.setattr(text_retrieval, "dot_product_top_k", recorded)
     other = dataclasses.replace(suite, block=block, mesh=oracle.mesh_of(devices))
-    np.testing.assert_array_equal(other.search(variables), expected)
-    assert max(sizes) == block and sum(sizes) == 1100
+    rows = other.search(variables)
+    scores = np.concatenate(blocks, axis=1)
+    # Features depend on the devices by rounding, so nearly equal scores may be in another order than on one device.
+    expected = -np.sort(-scores, axis=1)[:, :1000]
+    np.testing.assert_allclose(np.take_along_axis(scores, rows, 1), expected, rtol=0, atol=1e-6 * scores.max())
+    assert all(len(set(row)) == 1000 for row in rows.tolist())
+    assert max(b.shape[1] for b in blocks) == block and scores.shape[1] == 1100
 
 
 @pytest.mark.parametrize(

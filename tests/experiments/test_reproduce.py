@@ -204,8 +204,51 @@ def test_the_page_has_finished_targets_alone(monkeypatch, tmp_path):
     assert "| a | 3 / 4 |" in text and "The paper used: a GPU." in text and "| `done` | 1 |" in text
     assert "- `rest`: Table 1" in text and "--target=rest" not in text
     assert (tmp_path / "docs" / page.FIGURES / "done.png").is_file()
+    measure_cells(done.cells("small"), tmp_path / "small")
+    both = page.write_page([done, rest], tmp_path, tmp_path / "docs").read_text()
+    assert both.index("## Some, Table 1") < both.index("### Some, Table 1 at `small`") and both.count("| 3 / 4 |") == 2
+    assert (tmp_path / "docs" / page.FIGURES / "done-small.png").is_file()
     again = page.write_page([done, rest], tmp_path / "elsewhere", tmp_path / "docs").read_text()
-    assert again == text  # the section of a target that another machine measured
+    assert again == both  # the sections of a target that another machine measured
+
+
+@pytest.mark.parametrize("planned", [8, 992, 1000, 1040, 2000])
+def test_the_largest_batch_is_searched_from_the_plan(planned):
+    tried = []
+
+    def steps(batch):
+        tried.append(batch)
+        return batch <= 1000
+
+    low, high = measurements.search_batch(planned, 8, steps)
+    assert low <= 1000 < high and low % 8 == high % 8 == 0 and high - low <= max(16, planned / 16)
+    assert len(tried) == len(set(tried))
+
+
+def test_not_even_one_chunk_runs():
+    with pytest.raises(ValueError, match="expected a batch of 8 to run, got out of memory"):
+        measurements.search_batch(100, 8, lambda batch: False)
+
+
+def test_the_search_by_steps(monkeypatch, tmp_path):
+    monkeypatch.setattr(measurements, "device_memory_limit", lambda: 2**26)
+    make = measurements.make_train_step
+
+    def limited(*arguments):
+        step = make(*arguments)
+
+        def run(state, batch):
+            if len(batch["image"]) > 256:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            return step(state, batch)
+
+        return run
+
+    monkeypatch.setattr(measurements, "make_train_step", limited)
+    monkeypatch.setattr(measurements, "largest_batch", lambda workload, limit: 288)
+    one = cell("found_batch", model="tiny", model_overrides=runs.OVERRIDES, chunk_size=32, devices=1)
+    (record,) = measure_cells([one], tmp_path).values()
+    assert record["values"] == {"batch_k": 0.25, "refused_k": 0.3125, "planned_k": 0.28125}
 
 
 def test_gradient_caching_trains_alike(tmp_path):

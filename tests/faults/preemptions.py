@@ -1,14 +1,16 @@
 """Preempt a run of two processes repeatedly, and compare it with an undisturbed one.
 
-python -m tests.faults.preemptions --folder=FOLDER --steps=200 [--every=60] [--seed=0] [--config.NAME=VALUE ...]
+python -m tests.faults.preemptions --folder=FOLDER --steps=200 [--every=60] [--seconds=480] [--seed=0] \
+        [--config.NAME=VALUE ...]
 
 Each process has the GPU of its rank, if there are GPUs. The undisturbed run starts first and fills the compilation
 cache in the folder, so that both runs compute with the same programs. They share the devices. After a random time of
 `--every` seconds on average, SIGTERM goes to both processes or to a random one. The run starts again until it has
-taken all steps. Prints a row for each start.
+taken all steps, undisturbed after `--seconds`. Prints a row for each start.
 """
 
 import argparse
+import math
 import random
 import signal
 import sys
@@ -38,6 +40,7 @@ def main() -> int:
     """Print the table, and return 1 unless the runs end with the same losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
     given, flags = read_arguments(parser, checkpoint_every=0)
     folder = given.folder
@@ -54,6 +57,8 @@ def main() -> int:
     while RESUME in statuses:
         run, ranks = start(folder / "preempted", 2, flags), rng.choice(([0], [1], [0, 1]))
         seconds = given.every * rng.uniform(0.5, 1.5)
+        if time.monotonic() + seconds > begin + given.seconds:
+            seconds, ranks = math.inf, []
         statuses, out = preempt(run, seconds, ranks)
         print(f"| {ranks} | {seconds:.0f} s | {out:.1f} s | {statuses} | {latest_step(run.workdir)} |", flush=True)
         wrong += statuses not in ([RESUME] * 2, [0, 0])

@@ -1,11 +1,12 @@
 """Lose or stop one of two training processes in every way, and compare the resumed runs with an undisturbed one.
 
-python -m tests.faults.two_processes --folder=FOLDER [--steps=40] [--batch_size=64] [--config.NAME=VALUE ...]
+python -m tests.faults.two_processes --folder=FOLDER [--parts=rates,faults] [--steps=40] [--batch_size=64] \
+        [--config.NAME=VALUE ...]
 
 Each process has the GPU of its rank, if there are GPUs. An undisturbed run fills the compilation cache in the folder,
-so that all runs compute with the same programs. It is compared with a run on the two-level mesh, and with a run of half
-the batch on one process. Then the disturbed runs share the devices, and so do the runs that resume copies of their work
-directories, on two processes and on one. Prints a row for each fault.
+so that all runs compute with the same programs. "rates" compares it with a run on the two-level mesh, and with a run of
+half the batch on one process. "faults" disturbs runs, which share the devices, and then resumes copies of their work
+directories on two processes and on one. Prints a row for each fault.
 """
 
 import argparse
@@ -31,6 +32,7 @@ EVERY = 5  # steps between checkpoints
 FAULT_STEP = 12  # least step at which a fault happens: some steps after a checkpoint
 LIMIT = 600  # seconds for one phase
 RESUME = 75  # the documented status, not that of the code
+PARTS = ("rates", "faults")
 FAULTS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP)
 DEFAULTS = {
     "dataset": "digits",
@@ -154,22 +156,22 @@ def read_arguments(
     return given, flags
 
 
-def main() -> int:
-    """Print the table, and return 1 unless every run left and resumed as documented."""
-    given, flags = read_arguments(argparse.ArgumentParser(description=__doc__), steps=40)
-    folder, wrong = given.folder, 0
-
-    undisturbed = start(folder / "undisturbed", 2, flags)
-    assert finish(undisturbed) == [0, 0], undisturbed.errors(0)
-    reference = losses(undisturbed.workdir)
+def compare_rates(undisturbed: Run, batch_size: int, flags: Sequence[str]) -> None:
+    """Print the rate on a flat mesh beside those on the two-level mesh and on one process with half the batch."""
+    folder, reference = undisturbed.workdir.parent, losses(undisturbed.workdir)
     two_levels = start(folder / "two_levels", 2, [*flags, "--config.mesh=hosts"])
     assert finish(two_levels) == [0, 0], two_levels.errors(0)
-    alone = start(folder / "alone", 1, [*flags, f"--config.batch_size={given.batch_size // 2}"])
+    alone = start(folder / "alone", 1, [*flags, f"--config.batch_size={batch_size // 2}"])
     assert finish(alone) == [0], alone.errors(0)
     flat, hosts, one = (rate(run.workdir) for run in (undisturbed, two_levels, alone))
     print(f"flat {flat:.1f} images/s; two levels {hosts:.1f}, {hosts / flat:.3f} of flat; ", end="")
     print(f"one process, half the batch {one:.1f}, weak scaling {flat / one / 2:.3f}")
     print(f"losses of two levels: by {differences(two_levels.workdir, reference, 1)[1]:.1e} at most from flat")
+
+
+def compare_faults(undisturbed: Run, flags: Sequence[str]) -> int:
+    """Print a row for each fault, and return how many runs did not leave or resume as documented."""
+    folder, reference, wrong = undisturbed.workdir.parent, losses(undisturbed.workdir), 0
     again = start(folder / "again", 2, flags)
     disturbed = {by: start(folder / by.name, 2, flags) for by in FAULTS}
     with ThreadPoolExecutor() as threads:
@@ -196,8 +198,23 @@ def main() -> int:
         print(f"| {ends[0]}, {bits} losses differ | {ends[1]}, by {rounding:.1e} at most |")
         for line in run.errors(1 - rank):
             print(f"    {line}")
-        wrong += bits or set(statuses) != {RESUME} or ends != ([0, 0], [0])
-    return int(wrong > 0)
+        wrong += bool(bits or set(statuses) != {RESUME} or ends != ([0, 0], [0]))
+    return wrong
+
+
+def main() -> int:
+    """Print the comparisons, and return 1 unless every run left and resumed as documented."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    given, flags = read_arguments(parser, steps=40)
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"expected --parts to be some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    undisturbed = start(given.folder / "undisturbed", 2, flags)
+    assert finish(undisturbed) == [0, 0], undisturbed.errors(0)
+    if "rates" in parts:
+        compare_rates(undisturbed, given.batch_size, flags)
+    return int("faults" in parts and compare_faults(undisturbed, flags) > 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from experiments.benchmarks import timing
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
+from infcl_jax.data.decode.device import STAGED_BATCHES
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.training import DataWait, TrainState, rare_garbage_collection
 from infcl_jax.training.step import TrainStep
@@ -83,7 +84,8 @@ def file_figures(
     """
     with contextlib.closing(open_data(config, mesh)) as data, DataWait() as wait, rare_garbage_collection():
         train = _FileTraining(config, mesh, data, wait, step, state)
-        for _ in range(data.parallelism.prefetch_batches + 2):  # prefetched while the step compiled
+        # Batches that were read while the step compiled, and those for which the GPU's decoder allocates memory.
+        for _ in range(data.parallelism.prefetch_batches + 2 + STAGED_BATCHES):
             jax.block_until_ready(train())
         wait.take(train.steps)
         seconds = timing.seconds(train, repeats, _SECONDS)

@@ -198,6 +198,8 @@ def _train_on(
         data = run.training_data(config, source, tokenizer, mesh, features, teacher_inputs)
         with name_changes(changed):
             checkpoints.restore_position(data)
+        if config.grad_cache.residency != "replay" and start < config.total_steps:
+            data.start_prefetch()  # the readers start during the rest of the preparation
         if str(origin) != str(workdir.absolute()) and is_lead():
             # A copy, because the files that `config.tokenizer` names may move or change.
             folder = workdir / run.TOKENIZER_FOLDER

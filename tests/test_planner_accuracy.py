@@ -34,6 +34,12 @@ def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
     assert (plan.peak - plan.next_batch) / 2**20 == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize("cache", [{}, {"chunk_size": 32}, {"chunk_size": 32, "keep": 1, "keep_residual": True}])
+def test_an_exact_plan_is_that_of_the_linear_functions(cache):
+    run = runs.workload(model=create_model("tiny"), batch_size=128, cache=GradCacheConfig(**cache))
+    assert plan_memory(run, exact=True).peak == pytest.approx(plan_memory(run).peak, rel=1e-3)
+
+
 def test_without_a_named_gpu_attention_stores_its_weights():
     """Here XLA's attention is planned."""
     model = create_model("ViT-B/16", **{"dtype": "bfloat16", "vision.layers": 3, "text.layers": 3})

@@ -204,7 +204,7 @@ def _train_on(
             # A copy, because the files that `config.tokenizer` names may move or change.
             folder = workdir / run.TOKENIZER_FOLDER
             outputs.attempt(folder, lambda: tokenizer.save(folder))
-        plan = plan_memory(workload, memory_limit)
+        plan = plan_memory(workload, memory_limit, exact=True)
         outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, plan))
         announce(config, mesh, state, workdir, plan, data)
         for line in format_changes(changed):

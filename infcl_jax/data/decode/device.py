@@ -152,7 +152,7 @@ class DeviceStage:
         self._host_threads = concurrent.futures.ThreadPoolExecutor(_HOST_THREADS, "decode-host")
         # Arrays of the decoders with the programs that read them. The memory of the decoders is not JAX's, so they
         # must stay until the programs have run.
-        self._staged: collections.deque[tuple[list[jax.Array], jax.Array]] = collections.deque()
+        self._staged: collections.deque[tuple[list[jax.Array], Any]] = collections.deque()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Decode a packed batch.
@@ -203,7 +203,7 @@ class DeviceStage:
         shape = (decoded.rows, self._size, self._size, 3)
         image = jax.make_array_from_single_device_arrays(shape, self._sharding, finished)
         self._staged.append((decoded.images, image))
-        while len(self._staged) > STAGED_BATCHES:
+        while self._staged and (len(self._staged) > STAGED_BATCHES or self._staged[0][1].is_ready()):
             self._staged.popleft()[1].block_until_ready()
         return batch | {"image": image}
 

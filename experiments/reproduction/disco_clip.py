@@ -195,7 +195,7 @@ TARGETS = (
         paper=DISCO_CLIP,
         title="Table 3: memory by GPUs and batch size",
         shows="The planner's peak for ViT-B/32 with checkpointing, on A100 GPUs of 40 GB. Small: also the memory of "
-        "the step on one GPU, where both losses compute the same.",
+        "the step on one GPU.",
         entries=table_3,
         unit="GiB per GPU",
         style=".1f",

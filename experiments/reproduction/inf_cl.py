@@ -136,7 +136,7 @@ def figure_4(scale: str) -> list[Entry]:
     figures: dict[tuple[str, int], float] = {("xla", 64): 49.4, ("xla", 256): 220.3}
     for implementation, name in NAMES.items():
         if scale == "small" and implementation == "local":
-            continue  # on one GPU the same as `dense`
+            continue  # on one GPU it is `dense`
         for thousands in (32, 64, 128, 256):
             paper = figures.get((implementation, thousands), NOT_LEGIBLE)
             batch = _scaled(scale, thousands)

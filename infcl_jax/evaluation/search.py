@@ -21,8 +21,7 @@ from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_sim
 _MARGIN = 6
 _RESCORED_ROWS = 256  # queries rescored at once, which bounds their candidates in host memory
 _RESCORING = 4  # threads that rescore blocks of queries while the devices search the next ones
-# Gallery rows of a tile that is searched by groups, and the number of its groups. XLA's top-k on GPUs needs at least
-# 1,024 columns for its fastest kernel.
+# Gallery rows of a tile that is searched by groups, and the number of its groups.
 _TILE_ROWS = (65_536, 32_768, 16_384, 8_192)
 _GROUPS = 1024
 _PADDED_SHARE = 4  # tiles may pad a device's rows by a quarter

@@ -62,10 +62,10 @@ class LossCall:
         """Compute the loss and all gradients, and return the loss."""
         for value in self._inputs.values():
             value.grad = None
-        loss = self._loss(**self._inputs)
-        total: Any = sum(loss) if isinstance(loss, tuple) else loss
-        total.backward()
-        return total
+        results = self._loss(**self._inputs)
+        loss: Any = sum(results) if isinstance(results, tuple) else results
+        loss.backward()
+        return loss
 
     def wait(self) -> None:
         """Wait for the device."""

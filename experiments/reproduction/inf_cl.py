@@ -97,11 +97,11 @@ _TABLE_2 = {
 def table_2(scale: str) -> list[Entry]:
     """Largest batch by model, GPUs and strategy, from the planner; on one GPU, also by running steps."""
     entries = []
-    found = {"planned": "planned_k", "largest that ran": "batch_k", "smallest that did not": "refused_k"}
+    values = {"planned": "planned_k", "largest that ran": "batch_k", "smallest that did not": "refused_k"}
     for implementation, column in (("dense", "CLIP"), (None, "Inf-CL")) if scale == "small" else ():
         step = {"model": "ViT-B/32", "model_overrides": "dtype=bfloat16", "chunk_size": 512, "devices": 1}
-        one = cell("found_batch", implementation=implementation, **step)
-        for row, value in found.items():
+        one = cell("measured_batch", implementation=implementation, **step)
+        for row, value in values.items():
             entries.append(Entry(f"ViT-B/32, 1 GPU, {row}", f"{column}, thousands", (one,), value))
     for (model, devices, residency), figures in _TABLE_2.items():
         for implementation, paper in zip(("dense", "local", "triton"), figures, strict=True):

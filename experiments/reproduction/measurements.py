@@ -27,7 +27,8 @@ from infcl_jax.models import build_model
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.planner import SAFE_SHARE, Workload, device_memory_limit, device_named, largest_batch, plan_memory
 from infcl_jax.settings import make_config
-from infcl_jax.training import GradCacheConfig, make_train_step
+from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
+from infcl_jax.training.step import TrainStep
 
 _GIB = 2**30
 _REPEATS = 3
@@ -145,9 +146,7 @@ def retrieval_step_time(
       "ms": milliseconds of all steps, with their updates.
     """
     config, mesh = retrieval_config(model, batch, cache), mesh_of(devices)
-    state = run.initial_state(config, mesh)
-    settings = GradCacheConfig(**config.grad_cache)
-    step = make_train_step(run.loss(config, mesh), config.seed, settings, mesh)
+    state, step = _state_and_step(config, mesh)
     rng, rows = np.random.default_rng(0), NamedSharding(mesh, PartitionSpec(DATA_AXIS))
     pairs = {
         "query": rng.integers(1, 250, (batch, 16), dtype=np.int32),
@@ -157,6 +156,11 @@ def retrieval_step_time(
     texts = {name: jax.device_put(value, rows) for name, value in pairs.items()}
     train = step_case._Training(step, state, texts)
     return {"ms": 1e3 * steps * timing.seconds(train, _REPEATS)}
+
+
+def _state_and_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainState, TrainStep]:
+    cache = GradCacheConfig(**config.grad_cache)
+    return run.initial_state(config, mesh), make_train_step(run.loss(config, mesh), config.seed, cache, mesh)
 
 
 def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) -> ConfigDict:
@@ -201,7 +205,7 @@ def planned_batch(
     return {"batch_k": batch / 1024, "loss_gib": plan.loss / _GIB}
 
 
-def found_batch(
+def measured_batch(
     folder: Path,
     *,
     model: str,
@@ -210,7 +214,7 @@ def found_batch(
     model_overrides: str = "",
     implementation: str | None = None,
 ) -> dict[str, float]:
-    """Search for the largest batch of a step with gradient caching by running steps on black images.
+    """Search for the largest batch with gradient caching by running steps on black images.
 
     Returns:
       "batch_k": largest batch size over 1,024 whose step ran. "refused_k": the smallest that ran out of memory.
@@ -231,8 +235,7 @@ def found_batch(
         rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
         shapes = row_shapes(build_model(run.read_model_config(config)), batch)
         try:
-            state = run.initial_state(config, mesh)
-            step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
+            state, step = _state_and_step(config, mesh)
             zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=rows)
             jax.block_until_ready(step(state, zeros()))
         except jax.errors.JaxRuntimeError as error:
@@ -294,7 +297,7 @@ MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "retrieval_step_time": retrieval_step_time,
     "planned_memory": planned_memory,
     "planned_batch": planned_batch,
-    "found_batch": found_batch,
+    "measured_batch": measured_batch,
     "short_run": training.short_run,
     "full_run": training.full_run,
 }

@@ -82,10 +82,11 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
     kept = _sections(page.read_text()) if page.is_file() else {}
     sections, missing = [], []
     for target in targets:
-        found = [_measured(target, scale, Path(folder, scale), docs) for scale in _SCALES]
-        found = [new or kept.get((target.name, scale)) for new, scale in zip(found, _SCALES, strict=True)]
-        sections += [section for section in found if section is not None]
-        if found[0] is None:
+        at_scales = [
+            _measured(target, scale, Path(folder, scale), docs) or kept.get((target.name, scale)) for scale in _SCALES
+        ]
+        sections += [section for section in at_scales if section is not None]
+        if at_scales[0] is None:
             missing.append(target)
     if not sections:
         raise ValueError(f"expected finished targets of the scale tiny in {folder}, got none; run them first")
@@ -98,7 +99,7 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
 
 
 def _measured(target: Target, scale: str, folder: Path, docs: Path) -> str | None:
-    """Write the picture of a target and return its section; None unless all cells of the scale are finished."""
+    """Write the picture of a target and return its section; None while cells are missing."""
     cells = target.cells(scale)
     records = read_cells(cells, folder)
     if len(records) < len(cells):

@@ -224,7 +224,7 @@ def shard_gallery(
         mesh: mesh with an axis "data".
         gallery: [G, D], the same on every process.
         number: int32 [G], a number >= 0 of each row.
-        tile_rows: rows of a tile; None: at most 4096, the same for all tiles with little padding.
+        tile_rows: rows of a tile; None: at most 4096, chosen to pad little of the last tile.
 
     Returns:
         Gallery and numbers, padded with zeros and -1 and sharded over "data", and the rows of a tile, which divide the

@@ -71,7 +71,7 @@ class EncoderMemory:
       model: model of the encoder.
       name: tower.
       frozen: names of the frozen parameters.
-      exact: whether to trace each number of rows that is asked for; else two traces give linear functions.
+      exact: whether to trace every number of rows in use; else two traces give linear functions.
     """
 
     model: CLIP | TextPair

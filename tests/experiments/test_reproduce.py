@@ -246,7 +246,7 @@ def test_the_search_by_steps(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measurements, "make_train_step", limited)
     monkeypatch.setattr(measurements, "largest_batch", lambda workload, limit: 288)
-    one = cell("found_batch", model="tiny", model_overrides=runs.OVERRIDES, chunk_size=32, devices=1)
+    one = cell("measured_batch", model="tiny", model_overrides=runs.OVERRIDES, chunk_size=32, devices=1)
     (record,) = measure_cells([one], tmp_path).values()
     assert record["values"] == {"batch_k": 0.25, "refused_k": 0.3125, "planned_k": 0.28125}
 

@@ -1,6 +1,6 @@
 """Lose or stop one of two training processes in every way, and compare the resumed runs with an undisturbed one.
 
-python -m tests.faults.two_processes --folder=FOLDER [--parts=rates,faults] [--steps=40] [--batch_size=64] \
+python -m tests.faults.two_processes --folder=FOLDER [--compare=rates,faults] [--steps=40] [--batch_size=64] \
         [--config.NAME=VALUE ...]
 
 Each process has the GPU of its rank, if there are GPUs. An undisturbed run fills the compilation cache in the folder,
@@ -32,7 +32,7 @@ EVERY = 5  # steps between checkpoints
 FAULT_STEP = 12  # least step at which a fault happens: some steps after a checkpoint
 LIMIT = 600  # seconds for one phase
 RESUME = 75  # the documented status, not that of the code
-PARTS = ("rates", "faults")
+COMPARISONS = ("rates", "faults")
 FAULTS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP)
 DEFAULTS = {
     "dataset": "digits",
@@ -157,7 +157,7 @@ def read_arguments(
 
 
 def compare_rates(undisturbed: Run, batch_size: int, flags: Sequence[str]) -> None:
-    """Print the rate on a flat mesh beside those on the two-level mesh and on one process with half the batch."""
+    """Print the rates on a flat mesh, on the two-level mesh, and on one process with half the batch."""
     folder, reference = undisturbed.workdir.parent, losses(undisturbed.workdir)
     two_levels = start(folder / "two_levels", 2, [*flags, "--config.mesh=hosts"])
     assert finish(two_levels) == [0, 0], two_levels.errors(0)
@@ -202,19 +202,25 @@ def compare_faults(undisturbed: Run, flags: Sequence[str]) -> int:
     return wrong
 
 
+def comparisons(text: str) -> list[str]:
+    """Parse the value of `--compare`."""
+    names = text.split(",")
+    if unknown := set(names) - set(COMPARISONS):
+        expected = ", ".join(COMPARISONS)
+        raise argparse.ArgumentTypeError(f"expected some of {expected}, got {', '.join(sorted(unknown))}")
+    return names
+
+
 def main() -> int:
     """Print the comparisons, and return 1 unless every run left and resumed as documented."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--compare", type=comparisons, default=COMPARISONS)
     given, flags = read_arguments(parser, steps=40)
-    parts = given.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"expected --parts to be some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     undisturbed = start(given.folder / "undisturbed", 2, flags)
     assert finish(undisturbed) == [0, 0], undisturbed.errors(0)
-    if "rates" in parts:
+    if "rates" in given.compare:
         compare_rates(undisturbed, given.batch_size, flags)
-    return int("faults" in parts and compare_faults(undisturbed, flags) > 0)
+    return int("faults" in given.compare and compare_faults(undisturbed, flags) > 0)
 
 
 if __name__ == "__main__":

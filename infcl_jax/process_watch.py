@@ -2,6 +2,7 @@
 
 The coordination service of JAX detects a lost process by its missing heartbeats. A native thread of every other process
 then logs the reason and raises SIGABRT. A handler of that signal prints the reason as one line and exits with `RESUME`.
+A collective that aborts first waits in the handler for that report.
 JAX accepts a Python callback for this event, but calls it with a type that Python cannot convert, which aborts too.
 """
 
@@ -118,16 +119,25 @@ class ProcessWatch:
         """Report the reason of an abort and exit. A return lets the abort continue."""
         if self._failing:  # the others have left
             os._exit(1)
+        log = self._native_log()
+        reason = self._reason(log)
+        if reason is None:
+            with self.log.open("a") as file:
+                faulthandler.dump_traceback(file)
+            if self._hosts:
+                # A lost process can abort a collective before the service reports it, which ends this process.
+                time.sleep(self._lost_process_timeout + _DETECTION)
         with self._leaving:
-            with self.log.open(errors="replace") as file:
-                file.seek(self._log_start)
-                reason = self._reason(file.read())
             if reason is None:
-                self._say(f"native code aborted, see {self.log}")
-                with self.log.open("a") as file:
-                    faulthandler.dump_traceback(file)
+                self._say(f"native code aborted: {_last_line(log)}; native log: {self.log}")
                 return
             self._exit(f"{reason}; the same command resumes the run; native logs: {self.log}", RESUME)
+
+    def _native_log(self) -> str:
+        """Return what this process has written to its log."""
+        with self.log.open(errors="replace") as file:
+            file.seek(self._log_start)
+            return file.read()
 
     def _reason(self, log: str) -> str | None:
         """Return why the coordination service aborts this process; None for other aborts."""
@@ -228,6 +238,12 @@ def _redirect_stderr(log: Path) -> int:
             if isinstance(target, logging.StreamHandler) and target.stream is former:
                 target.setStream(sys.stderr)
     return terminal
+
+
+def _last_line(log: str) -> str:
+    """Return at most 1,000 characters of the last line that is not of a stack."""
+    lines = [line.strip() for line in log.splitlines()]
+    return next(line[:1000] for line in reversed(lines) if line and not line.startswith(("@", "***")))
 
 
 def _log_path(folder: Path, rank: int) -> Path:

@@ -51,6 +51,10 @@ def test_other_aborts_are_not_of_a_lost_process(watch):
     assert watch._reason("free(): invalid pointer") is None
 
 
+def test_the_line_of_an_abort_leaves_out_the_stack():
+    assert process_watch._last_line("W1123 other\nF1123 reason\n*** Check failure ***\n    @ 0x7f main\n\n") == "F1123 reason"
+
+
 def test_processes_that_never_start_are_those_without_a_fresh_log(watch, tmp_path):
     """Process 0 has started; of process 2 there is an old log, and process 3 left before this start."""
     starts = {0: f"{watch._started - 5:.0f}", 1: f"{watch._started:.0f}", 2: "1000", 3: f"{watch._started - 50:.0f}"}
@@ -95,15 +99,16 @@ def end(processes):
 
 
 @pytest.mark.parametrize(
-    ("rank", "by"),
+    ("rank", "by", "collectives"),
     [
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, [], marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, [], marks=pytest.mark.full),
+        pytest.param(1, signal.SIGKILL, ["abort"], marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, [], marks=pytest.mark.slow),
     ],
 )
-def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
-    processes = start(tmp_path, 3, 0, 1, 2, arguments=["15"])
+def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by, collectives):
+    processes = start(tmp_path, 3, 0, 1, 2, arguments=["15", *collectives])
     lost = processes.pop(rank)
     try:
         for process in (*processes, lost):
@@ -113,7 +118,7 @@ def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
     finally:
         lost.kill()
         lost.communicate()
-    assert statuses == [RESUME, RESUME]
+    assert statuses == [RESUME, RESUME], errors
     for text in errors:
         assert text.count("\n") == 1 and f"lost process {rank} on " in text
 
@@ -121,7 +126,7 @@ def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by):
 @pytest.mark.slow
 def test_a_run_resumes_on_fewer_processes(tmp_path):
     outcome = lost_process.lose(tmp_path, 1, signal.SIGKILL, timeout=15)
-    assert (outcome.statuses, outcome.resumed) == ([RESUME] * 3, [0, 0])
+    assert (outcome.statuses, outcome.resumed) == ([RESUME] * 3, [0, 0]), outcome.lines
     assert [len(lines) for lines in outcome.lines] == [1, 1, 1]
 
 

@@ -1,8 +1,11 @@
-"""Sum over all processes again and again: the least program that depends on its peers.
+"""Gather from all processes again and again: the least program that depends on its peers.
 
-python -m tests.faults.collectives LOG_DIR LOST_PROCESS_TIMEOUT [FAILING_RANK]
+python -m tests.faults.collectives LOG_DIR LOST_PROCESS_TIMEOUT [FAILING_RANK | abort]
+
+With `abort`, a process whose gather fails aborts, as native code of a collective can.
 """
 
+import os
 import sys
 import time
 
@@ -17,7 +20,13 @@ folder, timeout, *failing = sys.argv[1:]
 distributed.initialize(log_dir=folder, start_timeout=int(timeout), lost_process_timeout=int(timeout))
 with failures():
     for number in range(1_000_000):
-        multihost_utils.process_allgather(np.float32(number))
+        try:
+            multihost_utils.process_allgather(np.float32(number))
+        except (ValueError, jax.errors.JaxRuntimeError):
+            if failing == ["abort"]:
+                os.write(2, b"terminate called after throwing an instance of 'gloo::IoException'\n")
+                os.abort()
+            raise
         if number == 0:
             print("running", flush=True)
         if number == 10 and failing == [str(jax.process_index())]:

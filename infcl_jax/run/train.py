@@ -129,7 +129,7 @@ def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption, call
     """Train all steps of the run while stop signals are handled; see `train`."""
     mesh = start_devices(config, workdir)
     preemption.joined()
-    with RunConsole(lead=is_lead()) as console:
+    with RunConsole(lead=is_lead()) as console, rare_garbage_collection():
         return _train_on(mesh, config, workdir, preemption, callbacks, console)
 
 

@@ -12,7 +12,7 @@ from tests.faults import kills
 @pytest.mark.slow
 def test_runs_killed_at_random_moments_end_as_if_nothing_had_been(tmp_path):
     """Two processes with a worker each, sample state and tar files."""
-    assert kills.kill_runs(3, seed=0, names=list(kills.SCENARIOS)[-1:], folder=tmp_path) == []
+    assert kills.kill_runs(2, seed=0, names=list(kills.SCENARIOS)[-1:], folder=tmp_path) == []
 
 
 def test_processes_that_outlive_their_parent_are_named_and_ended(monkeypatch):

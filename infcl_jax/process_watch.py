@@ -2,7 +2,7 @@
 
 The coordination service of JAX detects a lost process by its missing heartbeats. A native thread of every other process
 then logs the reason and raises SIGABRT. A handler of that signal prints the reason as one line and exits with `RESUME`.
-A collective that aborts first waits in the handler for that report.
+If a collective aborts before that report, the handler waits for it.
 JAX accepts a Python callback for this event, but calls it with a type that Python cannot convert, which aborts too.
 """
 
@@ -241,7 +241,7 @@ def _redirect_stderr(log: Path) -> int:
 
 
 def _last_line(log: str) -> str:
-    """Return at most 1,000 characters of the last line that is not of a stack."""
+    """Return the last line that is not of a stack, its first 1,000 characters."""
     lines = [line.strip() for line in log.splitlines()]
     return next(line[:1000] for line in reversed(lines) if line and not line.startswith(("@", "***")))
 

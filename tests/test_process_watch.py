@@ -52,7 +52,8 @@ def test_other_aborts_are_not_of_a_lost_process(watch):
 
 
 def test_the_line_of_an_abort_leaves_out_the_stack():
-    assert process_watch._last_line("W1123 other\nF1123 reason\n*** Check failure ***\n    @ 0x7f main\n\n") == "F1123 reason"
+    log = "W1123 other\nF1123 reason\n*** Check failure ***\n    @ 0x7f main\n\n"
+    assert process_watch._last_line(log) == "F1123 reason"
 
 
 def test_processes_that_never_start_are_those_without_a_fresh_log(watch, tmp_path):

@@ -14,7 +14,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
     A full collection of a loaded model and its compiled programs holds Python's global lock for 0.3 to 0.4 s, every 40
     steps of ViT-B/32 on files (H200, 2026-11-24). Training makes few cycles of references. The trace and lowering of a
-    step makes many objects, which stay: frequent collections take a tenth of its time (ViT-B/32, 2026-11-26).
+    step make many objects, which stay: frequent collections take a tenth of their time (ViT-B/32, 2026-11-26).
 
     Contexts may be nested: the inner one also leaves out what the outer one has made.
 

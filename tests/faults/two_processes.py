@@ -190,6 +190,8 @@ def compare_faults(undisturbed: Run, flags: Sequence[str]) -> int:
     finished = {key: finish(run) for key, run in resumed.items()}
     for index, (by, run) in enumerate(disturbed.items()):
         (seconds, statuses), rank, step = rows[by], index % 2, latest_step(run.workdir)
+        if step == max(reference):
+            raise ValueError(f"expected the run to last until {by.name}, got its end before; use more --steps")
         lines = [len(run.errors(r)) for r in range(2)]
         bits, _ = differences(resumed[by, 2].workdir, reference, step + 1)
         _, rounding = differences(resumed[by, 1].workdir, reference, step + 1)

@@ -94,7 +94,7 @@ class ProcessWatch:
         if self._failing:
             return
         if _is_collective(error):
-            time.sleep(self._lost_process_timeout + _DETECTION)
+            self._await_report()
         self._failing = True
         message = " ".join(str(error).split())[:1000] or type(error).__name__
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has failed too
@@ -120,18 +120,18 @@ class ProcessWatch:
         if self._failing:  # the others have left
             os._exit(1)
         log = self._native_log()
-        reason = self._reason(log)
-        if reason is None:
-            with self.log.open("a") as file:
-                faulthandler.dump_traceback(file)
-            if self._hosts:
-                # A lost process can abort a collective before the service reports it, which ends this process.
-                time.sleep(self._lost_process_timeout + _DETECTION)
+        if (reason := self._reason(log)) is not None:
+            self._leave(f"{reason}; the same command resumes the run; native logs: {self.log}", RESUME)
+        with self.log.open("a") as file:
+            faulthandler.dump_traceback(file)
+        if self._hosts:  # all processes have joined, so a lost one may be the cause
+            self._await_report()
         with self._leaving:
-            if reason is None:
-                self._say(f"native code aborted: {_last_line(log)}; native log: {self.log}")
-                return
-            self._exit(f"{reason}; the same command resumes the run; native logs: {self.log}", RESUME)
+            self._say(f"native code aborted: {_last_line(log)}; native log: {self.log}")
+
+    def _await_report(self) -> None:
+        """Wait as long as the coordination service may take to report a lost process, which ends this process."""
+        time.sleep(self._lost_process_timeout + _DETECTION)
 
     def _native_log(self) -> str:
         """Return what this process has written to its log."""

@@ -221,9 +221,23 @@ def _train_on(
         safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
         data_wait = DataWait(observe=safeguards.slow_steps.update)
         with writer, contextlib.closing(data), safeguards, data_wait, profile, rare_garbage_collection():
-            parts = mesh, data, data_wait, suite, step_fn, checkpoints, writer, preemption, safeguards
-            mfu = utilization(workload, mesh.devices.flat[0].device_kind)
-            loop = TrainLoop(config, workdir, *parts, callbacks, console=console, utilization=mfu, profile=profile)
+            loop = TrainLoop(
+                config,
+                workdir,
+                mesh,
+                data,
+                data_wait,
+                suite,
+                step_fn,
+                checkpoints,
+                writer,
+                preemption,
+                safeguards,
+                callbacks,
+                console=console,
+                utilization=utilization(workload, mesh.devices.flat[0].device_kind),
+                profile=profile,
+            )
             callbacks.on_start(config, workdir, start)
             try:
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)

@@ -1,4 +1,4 @@
-"""Gather from all processes again and again: the least program that depends on its peers.
+"""Gather from all processes repeatedly: the smallest program that needs its peers.
 
 python -m tests.faults.collectives LOG_DIR LOST_PROCESS_TIMEOUT [FAILING_RANK | abort]
 

@@ -1,4 +1,4 @@
-"""Lose or stop one of two training processes in every way, and compare the resumed runs with an undisturbed one.
+"""Lose or stop one of two training processes, and compare the resumed runs.
 
 python -m tests.faults.two_processes --folder=FOLDER [--compare=rates,faults] [--steps=40] [--batch_size=64] \
         [--config.NAME=VALUE ...]
@@ -157,7 +157,7 @@ def read_arguments(
 
 
 def compare_rates(undisturbed: Run, batch_size: int, flags: Sequence[str]) -> None:
-    """Print the rates on a flat mesh, on the two-level mesh, and on one process with half the batch."""
+    """Print the rates on both meshes, and on one process with half the batch."""
     folder, reference = undisturbed.workdir.parent, losses(undisturbed.workdir)
     two_levels = start(folder / "two_levels", 2, [*flags, "--config.mesh=hosts"])
     assert finish(two_levels) == [0, 0], two_levels.errors(0)
@@ -178,6 +178,9 @@ def compare_faults(undisturbed: Run, flags: Sequence[str]) -> int:
         ranks = [index % 2 for index in range(len(FAULTS))]
         rows = dict(zip(FAULTS, threads.map(disturb, disturbed.values(), FAULTS, ranks), strict=True))
     finish(again)
+    steps = {by: latest_step(run.workdir) for by, run in disturbed.items()}
+    if ended := [by.name for by, step in steps.items() if step == max(reference)]:
+        raise ValueError(f"expected runs that last until their signal, got the end before {ended}; use more --steps")
     print(f"undisturbed again: {differences(again.workdir, reference, 1)[0]} of {len(reference)} losses differ")
     print("| signal to rank | others out after | statuses | lines | checkpoint | resumed on 2 | resumed on 1 |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -189,9 +192,7 @@ def compare_faults(undisturbed: Run, flags: Sequence[str]) -> int:
             resumed[by, processes] = start(copy, processes, flags)
     finished = {key: finish(run) for key, run in resumed.items()}
     for index, (by, run) in enumerate(disturbed.items()):
-        (seconds, statuses), rank, step = rows[by], index % 2, latest_step(run.workdir)
-        if step == max(reference):
-            raise ValueError(f"expected the run to last until {by.name}, got its end before; use more --steps")
+        (seconds, statuses), rank, step = rows[by], index % 2, steps[by]
         lines = [len(run.errors(r)) for r in range(2)]
         bits, _ = differences(resumed[by, 2].workdir, reference, step + 1)
         _, rounding = differences(resumed[by, 1].workdir, reference, step + 1)

@@ -33,7 +33,7 @@ from infcl_jax.planner import (
     recommended_cache,
 )
 from infcl_jax.planner.devices import planned_device
-from infcl_jax.training import GradCacheConfig, create_state, sharding
+from infcl_jax.training import NO_CACHE, GradCacheConfig, create_state, sharding
 
 ADAM = runs.ADAM
 MIB = 1 << 20
@@ -192,15 +192,15 @@ def test_the_table_has_every_part_aligned(memory, changes, zero):
     assert COMPONENTS.keys() == {f.name for f in dataclasses.fields(plan)} - {"workload", "memory_limit"}
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.5, "does not fit"), (2, "fits")])
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, "does not fit"), (1.02, "fits"), (2, "fits")])
 def test_recommended_settings_are_flags(share, verdict):
     run = runs.workload(batch_size=4096)
     memory = int(share * plan_memory(run).peak)
     table, _, line = describe_plan(plan_memory(run, memory)).rpartition("\n")
     assert table == format_plan(plan_memory(run, memory)) and line.startswith(f"{verdict}; recommended: ")
-    config = parsed(*re.findall("--config[^ ]+", line))
-    assert GradCacheConfig(**config.grad_cache) == recommended_cache(run, memory)
-    assert ("no change" in line) == (verdict == "fits")
+    config, cache = parsed(*re.findall("--config[^ ]+", line)), recommended_cache(run, memory)
+    assert GradCacheConfig(**config.grad_cache) == cache
+    assert ("no change" in line) == (cache == NO_CACHE) == (share == 2)
 
 
 @pytest.mark.parametrize(("name", "known"), [("H200", "H200-141"), ("rtx 4090", "RTX4090"), ("a100-80", "A100-80")])

@@ -26,8 +26,8 @@ def step(name, batch, devices=1, **changes):
 B, RESIDUAL = "ViT-B/32", {"keep_residual": True}
 REPLAY, HOST = {"residency": "replay"}, {"chunk_size": 1024, "residency": "host"}
 # Settings and milliseconds of the tables "How does a step compare with OpenCLIP?", "Which JAX is faster on Hopper
-# GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?" and "How large
-# can a batch be?".
+# GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?", "How large can a
+# batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1 in docs/reproduction.md.
 STEPS = {
     "ViT-B/32, 4,096": (step(B, 4096), 347),
     "ViT-B/16, 1,024": (step("ViT-B/16", 1024), 243),
@@ -44,6 +44,9 @@ STEPS = {
     "2 chunks of 2,048, 1 stored, residual, GPU B": (step(B, 4096, chunk_size=2048, keep=1, **RESIDUAL), 403.4),
     "8 chunks of 1,024": (step(B, 8192, chunk_size=1024), 960.7),
     "16 chunks of 2,048": (step(B, 32_768, chunk_size=2048), 3771.5),
+    "16 chunks of 2,048, another GPU": (step(B, 32_768, chunk_size=2048), 3765.5),
+    "4 chunks of 1,024, Table S1": (step(B, 4096, chunk_size=1024), 482.3),
+    "32 chunks of 1,024, Table S1": (step(B, 32_768, chunk_size=1024), 3849),
     "131,072 from host memory (compiles)": (step(B, 131_072, **HOST), 131_072 / 4.377),
     "524,288 from host memory (compiles)": (step(B, 524_288, **HOST), 524_288 / 6.941),
     "4,194,304 on 8 GPUs": (step(B, 4_194_304, 8, chunk_size=16_384, **REPLAY), 162e3),
@@ -122,7 +125,7 @@ def test_the_guide_states_the_error_of_every_row():
 
 def test_compilation_explains_the_step_from_host_memory():
     """Both steps compile, so their difference does not."""
-    (small, fewer), (large, more) = (STEPS[name] for name in list(STEPS)[15:17])
+    (small, fewer), (large, more) = (STEPS[f"{b} from host memory (compiles)"] for b in ("131,072", "524,288"))
     estimated = 1e3 * (step_time(large, "H200").total - step_time(small, "H200").total)
     assert estimated == pytest.approx(more - fewer, rel=LIMIT)
 

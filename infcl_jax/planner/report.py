@@ -6,8 +6,8 @@ import jax
 
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.planner.api import MemoryPlan, plan_memory
-from infcl_jax.planner.search import recommended_cache
-from infcl_jax.training import GradCacheConfig
+from infcl_jax.planner.search import SAFE_SHARE, recommended_cache
+from infcl_jax.training import NO_CACHE, GradCacheConfig
 
 _MIB = 1 << 20
 
@@ -101,6 +101,8 @@ def describe_plan(plan: MemoryPlan) -> str:
     if plan.memory_limit is None:
         return table
     verdict = "fits" if plan.fits else "does not fit"
+    if plan.workload.cache == NO_CACHE and plan.peak <= SAFE_SHARE * plan.memory_limit:
+        return f"{table}\n{verdict}; recommended: no change"  # without the traces of a search, which take seconds
     try:
         cache = recommended_cache(plan.workload, plan.memory_limit)
     except ValueError as error:

@@ -3,10 +3,10 @@
 python -m tests.faults.two_processes --folder=FOLDER [--compare=rates,faults] [--steps=40] [--batch_size=64] \
         [--config.NAME=VALUE ...]
 
-Each process has the GPU of its rank, if there are GPUs. An undisturbed run fills the compilation cache in the folder,
-so that all runs compute with the same programs. "rates" compares it with a run on the two-level mesh, and with a run of
-half the batch on one process. "faults" disturbs runs, which share the devices, and then resumes copies of their work
-directories on two processes and on one. Prints a row for each fault.
+Each process has the GPU of its rank, if there are GPUs, or that of `CUDA_VISIBLE_DEVICES`. An undisturbed run fills the
+compilation cache in the folder, so that all runs compute with the same programs. "rates" compares it with a run on the
+two-level mesh, and with a run of half the batch on one process. "faults" disturbs runs, which share the devices, and
+then resumes copies of their work directories on two processes and on one. Prints a row for each fault.
 """
 
 import argparse
@@ -67,10 +67,11 @@ class Run:
 
 def start(workdir: Path, processes: int, flags: Sequence[str]) -> Run:
     """Start a run, a device for each process."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": str(processes)}
     started = []
     for rank in range(processes):
-        environ = os.environ | cluster | {"PROCESS_ID": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)}
+        environ = os.environ | cluster | {"PROCESS_ID": str(rank), "CUDA_VISIBLE_DEVICES": gpus[rank]}
         command = [sys.executable, "-m", "experiments.train", f"--workdir={workdir}", *flags]
         with workdir.with_suffix(f".{rank}").open("a") as errors:
             started.append(
@@ -149,6 +150,8 @@ def read_arguments(
     parser.add_argument("--steps", type=int, default=steps, required=steps is None)
     parser.add_argument("--batch_size", type=int, default=64)
     given, changes = parser.parse_known_args()
+    # Jobs in the background of a shell ignore it, and so would the processes that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given.folder.mkdir(parents=True)
     sizes = {"total_steps": given.steps, "batch_size": given.batch_size}
     defaults = DEFAULTS | settings | sizes | {"compilation_cache": given.folder / "cache"}

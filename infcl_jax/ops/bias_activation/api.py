@@ -27,8 +27,9 @@ def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> A
       x: [..., width], argument of the activation.
 
     Returns:
-      "mosaic_gpu" if the kernels support the shape and dtype and each device holds whole rows, see `rows_for_kernels`.
-      Otherwise "xla", which the compiler can partition. A width or dtype without kernels is logged once.
+      "mosaic_gpu" if the kernels support the shape and dtype and each device holds whole rows, see `rows_for_kernels`,
+      at least `gpu.FEWEST_ROWS`. Otherwise "xla", which the compiler can partition. A width or dtype without kernels is
+      logged once.
     """
     rows = rows_for_kernels(x.shape)
     if rows is None:
@@ -39,7 +40,7 @@ def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> A
     if not pallas_mosaic_gpu.has_layout(width, x.dtype):
         log_fallback("activation", f"width {width} in {x.dtype}", pallas_mosaic_gpu.SUPPORTED)
         return "xla"
-    return "mosaic_gpu" if rows >= pallas_mosaic_gpu.FEWEST else "xla"
+    return "mosaic_gpu" if rows >= gpu.FEWEST_ROWS else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

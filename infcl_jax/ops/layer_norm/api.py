@@ -25,8 +25,9 @@ def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *
       *dtypes: dtypes of the results.
 
     Returns:
-      "mosaic_gpu" if the kernels support the shape and dtypes and each device holds whole rows, see `rows_for_kernels`.
-      Otherwise "xla", which the compiler can partition. A width or dtype without kernels is logged once.
+      "mosaic_gpu" if the kernels support the shape and dtypes and each device holds whole rows, see `rows_for_kernels`,
+      at least `gpu.FEWEST_ROWS`. Otherwise "xla", which the compiler can partition. A width or dtype without kernels is
+      logged once.
     """
     rows = rows_for_kernels(x.shape)
     if rows is None:
@@ -38,7 +39,7 @@ def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *
         names = " and ".join(dict.fromkeys(jnp.dtype(d).name for d in (x.dtype, *dtypes)))
         log_fallback("LayerNorm", f"width {width} in {names}", pallas_mosaic_gpu.SUPPORTED)
         return "xla"
-    return "mosaic_gpu" if rows >= pallas_mosaic_gpu.FEWEST else "xla"
+    return "mosaic_gpu" if rows >= gpu.FEWEST_ROWS else "xla"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

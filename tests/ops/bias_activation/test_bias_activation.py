@@ -102,7 +102,7 @@ def test_what_is_not_finite_stays_so(capsys, value, name):
     assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("shape", [(99072, 4096), (4096, 77, 2048), (4099, 5120), (1000, 256)])
+@pytest.mark.parametrize("shape", [(99072, 4096), (4096, 77, 2048), (8195, 5120), (10000, 256)])
 def test_large_arrays_lower_to_two_kernels(shape):
     x, bias = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     run = functools.partial(with_gradients, name="gelu", implementation=None)
@@ -113,16 +113,17 @@ def test_large_arrays_lower_to_two_kernels(shape):
 @pytest.mark.parametrize(
     ("shape", "dtype", "mesh", "best"),
     [
-        ((4096, 4096), "bfloat16", ALONE, "mosaic_gpu"),
-        ((64, 50, 3072), "float16", ALONE, "mosaic_gpu"),
-        ((4096, 2048), "bfloat16", described(data=8), "mosaic_gpu"),
-        ((4097, 2048), "bfloat16", described(data=8), "xla"),
-        ((4096, 4096), "float32", ALONE, "xla"),  # erf to its last digit
-        ((4096, 4000), "bfloat16", ALONE, "xla"),
-        ((4096, 8192), "bfloat16", ALONE, "xla"),
+        ((8192, 4096), "bfloat16", ALONE, "mosaic_gpu"),
+        ((8191, 4096), "bfloat16", ALONE, "xla"),
+        ((256, 50, 3072), "float16", ALONE, "mosaic_gpu"),
+        ((65536, 2048), "bfloat16", described(data=8), "mosaic_gpu"),
+        ((65537, 2048), "bfloat16", described(data=8), "xla"),
+        ((8192, 4096), "float32", ALONE, "xla"),  # erf to its last digit
+        ((8192, 4000), "bfloat16", ALONE, "xla"),
+        ((8192, 8192), "bfloat16", ALONE, "xla"),
         ((1, 4096), "bfloat16", ALONE, "xla"),
         ((4096,), "bfloat16", ALONE, "xla"),
-        ((4096, 4096), "bfloat16", None, "xla"),  # a CPU
+        ((8192, 4096), "bfloat16", None, "xla"),  # a CPU
     ],
 )
 def test_best_activation(shape, dtype, mesh, best):

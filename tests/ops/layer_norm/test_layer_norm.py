@@ -119,8 +119,8 @@ def test_tiles_are_whole_groups_of_rows():
     ("rows", "width", "dtype", "result"),
     [
         (99072, 1024, BF16, BF16),
-        (4099, 1280, FP32, FP32),
-        (4096, 1152, BF16, FP32),
+        (8195, 1280, FP32, FP32),
+        (8192, 1152, BF16, FP32),
     ],
 )
 def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
@@ -134,17 +134,19 @@ def test_large_arrays_lower_to_two_kernels(rows, width, dtype, result):
 @pytest.mark.parametrize(
     ("shape", "dtype", "mesh", "best"),
     [
-        ((4096, 1024), "bfloat16", ALONE, "mosaic_gpu"),
-        ((64, 50, 768), "float32", ALONE, "mosaic_gpu"),
-        ((4096, 1024), "bfloat16", described(data=8), "mosaic_gpu"),
-        ((4097, 1024), "bfloat16", described(data=8), "xla"),
-        ((4096, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Manual,)), "mosaic_gpu"),
-        ((4096, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Explicit,)), "xla"),
-        ((4096, 1024), "float64", ALONE, "xla"),
-        ((4096, 1000), "float32", ALONE, "xla"),
-        ((4096, 4096), "float32", ALONE, "xla"),
+        ((8192, 1024), "bfloat16", ALONE, "mosaic_gpu"),
+        ((8191, 1024), "bfloat16", ALONE, "xla"),
+        ((256, 50, 768), "float32", ALONE, "mosaic_gpu"),
+        ((65536, 1024), "bfloat16", described(data=8), "mosaic_gpu"),
+        ((32768, 1024), "bfloat16", described(data=8), "xla"),
+        ((65537, 1024), "bfloat16", described(data=8), "xla"),
+        ((8192, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Manual,)), "mosaic_gpu"),
+        ((65536, 1024), "bfloat16", described(data=8).update(axis_types=(AxisType.Explicit,)), "xla"),
+        ((8192, 1024), "float64", ALONE, "xla"),
+        ((8192, 1000), "float32", ALONE, "xla"),
+        ((8192, 4096), "float32", ALONE, "xla"),
         ((1024,), "float32", ALONE, "xla"),
-        ((4096, 1024), "bfloat16", None, "xla"),  # a CPU
+        ((8192, 1024), "bfloat16", None, "xla"),  # a CPU
     ],
 )
 def test_best_normalization(shape, dtype, mesh, best):
@@ -156,7 +158,7 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
     """Trace the backward pass outside the mesh, as a training step does."""
     config = TransformerConfig(width=256, layers=1, heads=4, attention="xla", dtype="bfloat16")
     block, mesh = TransformerBlock(config, 16), described(data=8)
-    x = jax.ShapeDtypeStruct((64 * 16, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4096 * 16, 256), jnp.bfloat16)
     variables = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype), None, None, False))
 
     def gradients(variables, x):
@@ -166,7 +168,7 @@ def test_blocks_of_a_sharded_batch_have_kernels_for_their_own_rows():
 
     text = lowered(jax.jit(gradients), variables, x)
     assert count_kernels(text) == 5  # norms' forward, backward with and without a bias in the sum; the activation's own
-    assert "tensor<128x256xbf16>" in text
+    assert "tensor<8192x256xbf16>" in text
 
 
 @pytest.mark.parametrize("shape", [(40, 128), (8, 5, 128)])
@@ -202,7 +204,7 @@ def test_devices_add_up_the_gradients_of_their_rows(monkeypatch, shape):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_kernels_lower_inside_shard_map(check_vma):
     mesh = described(data=8)
-    x, scale, bias, _, _ = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given(1024, 256, BF16, BF16))
+    x, scale, bias, _, _ = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given(65536, 256, BF16, BF16))
     norm = functools.partial(api.normalize, dtype=BF16)
     run = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=check_vma)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -26,8 +26,8 @@ def step(name, batch, devices=1, **changes):
 B, RESIDUAL = "ViT-B/32", {"keep_residual": True}
 REPLAY, HOST = {"residency": "replay"}, {"chunk_size": 1024, "residency": "host"}
 # Settings and milliseconds of the tables "How does a step compare with OpenCLIP?", "Which JAX is faster on Hopper
-# GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?", "How large can a
-# batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1 in docs/reproduction.md.
+# GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?", "How large can
+# a batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1 in docs/reproduction.md.
 STEPS = {
     "ViT-B/32, 4,096": (step(B, 4096), 347),
     "ViT-B/16, 1,024": (step("ViT-B/16", 1024), 243),

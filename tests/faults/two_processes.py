@@ -5,8 +5,9 @@ python -m tests.faults.two_processes --folder=FOLDER [--compare=rates,faults] [-
 
 Each process has the GPU of its rank, if there are GPUs, or that of `CUDA_VISIBLE_DEVICES`. An undisturbed run fills the
 compilation cache in the folder, so that all runs compute with the same programs. "rates" compares it with a run on the
-two-level mesh, and with a run of half the batch on one process. "faults" disturbs runs, which share the devices, and
-then resumes copies of their work directories on two processes and on one. Prints a row for each fault.
+two-level mesh, and with runs of half the batch on one process, one on each GPU, which may differ in speed. "faults"
+disturbs runs, which share the devices, and then resumes copies of their work directories on two processes and on one.
+Prints a row for each fault.
 """
 
 import argparse
@@ -65,9 +66,9 @@ class Run:
         return [line for line in lines if line.strip() and not re.match(r"[IWEF]\d{4} ", line)]
 
 
-def start(workdir: Path, processes: int, flags: Sequence[str]) -> Run:
-    """Start a run, a device for each process."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
+def start(workdir: Path, processes: int, flags: Sequence[str], first: int = 0) -> Run:
+    """Start a run, a device for each process, from the device of number `first` on."""
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[first:]
     cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": str(processes)}
     started = []
     for rank in range(processes):
@@ -164,11 +165,15 @@ def compare_rates(undisturbed: Run, batch_size: int, flags: Sequence[str]) -> No
     folder, reference = undisturbed.workdir.parent, losses(undisturbed.workdir)
     two_levels = start(folder / "two_levels", 2, [*flags, "--config.mesh=hosts"])
     assert finish(two_levels) == [0, 0], two_levels.errors(0)
-    alone = start(folder / "alone", 1, [*flags, f"--config.batch_size={batch_size // 2}"])
-    assert finish(alone) == [0], alone.errors(0)
-    flat, hosts, one = (rate(run.workdir) for run in (undisturbed, two_levels, alone))
-    print(f"flat {flat:.1f} images/s; two levels {hosts:.1f}, {hosts / flat:.3f} of flat; ", end="")
-    print(f"one process, half the batch {one:.1f}, weak scaling {flat / one / 2:.3f}")
+    alone = []
+    for device in range(2):
+        run = start(folder / f"alone_{device}", 1, [*flags, f"--config.batch_size={batch_size // 2}"], device)
+        assert finish(run) == [0], run.errors(0)
+        alone.append(rate(run.workdir))
+    flat, hosts = rate(undisturbed.workdir), rate(two_levels.workdir)
+    print(f"flat {flat:.1f} images/s; two levels {hosts:.1f}, {hosts / flat:.3f} of flat")
+    print(f"one process, half the batch: {alone[0]:.1f} and {alone[1]:.1f} images/s; ", end="")
+    print(f"weak scaling {flat / sum(alone):.3f}, {flat / min(alone) / 2:.3f} of the slower")
     print(f"losses of two levels: by {differences(two_levels.workdir, reference, 1)[1]:.1e} at most from flat")
 
 

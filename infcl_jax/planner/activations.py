@@ -19,8 +19,8 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.ops.common.gpu import compute_capability
 from infcl_jax.training.frozen import frozen_towers, merge, module_modes, partition
 
-# Rows of the two traces from which a linear function of the rows is fitted.
-_FEW, _MANY = 64, 128
+# Rows of the two traces from which a linear function of the rows is fitted: enough for the kernels of large batches.
+_FEW, _MANY = 1024, 2048
 # Kernels of `plgpu.kernel`, whose inner arrays are in registers and SMEM.
 _KERNELS = frozenset({"custom_vmap_call"})
 # Function calls to inline.

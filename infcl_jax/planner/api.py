@@ -239,8 +239,9 @@ def plan_memory(workload: Workload, memory_limit: int | None = None, *, exact: b
       workload: settings of the training step.
       memory_limit: bytes that JAX may use on a device, such as `device_memory_limit()` or
         `device_named("H100").memory_limit`.
-      exact: whether to trace the encoders for the rows of this workload. Else they are traced for 64 and 128 rows,
-        from which their memory is linear. One exact plan takes half the time, further ones of the model take as long.
+      exact: whether to trace the encoders for the rows of this workload. Else they are traced for 1,024 and 2,048
+        rows, from which their memory is linear. One exact plan takes half the time, further ones of the model take as
+        long.
     """
     model, cache = cast(CLIP | TextPair, workload.model), workload.cache
     width, dtype = feature_width(model), jnp.dtype(model.feature_dtype)

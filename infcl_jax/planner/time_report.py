@@ -52,8 +52,8 @@ def format_scaling(
       >>> times = {count: step_time(plan.workload, "H200") for count, plan in plans.items()}
       >>> print(format_scaling(times, plans))
       GPUs  GiB/GPU  gradient caching     step ms  images/s  efficiency
-         8    112.5  no gradient caching      361    90,773        100%
-        64     16.2  no gradient caching       76   428,977         59%
+         8    112.6  no gradient caching      361    90,773        100%
+        64     16.3  no gradient caching       76   428,977         59%
 
     Args:
       times: estimates by number of GPUs.

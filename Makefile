@@ -40,7 +40,8 @@ FIRST := tests/ops tests/test_planner_accuracy.py tests/losses/test_clip.py
 # Training steps and whole runs, and the examples of the documentation.
 RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
   tests/test_frozen_features.py tests/test_initialization.py tests/data/tokenizers/test_runs.py \
-  tests/data/test_prepare_tokenizer.py tests/test_encoder.py tests/test_examples.py tests/test_pages.py
+  tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
+  tests/test_encoder.py tests/test_examples.py tests/test_pages.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests

@@ -13,6 +13,7 @@ from infcl_jax.ops.attention.api import attend
 from infcl_jax.ops.bias_activation import pallas_mosaic_gpu as bias_activation
 from infcl_jax.ops.bias_activation.api import activate
 from infcl_jax.ops.common.fallback import log_fallback
+from infcl_jax.ops.common.gpu import FEWEST_ROWS
 from infcl_jax.ops.layer_norm import pallas_mosaic_gpu as layer_norm
 from infcl_jax.ops.layer_norm.api import normalize_with_residual
 
@@ -76,7 +77,7 @@ def test_only_a_gpu_without_kernels_is_warned_of(caplog, monkeypatch, backend, l
     assert [record.levelname for record in caplog.records] == [level]
 
 
-@pytest.mark.parametrize(("op", "shape"), [(norm, (7, 256)), (activation, (1, 256))])
+@pytest.mark.parametrize(("op", "shape"), [(norm, (FEWEST_ROWS - 1, 256)), (activation, (1, 256))])
 def test_few_rows_run_in_xla(caplog, op, shape):
     """No line: so few rows cost nothing."""
     with caplog.at_level(logging.INFO, log_fallback.__module__):
@@ -112,8 +113,9 @@ WIDTHS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "width"), WIDTHS)
 def test_every_supported_width_lowers(op, width):
+    shape = FEWEST_ROWS, width
     for dtype in ("bfloat16", "float16", "float32"):
         is_supported = op is norm or dtype != "float32"
-        assert lower_with_gradient(op, (64, width), dtype) == 2 * is_supported
+        assert lower_with_gradient(op, shape, dtype) == 2 * is_supported
     if op is norm:
-        assert lower_with_gradient(functools.partial(norm, dtype="float32"), (64, width), "bfloat16") == 2
+        assert lower_with_gradient(functools.partial(norm, dtype="float32"), shape, "bfloat16") == 2

@@ -125,13 +125,22 @@ def _step(scale: str, model: str, implementation: str, batch: int, devices: int,
         setting: dict[str, Any] = {"model": "tiny", "model_overrides": TINY_TOWERS, "cache": {"chunk_size": 128}}
     else:
         setting = {"model": model, "model_overrides": "dtype=bfloat16", "cache": {"chunk_size": chunk * devices}}
-    best = None if implementation == "xla" and scale != "tiny" else implementation
-    return cell("step_time", batch=batch, devices=devices, implementation=best, **setting)
+    return cell("step_time", batch=batch, devices=devices, implementation=_best(scale, implementation), **setting)
+
+
+def _best(scale: str, implementation: str) -> str | None:
+    """Return the implementation of a strategy: on GPUs the best one of Inf-CL, which is None."""
+    return None if implementation == "xla" and scale != "tiny" else implementation
 
 
 def _step_name(scale: str, implementation: str) -> str:
-    """Name a strategy of `_step`, which uses the best implementation of Inf-CL on GPUs."""
-    return "Inf-CL (the best here)" if implementation == "xla" and scale != "tiny" else NAMES[implementation]
+    """Name a strategy of `_step`."""
+    return "Inf-CL (the best here)" if _best(scale, implementation) is None else NAMES[implementation]
+
+
+def _milliseconds(figure: float | str) -> float | str:
+    """Convert a figure of the paper in seconds; a remark in its place stays."""
+    return figure if isinstance(figure, str) else 1e3 * figure
 
 
 def figure_4(scale: str) -> list[Entry]:
@@ -150,8 +159,8 @@ def figure_4(scale: str) -> list[Entry]:
             else:  # cells of Table S1 at "small"
                 one = _step(scale, "ViT-B/32", implementation, batch, devices=8 if scale == "tiny" else 1)
             column = f"{batch:,} (paper: {thousands}k)"
-            figure = paper if isinstance(paper, str) else 1e3 * paper
-            entries.append(Entry(_step_name(scale, implementation), column, (one,), "step_ms", figure))
+            name = _step_name(scale, implementation)
+            entries.append(Entry(name, column, (one,), "step_ms", _milliseconds(paper)))
     return entries
 
 
@@ -172,11 +181,10 @@ def table_s1(scale: str) -> list[Entry]:
             for implementation, paper in zip(("dense", "xla"), figures, strict=True):
                 one = _step(scale, "ViT-B/32", implementation, batch, devices)
                 available = {"tiny": devices <= 8, "small": devices == 1, "paper": True}[scale]
-                figure = paper if isinstance(paper, str) else 1e3 * paper
                 row = f"{_step_name(scale, implementation)}, {devices} device(s)"
-                entries.append(
-                    Entry(row, f"{batch:,} (paper: {thousands}k)", (one,) if available else (), "step_ms", figure)
-                )
+                column = f"{batch:,} (paper: {thousands}k)"
+                cells = (one,) if available else ()
+                entries.append(Entry(row, column, cells, "step_ms", _milliseconds(paper)))
     return entries
 
 

@@ -101,10 +101,10 @@ def describe_plan(plan: MemoryPlan) -> str:
     if plan.memory_limit is None:
         return table
     verdict = "fits" if plan.fits else "does not fit"
-    if plan.workload.cache == NO_CACHE and plan.peak <= SAFE_SHARE * plan.memory_limit:
-        return f"{table}\n{verdict}; recommended: no change"  # without the traces of a search, which take seconds
+    # A plan that fits without caching needs no search, whose traces take seconds.
+    found = plan.workload.cache == NO_CACHE and plan.peak <= SAFE_SHARE * plan.memory_limit
     try:
-        cache = recommended_cache(plan.workload, plan.memory_limit)
+        cache = NO_CACHE if found else recommended_cache(plan.workload, plan.memory_limit)
     except ValueError as error:
         return f"{table}\n{verdict}; {error}"
     flags = _flags(cache, plan.workload.cache)

@@ -86,7 +86,7 @@ class MosaicGpu:
 
         def epilogue(work: WorkTile, s: Array, rows: list[Array], carry: list) -> list:
             for i, row_bias in zip(_subtiles(schedule.tiles.rows), rows, strict=True):
-                logits = _strip_logits(work, s, i, row_bias, carry)
+                logits = [_logits(work, s, i, j, row_bias, carry) for j in _subtiles(schedule.tiles.columns)]
                 if has_positives:
                     negative, positive = lax.cond(
                         _may_match(work, i),
@@ -127,8 +127,8 @@ class MosaicGpu:
             store = SubtileStore(work, terms)
             for i, (row_bias, row_weight) in zip(_subtiles(tiles.rows), rows, strict=True):
                 weight, folded = broadcast(row_weight, 0), []
-                logits = _strip_logits(work, s, i, row_bias, carry)
-                for j, logit in zip(_subtiles(tiles.columns), logits, strict=True):
+                for j in _subtiles(tiles.columns):
+                    logit = _logits(work, s, i, j, row_bias, carry)
                     ds = weight * _sigmoid(logit)
                     if has_positives:
                         ds = lax.cond(
@@ -198,14 +198,12 @@ def _preloaded_bias(work: WorkTile) -> list[Array]:
     return [work.load_columns("column_bias", j) for j in _subtiles(work.schedule.tiles.columns)]
 
 
-def _strip_logits(work: WorkTile, s: Array, i: int, row_bias: Array, column_bias: list[Array]) -> list[Array]:
-    """Compute the logits of the subtiles in one strip of rows, in base 2."""
-    scale, bias = work.refs["scale"][0], broadcast(row_bias, 0)
-    logits = []
-    for index, j in enumerate(_subtiles(work.schedule.tiles.columns)):
-        s_ij = s[i : i + SUBTILE, j : j + SUBTILE]
-        logits.append(s_ij * scale + (bias + broadcast(column_bias[index], 1) if column_bias else bias))
-    return logits
+def _logits(work: WorkTile, s: Array, i: int, j: int, row_bias: Array, column_bias: list[Array]) -> Array:
+    """Compute the logits of the subtile at `[i, j]`, in base 2."""
+    bias = broadcast(row_bias, 0)
+    if column_bias:
+        bias = bias + broadcast(column_bias[j // SUBTILE], 1)
+    return s[i : i + SUBTILE, j : j + SUBTILE] * work.refs["scale"][0] + bias
 
 
 def _may_match(work: WorkTile, i: int, j: int | None = None) -> Array:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from infcl_jax.ops.pairwise_lse.fused_kernel_api import Pairs, Window, term_widt
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import SubtileStore, window_start
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_mainloop import run
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
-    ROW_LAYOUT,
     SUBTILE,
     TILE_K,
+    WGMMA_LAYOUT,
     Tiles,
     TileSchedule,
     WorkTile,
@@ -83,24 +83,27 @@ class MosaicGpu:
         """Implement `Kernels.sums`."""
         schedule = self._schedule(self.forward, operands, window, pairs)
         has_positives = operands.matches is not None
+        names = ["negative"] + ["positive"] * has_positives
 
         def epilogue(work: WorkTile, s: Array, rows: list[Array], carry: list) -> list:
             for i, row_bias in zip(_subtiles(schedule.tiles.rows), rows, strict=True):
-                logits = [_logits(work, s, i, j, row_bias, carry) for j in _subtiles(schedule.tiles.columns)]
-                if has_positives:
-                    negative, positive = lax.cond(
-                        _may_match(work, i),
-                        functools.partial(_split_sums, work, i),
-                        lambda logits: (_row_sum(logits), _zero_rows()),
-                        logits,
-                    )
-                    work.refs["positive"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = positive
-                else:
-                    negative = _row_sum(logits)
-                work.refs["negative"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = negative
+                sums: list[_Terms] = []
+                for j in _subtiles(schedule.tiles.columns):
+                    logits = _logits(work, s, i, j, row_bias, carry)
+                    if has_positives:
+                        terms = lax.cond(
+                            _may_match(work, i, j),
+                            functools.partial(_split_terms, work, i, j),
+                            lambda logits: (_terms(logits), _no_terms()),
+                            logits,
+                        )
+                    else:
+                        terms = (_terms(logits),)
+                    sums = [_add(a, b) for a, b in zip(sums, terms, strict=True)] if sums else list(terms)
+                for name, total in zip(names, sums, strict=True):
+                    work.refs[name][work.column_tile, pl.ds(work.row + i, SUBTILE)] = _row_sum(total)
             return carry
 
-        names = ["negative"] + ["positive"] * has_positives
         shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
         partials = run(
             schedule,
@@ -139,7 +142,7 @@ class MosaicGpu:
                         )
                     if moments:
                         s_ij = s[i : i + SUBTILE, j : j + SUBTILE]
-                        folded.append((_fold(operator.add, [ds * s_ij]), _fold(operator.add, [ds])))
+                        folded.append((_fold(operator.add, ds * s_ij), _fold(operator.add, ds)))
                     store(ds, i, j)
                 if moments:
                     for name, subtiles in zip(MOMENTS, zip(*folded, strict=True), strict=True):
@@ -206,21 +209,14 @@ def _logits(work: WorkTile, s: Array, i: int, j: int, row_bias: Array, column_bi
     return s[i : i + SUBTILE, j : j + SUBTILE] * work.refs["scale"][0] + bias
 
 
-def _may_match(work: WorkTile, i: int, j: int | None = None) -> Array:
-    """Return whether a strip of rows may have positives in some columns.
-
-    The strip begins at row `i` of the tile. The columns are those of the subtile at column `j`; None: all of the tile.
-    """
+def _may_match(work: WorkTile, i: int, j: int) -> Array:
+    """Return whether the subtile at `[i, j]` may have positives."""
     refs = work.refs
     row = lax.div(window_offset(refs, 0) + work.row + i, SUBTILE)
-    lowest, highest = refs["match_row_lowest"][row], refs["match_row_highest"][row]
-
-    def overlaps(j: int) -> Array:
-        column = lax.div(window_offset(refs, 1) + work.column + j, SUBTILE)
-        return (lowest <= refs["match_column_highest"][column]) & (highest >= refs["match_column_lowest"][column])
-
-    columns = _subtiles(work.schedule.tiles.columns) if j is None else (j,)
-    return functools.reduce(operator.or_, map(overlaps, columns))
+    column = lax.div(window_offset(refs, 1) + work.column + j, SUBTILE)
+    return (refs["match_row_lowest"][row] <= refs["match_column_highest"][column]) & (
+        refs["match_row_highest"][row] >= refs["match_column_lowest"][column]
+    )
 
 
 def _matches(work: WorkTile, i: int, j: int) -> Array:
@@ -228,48 +224,48 @@ def _matches(work: WorkTile, i: int, j: int) -> Array:
     return broadcast(work.load_rows("match_row", i), 0) == broadcast(work.load_columns("match_column", j), 1)
 
 
-def _row_sum(logits: list[Array]) -> Array:
-    """Compute the row sums of softplus over the subtiles of one strip, in nats."""
-    return _reduced([jnp.maximum(z, 0.0) for z in logits], [jnp.exp2(-jnp.abs(z)) for z in logits])
+class _Terms(NamedTuple):
+    """Partial sum of softplus, `linear * ln(2) + log1p(u)`: fp32 `[SUBTILE, FOLDED]` each, see `softplus`."""
+
+    linear: Array
+    u: Array
 
 
-def _split_sums(work: WorkTile, i: int, logits: list[Array]) -> tuple[Array, Array]:
-    """Compute the row sums of a strip's negatives and of its positives, in nats."""
-    negatives: tuple[list, list] = [], []
-    positives: tuple[list, list] = [], []
-    for j, z in zip(_subtiles(work.schedule.tiles.columns), logits, strict=True):
-        match, exponential, zeros = _matches(work, i, j), jnp.exp2(-jnp.abs(z)), jnp.zeros_like(z)
-        for (linear, exponentials), of_negatives in ((negatives, True), (positives, False)):
-            values = (jnp.maximum(z if of_negatives else -z, 0.0), exponential)
-            kept = [jnp.where(match, zeros, v) if of_negatives else jnp.where(match, v, zeros) for v in values]
-            linear.append(kept[0])
-            exponentials.append(kept[1])
-    return _reduced(*negatives), _reduced(*positives)
+def _terms(z: Array) -> _Terms:
+    """Sum softplus of a subtile's logits over columns that are in the registers of one thread."""
+    return _Terms(_fold(operator.add, jnp.maximum(z, 0.0)), _fold(merge, jnp.exp2(-jnp.abs(z))))
 
 
-def _reduced(linear: list[Array], exponentials: list[Array]) -> Array:
-    """Sum `linear * ln(2) + log1p(exponentials)` over the columns of a strip's subtiles.
-
-    The logarithm of a product of several 1 + e replaces one logarithm per pair.
-    """
-    linear_sum = _fold(operator.add, linear)
-    return (LN2 * linear_sum + log1p(_fold(merge, exponentials))).sum(1)
+def _split_terms(work: WorkTile, i: int, j: int, z: Array) -> tuple[_Terms, _Terms]:
+    """Compute the terms of the negatives and of the positives in the subtile at `[i, j]`."""
+    match, excluded = _matches(work, i, j), jnp.full_like(z, -jnp.inf)
+    return _terms(jnp.where(match, excluded, z)), _terms(jnp.where(match, -z, excluded))
 
 
-def _fold(combine: Any, subtiles: list[Array]) -> Array:
-    """Combine the columns of subtiles elementwise to `[SUBTILE, FOLDED]`.
+def _no_terms() -> _Terms:
+    zeros = plgpu.layout_cast(jnp.zeros((SUBTILE, FOLDED), jnp.float32), WGMMA_LAYOUT)
+    return _Terms(zeros, zeros)
+
+
+def _add(a: _Terms, b: _Terms) -> _Terms:
+    """Add partial sums. The logarithm of a product of several 1 + u replaces one logarithm per pair."""
+    return _Terms(a.linear + b.linear, merge(a.u, b.u))
+
+
+def _row_sum(terms: _Terms) -> Array:
+    """Compute row sums in nats."""
+    return (LN2 * terms.linear + log1p(terms.u)).sum(1)
+
+
+def _fold(combine: Any, subtile: Array) -> Array:
+    """Combine the columns of a subtile elementwise to `[SUBTILE, FOLDED]`.
 
     All operands of an element are in the registers of one thread.
     """
-    halves = list(subtiles)
-    while halves[0].shape[1] > FOLDED:
-        middle = halves[0].shape[1] // 2
-        halves = [combine(a[:, :middle], a[:, middle:]) for a in halves]
-    return functools.reduce(combine, halves)
-
-
-def _zero_rows() -> Array:
-    return plgpu.layout_cast(jnp.zeros(SUBTILE, jnp.float32), ROW_LAYOUT)
+    while subtile.shape[1] > FOLDED:
+        middle = subtile.shape[1] // 2
+        subtile = combine(subtile[:, :middle], subtile[:, middle:])
+    return subtile
 
 
 def _sigmoid(z: Array) -> Array:

@@ -37,6 +37,9 @@ XLA_FLAGS = {
     # step before. JAX 0.12.0.1, on simulated devices. Steps take the same time without it.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
+# Also set if the GPUs decode images. Without CUDA graphs, the decoder's kernels get their turn: 89 instead of 63 % of the
+# synthetic rate with 16 chunks of 2,048 images on an H100, 2026-11-26.
+DECODE_XLA_FLAGS = {"xla_gpu_enable_command_buffer": ""}
 # Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
 MEMORY_SHARE = 0.9
 # Hardware queues of a GPU. With fewer, decoding waits for the queued training programs: 233 instead of 9,830 images/s
@@ -69,7 +72,8 @@ def initialize(
 
     Args:
       environ: environment variables that describe the cluster; `os.environ` by default.
-      gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` if it is unset.
+      gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` if it is unset, and turns off
+        CUDA graphs if `XLA_FLAGS` says nothing about them.
       start_timeout: seconds until all processes must have joined.
       lost_process_timeout: seconds without a heartbeat after which JAX considers a process lost.
       log_dir: folder for the logs of native code, `process-RANK.err`. With it, a process that is lost, fails or never
@@ -82,7 +86,8 @@ def initialize(
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.split("=")[0] for flag in flags}
-    missing = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if f"--{name}" not in present]
+    wanted = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
+    missing = [f"--{name}={value}" for name, value in wanted.items() if f"--{name}" not in present]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
     if not _given_share():
         os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)

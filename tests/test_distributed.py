@@ -88,6 +88,15 @@ def test_flags_for_the_ring_do_not_replace_those_given(joined, monkeypatch, give
     assert {f"--{name}" for name in distributed.XLA_FLAGS} <= {flag.split("=")[0] for flag in flags}
 
 
+@pytest.mark.parametrize("given", ["", "--xla_gpu_enable_command_buffer=FUSION"])
+@pytest.mark.parametrize("gpu_decode", [True, False])
+def test_gpu_decoding_turns_cuda_graphs_off(joined, monkeypatch, gpu_decode, given):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    distributed.initialize({}, gpu_decode=gpu_decode)
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "command_buffer" in flag]
+    assert flags == ([given] if given else ["--xla_gpu_enable_command_buffer="] * gpu_decode)
+
+
 @pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
 def test_the_share_of_memory_does_not_replace_the_one_given(joined, monkeypatch, given, share):
     for name, value in given.items():

@@ -62,7 +62,7 @@ def _store(terms: Sequence[Sequence[mgpu.FragmentedArray]], smem: ir.Value, resu
             vector.store(pair, smem, list(map(_index, (warp, _i32(index), column))))
     mgpu.utils.warpgroup_barrier()
     for first in range(0, columns, THREADS):
-        column = arith.addi(_i32(first), arith.remui(thread, _i32(min(THREADS, columns))))
+        column = arith.addi(_i32(first), arith.remui(thread, _i32(min(THREADS, columns - first))))
         for index, result in enumerate(results):
             warps = [memref.load(smem, list(map(_index, (_i32(warp), _i32(index), column)))) for warp in range(WARPS)]
             memref.store(functools.reduce(arith.addf, warps), result, [_index(column)])

@@ -33,6 +33,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     window_offset,
 )
 from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Operands, Weights
+from infcl_jax.ops.pairwise_sigmoid.pallas_mosaic_gpu_reciprocal import reciprocal
 from infcl_jax.ops.pairwise_sigmoid.softplus import LN2, log1p, merge
 
 # The tile sizes of `pairwise_lse`.
@@ -128,11 +129,11 @@ class MosaicGpu:
 
         def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: list) -> list:
             store = SubtileStore(work, terms)
-            for i, (row_bias, row_weight) in zip(_subtiles(tiles.rows), rows, strict=True):
-                weight, folded = broadcast(row_weight, 0), []
+            for i, (row_bias, row_inverse) in zip(_subtiles(tiles.rows), rows, strict=True):
+                inverse, folded = broadcast(row_inverse, 0), []
                 for j in _subtiles(tiles.columns):
                     logit = _logits(work, s, i, j, row_bias, carry)
-                    ds = weight * _sigmoid(logit)
+                    ds = _weighted_sigmoid(logit, inverse)
                     if has_positives:
                         ds = lax.cond(
                             _may_match(work, i, j),
@@ -151,7 +152,7 @@ class MosaicGpu:
             return carry
 
         def prefetch(work: WorkTile) -> list[tuple]:
-            names = ("row_bias", "negative_weight")
+            names = ("row_bias", "negative_inverse")
             return [tuple(work.load_rows(name, i) for name in names) for i in _subtiles(tiles.rows)]
 
         results = {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
@@ -159,7 +160,9 @@ class MosaicGpu:
             shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
             results |= dict.fromkeys(MOMENTS, shape)
         named = _named_operands(operands, window)
-        named |= {f"{name}_weight": w for name, w in weights._asdict().items() if w is not None}
+        named["negative_inverse"] = _inverse(weights.negative)
+        if weights.positive is not None:
+            named["positive_inverse"] = _inverse(weights.positive)
         out = run(
             schedule,
             named,
@@ -268,13 +271,15 @@ def _fold(combine: Any, subtile: Array) -> Array:
     return subtile
 
 
-def _sigmoid(z: Array) -> Array:
-    """Compute 1 / (1 + 2^-z) with full relative precision; 0 for -inf.
+def _inverse(weight: Array) -> Array:
+    """Return 1 / weight; for 0 the largest number, whose `reciprocal` is 0 again."""
+    largest = jnp.finfo(weight.dtype).max
+    return jnp.clip(1.0 / weight, -largest, largest)
 
-    The square of the approximate reciprocal square root is a single special function, unlike a division.
-    """
-    root = lax.rsqrt(1.0 + jnp.exp2(-z))
-    return root * root
+
+def _weighted_sigmoid(z: Array, inverse: Array) -> Array:
+    """Compute weight / (1 + 2^-z) with full relative precision; 0 for -inf. `inverse` is that of the weight."""
+    return reciprocal(jnp.exp2(-z) * inverse + inverse)
 
 
 def _with_positives(work: WorkTile, i: int, j: int, ds: Array, z: Array) -> Array:
@@ -282,5 +287,5 @@ def _with_positives(work: WorkTile, i: int, j: int, ds: Array, z: Array) -> Arra
 
     In fp32, and without the cancellation of sigmoid(z) - 1.
     """
-    weight = broadcast(work.load_rows("positive_weight", i), 0)
-    return jnp.where(_matches(work, i, j), weight * _sigmoid(-z), ds)
+    inverse = broadcast(work.load_rows("positive_inverse", i), 0)
+    return jnp.where(_matches(work, i, j), _weighted_sigmoid(-z, inverse), ds)

@@ -116,6 +116,11 @@ def cupy(kernels):
             super().__init__()
             assert non_blocking and priority < 0
 
+    class Array(np.ndarray):
+        def set(self, array, stream):
+            assert stream.ptr == Stream.ptr and array.base is not None  # pinned memory
+            self[:] = array
+
     def function(name):
         def launch(grid, block, arguments):
             pointers = [a.ctypes.data_as(ctypes.c_void_p) if a.ndim else ctypes.c_int(int(a)) for a in arguments]
@@ -124,10 +129,10 @@ def cupy(kernels):
         return launch
 
     runtime = types.SimpleNamespace(memGetInfo=lambda: (2**34, 2**37))
-    cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime)
+    cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime, alloc_pinned_memory=bytearray)
     module = types.SimpleNamespace(get_function=function)
     return types.SimpleNamespace(
-        cuda=cuda, RawModule=lambda code: module, zeros=np.zeros, empty=np.empty, asarray=np.asarray
+        cuda=cuda, RawModule=lambda code: module, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array)
     )
 
 

@@ -37,8 +37,8 @@ XLA_FLAGS = {
     # step before. JAX 0.12.0.1, on simulated devices. Steps take the same time without it.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
-# Also set if the GPUs decode images. Without CUDA graphs, the decoder's kernels get their turn: 89 instead of 63 % of the
-# synthetic rate with 16 chunks of 2,048 images on an H100, 2026-11-26.
+# Set too if the GPUs decode images. Without CUDA graphs, the decoder's kernels start sooner: with 16 chunks of 2,048
+# images, files give 89 instead of 63 % of the synthetic rate on an H100, 2026-11-26.
 DECODE_XLA_FLAGS = {"xla_gpu_enable_command_buffer": ""}
 # Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
 MEMORY_SHARE = 0.9

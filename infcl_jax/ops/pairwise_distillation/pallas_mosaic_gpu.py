@@ -40,6 +40,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     TileSchedule,
     WorkTile,
     broadcast,
+    window_multiples,
 )
 
 # The largest tiles whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is close to the
@@ -76,8 +77,7 @@ class MosaicGpu:
     @property
     def tile(self) -> tuple[int, int]:
         """Row and column multiples of every window."""
-        tiles = self.forward, self.backward
-        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
+        return window_multiples((self.forward, self.backward))
 
     @property
     def depth(self) -> int:

@@ -31,6 +31,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     TileSchedule,
     WorkTile,
     broadcast,
+    window_multiples,
 )
 
 # The fastest tile sizes on an H200, see docs/benchmarks.md.
@@ -69,8 +70,7 @@ class MosaicGpu:
     @property
     def tile(self) -> tuple[int, int]:
         """Row and column multiples of every window."""
-        tiles = (self.forward, self.per_sample, *(t for _, t in self.backward))
-        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
+        return window_multiples((self.forward, self.per_sample, *(t for _, t in self.backward)))
 
     @property
     def depth(self) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -88,6 +88,12 @@ class Tiles:
         """Bytes of SMEM for reductions of a subtile over rows, for as many columns at once as fit."""
         free = (SHARED_MEMORY - self.shared_memory) // REDUCTION_BYTES
         return REDUCTION_BYTES * min(1 + free, SUBTILE // 8)
+
+
+def window_multiples(tiles: Iterable[Tiles]) -> tuple[int, int]:
+    """Row and column multiples of windows that every kernel can divide into its tiles."""
+    rows, columns = zip(*((t.cta_rows, t.cluster_columns) for t in tiles), strict=True)
+    return math.lcm(*rows), math.lcm(*columns)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import (
     TileSchedule,
     WorkTile,
     broadcast,
+    window_multiples,
     window_offset,
 )
 from infcl_jax.ops.pairwise_sigmoid.fused_kernel_api import Operands, Weights
@@ -64,8 +65,7 @@ class MosaicGpu:
     @property
     def tile(self) -> tuple[int, int]:
         """Row and column multiples of every window."""
-        tiles = (self.forward, *(t for _, t in self.backward))
-        return max(t.cta_rows for t in tiles), max(t.cluster_columns for t in tiles)
+        return window_multiples((self.forward, *(t for _, t in self.backward)))
 
     @property
     def depth(self) -> int:
@@ -86,11 +86,11 @@ class MosaicGpu:
         has_positives = operands.matches is not None
         names = ["negative"] + ["positive"] * has_positives
 
-        def epilogue(work: WorkTile, s: Array, rows: list[Array], carry: list) -> list:
+        def epilogue(work: WorkTile, s: Array, rows: list[Array], carry: tuple) -> tuple:
             for i, row_bias in zip(_subtiles(schedule.tiles.rows), rows, strict=True):
                 sums: list[_Terms] = []
                 for j in _subtiles(schedule.tiles.columns):
-                    logits = _logits(work, s, i, j, row_bias, carry)
+                    logits = _logits(work, s, i, j, row_bias)
                     if has_positives:
                         terms = lax.cond(
                             _may_match(work, i, j),
@@ -110,7 +110,7 @@ class MosaicGpu:
             schedule,
             _named_operands(operands, window),
             dict.fromkeys(names, shape),
-            init=_preloaded_bias,
+            init=lambda work: (),
             prefetch=lambda work: [work.load_rows("row_bias", i) for i in _subtiles(schedule.tiles.rows)],
             epilogue=epilogue,
             finalize=lambda work, carry: None,
@@ -127,12 +127,12 @@ class MosaicGpu:
         schedule = self._schedule(tiles, operands, window, pairs)
         has_positives = operands.matches is not None
 
-        def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: list) -> list:
+        def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: tuple) -> tuple:
             store = SubtileStore(work, terms)
             for i, (row_bias, row_inverse) in zip(_subtiles(tiles.rows), rows, strict=True):
                 inverse, folded = broadcast(row_inverse, 0), []
                 for j in _subtiles(tiles.columns):
-                    logit = _logits(work, s, i, j, row_bias, carry)
+                    logit = _logits(work, s, i, j, row_bias)
                     ds = _weighted_sigmoid(logit, inverse)
                     if has_positives:
                         ds = lax.cond(
@@ -167,7 +167,7 @@ class MosaicGpu:
             schedule,
             named,
             results,
-            init=_preloaded_bias,
+            init=lambda work: (),
             prefetch=prefetch,
             epilogue=epilogue,
             finalize=lambda work, carry: None,
@@ -194,21 +194,11 @@ def _subtiles(length: int) -> range:
     return range(0, length, SUBTILE)
 
 
-def _preloaded_bias(work: WorkTile) -> list[Array]:
-    """Load the column bias of each subtile for a whole task.
-
-    Returns an empty list if no column is masked or padding.
-    """
-    if "column_bias" not in work.refs:
-        return []
-    return [work.load_columns("column_bias", j) for j in _subtiles(work.schedule.tiles.columns)]
-
-
-def _logits(work: WorkTile, s: Array, i: int, j: int, row_bias: Array, column_bias: list[Array]) -> Array:
+def _logits(work: WorkTile, s: Array, i: int, j: int, row_bias: Array) -> Array:
     """Compute the logits of the subtile at `[i, j]`, in base 2."""
     bias = broadcast(row_bias, 0)
-    if column_bias:
-        bias = bias + broadcast(column_bias[j // SUBTILE], 1)
+    if "column_bias" in work.refs:  # columns are masked or padding
+        bias = bias + broadcast(work.load_columns("column_bias", j), 1)
     return s[i : i + SUBTILE, j : j + SUBTILE] * work.refs["scale"][0] + bias
 
 

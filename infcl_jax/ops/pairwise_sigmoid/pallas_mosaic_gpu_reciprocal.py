@@ -5,7 +5,6 @@ Pallas divides with `rcp.approx.f32`, which takes five more instructions for sub
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +24,7 @@ def reciprocal(a: Float32[Array, "rows columns"]) -> Float32[Array, "rows column
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA_LAYOUT,), return_type=plgpu.ShapeDtypeStruct(a.shape, jnp.float32, layout=WGMMA_LAYOUT)
+        arg_types=(WGMMA_LAYOUT,), return_type=plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=WGMMA_LAYOUT)
     )
     def invert(_: Any, a: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         inverses = np.empty_like(a.registers)

@@ -27,6 +27,7 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles, TileSch
 DEADLOCK = 300  # seconds
 SMALL = Tiles(rows=64, columns=64, stages=3, cluster=2, lag=1, store_slots=1)
 CLUSTERED = MosaicGpu(SMALL, SMALL, sm_count=4, group_bytes=0)  # groups of one cluster's column tiles
+WIDE = MosaicGpu(*(dataclasses.replace(SMALL, columns=n) for n in (192, 128)), sm_count=4)
 SINGLE = MosaicGpu(*[dataclasses.replace(SMALL, columns=128, cluster=1, stages=2, lag=0)] * 2, sm_count=4)
 
 
@@ -53,11 +54,12 @@ def interpreter(capsys, monkeypatch):
     ("k", "options"),
     [
         (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
+        (WIDE, {}),
         (CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}),
         (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
         (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),
     ],
-    ids=["masked", "another teacher", "scale 100", "fp32"],
+    ids=["masked", "tiles of 192 and of 128 columns", "another teacher", "scale 100", "fp32"],
 )
 def test_options_match_oracle(interpreter, k, options):
     check(Fused(k), make(**{"bx": 150, "by": 140} | options))

@@ -22,6 +22,7 @@ from experiments.benchmarks.timing import Program
 from experiments.reproduction import training
 from experiments.reproduction.training import mesh_of
 from infcl_jax import clip_loss, run
+from infcl_jax.console import say
 from infcl_jax.distributed import DATA_AXIS
 from infcl_jax.models import build_model
 from infcl_jax.models.clip import row_shapes
@@ -216,6 +217,8 @@ def measured_batch(
 ) -> dict[str, float]:
     """Search for the largest batch with gradient caching by running steps on black images.
 
+    The next batch is in memory during a step, as in training. Prints what each batch size has come to.
+
     Returns:
       "batch_k": largest batch size over 1,024 whose step ran. "refused_k": the smallest that ran out of memory.
       "planned_k": the planner's largest.
@@ -230,18 +233,21 @@ def measured_batch(
     planned = largest_batch(planned_workload(changes | {"batch_size": chunk_size}, devices, implementation), limit)
     mesh = mesh_of(devices)
 
-    def runs(batch: int) -> bool:
-        config = make_config(changes | {"batch_size": batch, "implementation": implementation, "total_steps": 1000})
+    def runs(size: int) -> bool:
+        config = make_config(changes | {"batch_size": size, "implementation": implementation, "total_steps": 1000})
         rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-        shapes = row_shapes(build_model(run.read_model_config(config)), batch)
+        shapes = row_shapes(build_model(run.read_model_config(config)), size)
         try:
             state, step = _state_and_step(config, mesh)
             zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=rows)
-            jax.block_until_ready(step(state, zeros()))
+            batch, _next = zeros(), zeros()
+            jax.block_until_ready(step(state, batch))
         except jax.errors.JaxRuntimeError as error:
-            if is_out_of_memory(error):
-                return False
-            raise
+            if not is_out_of_memory(error):
+                raise
+            say(f"  a batch of {size} does not fit")
+            return False
+        say(f"  a batch of {size} runs")
         return True
 
     largest, refused = search_batch(planned, chunk_size, runs)

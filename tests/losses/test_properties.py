@@ -11,6 +11,8 @@ CHECKS = properties.checks(available_implementations(), (1, 4, 8)) | properties.
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [8, pytest.param(50, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.full)]
+)
 def test_matches_float64(name, examples):
     properties.run(CHECKS[name], examples)

@@ -129,7 +129,7 @@ class _Decoded(NamedTuple):
 class _Vectors:
     """Vectors of a group for the resize kernels, in memory that is reused.
 
-    `cupy.asarray` allocates pinned memory. Beside a training step of 4 s on an H100, it took up to 1.6 s.
+    `cupy.asarray` allocates pinned memory, which took up to 1.6 s during a training step of 4 s on an H100.
     """
 
     def __init__(self, cupy: Any) -> None:
@@ -148,10 +148,10 @@ class _Vectors:
         Returns:
           The arrays on the GPU, as bytes.
         """
-        data = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
-        self._host[: data.size] = data
-        self._device[: data.size].set(self._host[: data.size], stream=stream)
         ends = np.cumsum([array.nbytes for array in arrays]).tolist()
+        host = self._host[: ends[-1]]
+        np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays], out=host)
+        self._device[: ends[-1]].set(host, stream=stream)
         return [self._device[end - array.nbytes : end] for array, end in zip(arrays, ends, strict=True)]
 
 

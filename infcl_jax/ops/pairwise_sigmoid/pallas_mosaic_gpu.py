@@ -160,9 +160,7 @@ class MosaicGpu:
             shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)
             results |= dict.fromkeys(MOMENTS, shape)
         named = _named_operands(operands, window)
-        named["negative_inverse"] = _inverse(weights.negative)
-        if weights.positive is not None:
-            named["positive_inverse"] = _inverse(weights.positive)
+        named |= {f"{name}_inverse": _inverse(w) for name, w in weights._asdict().items() if w is not None}
         out = run(
             schedule,
             named,

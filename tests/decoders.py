@@ -26,4 +26,4 @@ class StandIn:
             assert image.format == "JPEG"
             images[row] = resize_box(image.convert("RGB"), Box(*box), size)
             self.decoded += 1
-        return jax.device_put(images, self.device), refused
+        return lambda: jax.device_put(images, self.device), refused

@@ -84,10 +84,12 @@ def device_rate(decoder: DeviceDecoder, files: list[bytes], batch: int, seconds:
     encoded = [np.frombuffer(files[row % len(files)], np.uint8) for row in range(batch)]
     width, height = Image.open(io.BytesIO(files[0])).size  # of all files
     boxes = [Augmentation().draw(height, width, rng).box for _ in range(batch)]
-    calls, start = -1, 0.0
+    calls, start, previous = -1, 0.0, None
     while calls < 1 or time.perf_counter() - start < seconds:
-        images, refused = decoder(encoded, np.array(boxes, np.float32), _IMAGE_SIZE)
-        images.block_until_ready()
+        wait, refused = decoder(encoded, np.array(boxes, np.float32), _IMAGE_SIZE)
+        if previous is not None:  # as in training, the next batch is being decoded
+            previous()
+        previous = wait
         if refused:
             raise ValueError(f"expected a decoder of JPEGs, got one that refuses {len(refused)} of {batch}")
         calls += 1

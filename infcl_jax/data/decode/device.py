@@ -40,8 +40,10 @@ class DeviceDecoder(Protocol):
 
     def __call__(
         self, encoded: Sequence[np.ndarray], boxes: Float[np.ndarray, "b 4"], size: int
-    ) -> tuple[UInt8[jax.Array, "b s s 3"], list[int]]:
+    ) -> tuple[Callable[[], UInt8[jax.Array, "b s s 3"]], list[int]]:
         """Decode images, crop their boxes and resize these (bicubic, antialiased).
+
+        The device may still resize the last ones while it decodes those of the next call.
 
         Args:
           encoded: contents of the image files, uint8 arrays; empty for images to skip.
@@ -49,7 +51,8 @@ class DeviceDecoder(Protocol):
           size: side S of the results, in pixels.
 
         Returns:
-          The images on the device, and the rows that are not decoded, in order. Their pixels are undefined.
+          A function that waits for the images on the device and returns them, and the rows that are not decoded, in
+          order. Their pixels are undefined.
         """
         ...
 
@@ -119,12 +122,12 @@ class _DecodedImages:
     """Decoded images of a batch on the devices of this process, before shifts, flips and replacements.
 
     Attributes:
-      images: images of each device, in memory of its decoder.
+      images: functions that return the images of each device, in memory of its decoder, when they are there.
       changes: the other arguments of `_finish` for each device.
       rows: rows of the batch over all processes.
     """
 
-    images: list[jax.Array]
+    images: list[Callable[[], jax.Array]]
     changes: Sequence[tuple[np.ndarray, ...]]
     rows: int
 
@@ -199,10 +202,11 @@ class DeviceStage:
           The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes.
         """
         decoded: _DecodedImages = batch["image"]
-        finished = [_finish(images, *changes) for images, changes in zip(decoded.images, decoded.changes, strict=True)]
+        images = [wait() for wait in decoded.images]
+        finished = [_finish(array, *changes) for array, changes in zip(images, decoded.changes, strict=True)]
         shape = (decoded.rows, self._size, self._size, 3)
         image = jax.make_array_from_single_device_arrays(shape, self._sharding, finished)
-        self._staged.append((decoded.images, image))
+        self._staged.append((images, image))
         while self._staged and (len(self._staged) > STAGED_BATCHES or self._staged[0][1].is_ready()):
             self._staged.popleft()[1].block_until_ready()
         return batch | {"image": image}
@@ -216,11 +220,11 @@ class DeviceStage:
 
     def _decode(
         self, block: tuple[jax.Device, slice], data: Sequence[np.ndarray], boxes: np.ndarray
-    ) -> tuple[jax.Array, list[int]]:
+    ) -> tuple[Callable[[], jax.Array], list[int]]:
         """Decode the rows of one device.
 
         Returns:
-          Its images, and the rows of the batch that it refused.
+          A function that returns its images, and the rows of the batch that it refused.
         """
         device, rows = block
         images, refused = self._decoders[device](data[rows], boxes[rows], self._size)

@@ -7,7 +7,8 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,16 +96,22 @@ class NvImageCodecDecoder:
 
     def __call__(
         self, encoded: Sequence[np.ndarray], boxes: Float[np.ndarray, "b 4"], size: int
-    ) -> tuple[UInt8[jax.Array, "b s s 3"], list[int]]:
+    ) -> tuple[Callable[[], UInt8[jax.Array, "b s s 3"]], list[int]]:
         """Decode, crop and resize images, see `DeviceDecoder`."""
         with self._device:
             resized = self._cupy.empty((len(encoded), size, size, 3), np.uint8)
         ends = [len(encoded) * lane // LANES for lane in range(LANES + 1)]
         parts = [slice(*ends[lane : lane + 2]) for lane in range(LANES)]
         arguments = [(encoded[part], boxes[part], resized[part]) for part in parts]
-        refused = self._threads.map(_Lane.decode, self._lanes, *zip(*arguments, strict=True))
-        rows = [part.start + row for part, refused_rows in zip(parts, refused, strict=True) for row in refused_rows]
-        return jax.dlpack.from_dlpack(resized), rows
+        decoded = list(self._threads.map(_Lane.decode, self._lanes, *zip(*arguments, strict=True)))
+        rows = [part.start + row for part, (refused, _) in zip(parts, decoded, strict=True) for row in refused]
+
+        def wait() -> jax.Array:
+            for _, done in decoded:
+                done.synchronize()
+            return jax.dlpack.from_dlpack(resized)
+
+        return wait, rows
 
 
 class _Decoded(NamedTuple):
@@ -156,7 +163,10 @@ class _Vectors:
 
 
 class _Lane:
-    """Decoder and stream of one thread."""
+    """Decoder and stream of one thread.
+
+    The last images of a call are resized while the first ones of the next call are decoded.
+    """
 
     def __init__(self, codec: Any, cupy: Any, device: Any) -> None:
         self._codec, self._cupy, self._device = codec, cupy, device
@@ -170,14 +180,17 @@ class _Lane:
         # Images of two groups, one of which is resized while the other is decoded. Their memory is reused, because
         # allocations wait for all work on the GPU, that of training included.
         self._kept: tuple[list[_Decoded], list[_Decoded]] = [], []
+        self._group = 0  # number of groups so far
+        self._running: Any = None  # event of the previous group, and what it uses until then
         with device:
             # Its kernels start before queued kernels of training.
             self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
             self._vectors = _Vectors(cupy), _Vectors(cupy)  # of two groups, too
             module = cupy.RawModule(code=SOURCE)
             self._columns, self._rows = (module.get_function(name) for name in ("resize_columns", "resize_rows"))
+        weakref.finalize(self, self._stream.synchronize)  # the last group is in use until then
 
-    def decode(self, encoded: Sequence[np.ndarray], boxes: np.ndarray, resized: Any) -> list[int]:
+    def decode(self, encoded: Sequence[np.ndarray], boxes: np.ndarray, resized: Any) -> tuple[list[int], Any]:
         """Decode, crop and resize images.
 
         Args:
@@ -186,24 +199,23 @@ class _Lane:
           resized: array on the GPU for the results.
 
         Returns:
-          The rows that are not decoded, in order.
+          The rows that are not decoded, in order, and the event at which the others are in `resized`.
         """
         size: int = resized.shape[1]
         refused: list[int] = []
         with self._device, self._stream:
-            running: Any = None  # images and buffer of the previous group, in use until its event
-            for number, group in enumerate(self._groups(encoded, size, refused)):
-                images = self._decode_group([stream for _, stream in group], self._kept[number % 2])
+            for group in self._groups(encoded, size, refused):
+                slot = self._group % 2
+                self._group += 1
+                images = self._decode_group([stream for _, stream in group], self._kept[slot])
                 decoded = [(row, image) for (row, _), image in zip(group, images, strict=True) if image is not None]
                 refused += [row for (row, _), image in zip(group, images, strict=True) if image is None]
-                vectors = self._vectors[number % 2]
-                buffer = self._resize(decoded, boxes, size, resized, vectors) if decoded else None
+                buffer = self._resize(decoded, boxes, size, resized, self._vectors[slot]) if decoded else None
                 event = self._stream.record()
-                if running is not None:
-                    running[0].synchronize()
-                running = event, decoded, buffer
-            self._stream.synchronize()
-        return sorted(refused)
+                if self._running is not None:
+                    self._running[0].synchronize()
+                self._running = event, encoded, decoded, buffer
+            return sorted(refused), self._stream.record()
 
     def _decode_group(self, streams: Sequence[Any], kept: list[_Decoded]) -> list[_Decoded | None]:
         """Decode files into the memory of kept images, and new images for the rest.

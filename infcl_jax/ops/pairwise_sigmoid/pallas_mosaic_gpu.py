@@ -224,7 +224,8 @@ class _Terms(NamedTuple):
 
 def _terms(z: Array) -> _Terms:
     """Sum softplus of a subtile's logits over columns that are in the registers of one thread."""
-    return _Terms(_fold(operator.add, jnp.maximum(z, 0.0)), _fold(merge, jnp.exp2(-jnp.abs(z))))
+    positive = jnp.maximum(z, 0.0)
+    return _Terms(_fold(operator.add, positive), _fold(merge, jnp.exp2(z - 2.0 * positive)))
 
 
 def _split_terms(work: WorkTile, i: int, j: int, z: Array) -> tuple[_Terms, _Terms]:

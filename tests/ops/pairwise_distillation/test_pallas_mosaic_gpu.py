@@ -54,7 +54,7 @@ def interpreter(capsys, monkeypatch):
     ("k", "options"),
     [
         (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
-        (WIDE, {}),
+        (WIDE, {"by": 400}),
         (CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}),
         (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
         (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),

@@ -2,7 +2,7 @@
 
     python docs/figures/make_data.py
 
-The bars are measurements on H200s with 16 CPU cores (docs/benchmarks.md, 2026-11-23 and 24).
+The bars are measurements on machines with 16 CPU cores (docs/benchmarks.md, 2026-11-23 to 26).
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ from make_memory import COLORS, FOLDER, GRAY
 
 # Images per second of ViT-B/32, lowest and highest measurement.
 RATES = {
-    "OpenCLIP, from files": (2_730, 2_730, COLORS["local"]),
-    "infcl_jax's data pipeline, decoding on the CPU": (4_123, 4_689, COLORS["mosaic_gpu"]),
-    "infcl_jax, from files, decoding on the GPU": (9_168, 10_589, COLORS["mosaic_gpu"]),
-    "infcl_jax, images in GPU memory": (11_603, 11_895, GRAY),
+    "OpenCLIP, from files (H200)": (2_730, 2_730, COLORS["local"]),
+    "infcl_jax's data pipeline, decoding on the CPU (H200)": (4_123, 4_689, COLORS["mosaic_gpu"]),
+    "infcl_jax, from files, decoding on the GPU (H100)": (10_391, 10_391, COLORS["mosaic_gpu"]),
+    "infcl_jax, images in GPU memory (H100)": (10_884, 10_884, GRAY),
 }
 
 
@@ -32,7 +32,7 @@ def main(path: Path = FOLDER / "data.svg") -> None:
             axes.text(high + 120, row, label, va="center")
         axes.set_yticks(range(len(RATES)), list(reversed(RATES)))
         axes.set(xlim=(0, 14_000), xticks=[])
-        axes.set_title("ViT-B/32 on one H200 with 16 CPU cores, images/s", color=GRAY, weight="bold")
+        axes.set_title("ViT-B/32 on one GPU with 16 CPU cores, images/s", color=GRAY, weight="bold")
         axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
         axes.tick_params(length=0)
         figure.savefig(path, transparent=True, metadata={"Date": None})

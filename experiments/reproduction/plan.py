@@ -39,7 +39,8 @@ class CellPlan(NamedTuple):
       gpus: number of GPUs; 0 for what the planner computes without one.
       memory: peak memory of a GPU in bytes; of a loss alone, its workspace. None without GPUs.
       fits: whether the memory is within the limit of the GPU.
-      step_seconds: estimated seconds of a step, or of the loss with its gradients; None without GPUs.
+      step_seconds: estimated seconds of a step, or of the loss with its gradients; None without GPUs
+        and for a search.
       steps: steps of a training run; None for a measurement of a few steps.
     """
 
@@ -148,6 +149,8 @@ def _time(seconds: float) -> str:
 def _plan(cell: Cell, device: str, devices: int) -> CellPlan:
     if cell.measure in ("loss_time", "loss_memory"):
         return _plan_loss(cell, device)
+    if cell.measure == "measured_batch":  # fills the GPUs
+        return CellPlan(cell, cell.arguments["devices"], device_named(device).memory_limit)
     if cell.measure not in _CONFIGS:
         return CellPlan(cell)
     config = _CONFIGS[cell.measure](cell.arguments)

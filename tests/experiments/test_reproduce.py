@@ -267,15 +267,17 @@ def test_a_plan_has_memory_and_time_of_each_cell():
     run = cell("full_run", config="fastclip:quickstart,loss=clip", changes=changes)
     large = cell("loss_memory", implementation="dense", batch=2**20, dim=512, devices=1)
     planner = cell("planned_batch", changes={}, devices=8, device="A100-80", implementation="xla")
-    target = a_target(*(Entry("a", str(i), (c,), "") for i, c in enumerate((run, step, large, planner))))
+    search = cell("measured_batch", model="tiny", chunk_size=8, devices=1)
+    target = a_target(*(Entry("a", str(i), (c,), "") for i, c in enumerate((run, step, large, planner, search))))
     plans = plan.plan_target(target, "small", "H100-80", 1)
-    assert [one.gpus for one in plans] == [1, 2, 1, 0] and [one.fits for one in plans] == [True, True, False, True]
-    assert [one.steps for one in plans] == [500, None, None, None]
+    assert [one.gpus for one in plans] == [1, 2, 1, 0, 1]
+    assert [one.fits for one in plans] == [True, True, False, True, True]
+    assert [one.steps for one in plans] == [500, None, None, None, None]
     assert plans[0].seconds == 500 * plans[0].step_seconds > 0 and plans[2].memory > 2**42
     text = plan.describe_target(target, "small", "H100-80", 1)
     assert text.count("does not fit") == 1 and "hardware of the paper: a GPU" in text
     row = plan.plan_table([target], "paper").splitlines()[-1]
-    assert row.startswith("| `some` | 4 | 1 | 500 | 1, 2, 8 |") and re.search(r" \| 1 \| \d s \|$", row)
+    assert row.startswith("| `some` | 5 | 1 | 500 | 1, 2, 8 |") and re.search(r" \| 1 \| \d s \|$", row)
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ class NvImageCodecDecoder:
     def free_bytes(self) -> int:
         """Bytes of GPU memory that JAX has not reserved and nothing else uses."""
         with self._device:
+            self._cupy.get_default_memory_pool().free_all_blocks()  # of earlier decoders
             return self._cupy.cuda.runtime.memGetInfo()[0]
 
     def __call__(

@@ -148,11 +148,21 @@ def cupy(kernels):
 
         return launch
 
-    runtime = types.SimpleNamespace(memGetInfo=lambda: (2**34, 2**37))
+    class Pool:
+        free = 2**33
+
+        def free_all_blocks(self):
+            self.free = 2**34
+
+    pool = Pool()
+    runtime = types.SimpleNamespace(memGetInfo=lambda: (pool.free, 2**37))
     cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime, alloc_pinned_memory=bytearray)
     module = types.SimpleNamespace(get_function=function)
     return types.SimpleNamespace(
-        cuda=cuda, RawModule=lambda code: module, empty=lambda shape, dtype: np.empty(shape, dtype).view(Array)
+        cuda=cuda,
+        RawModule=lambda code: module,
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+        get_default_memory_pool=lambda: pool,
     )
 
 

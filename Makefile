@@ -36,12 +36,13 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 
 # The longest files first, so that both workers end at about the same time.
-FIRST := tests/ops tests/test_planner_accuracy.py tests/losses/test_clip.py
+FIRST := tests/ops tests/losses/test_clip.py
 # Training steps and whole runs, and the examples of the documentation.
 RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
   tests/test_frozen_features.py tests/test_initialization.py tests/data/tokenizers/test_runs.py \
   tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
-  tests/test_encoder.py tests/test_examples.py tests/test_pages.py
+  tests/test_encoder.py tests/test_examples.py tests/test_pages.py tests/test_planner_accuracy.py \
+  tests/models/test_convert.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests
@@ -49,7 +50,7 @@ test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the
 test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, of verification and of examples
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
+test-slow: $(TRITON)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
 	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/test_quickstart.py tests
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI

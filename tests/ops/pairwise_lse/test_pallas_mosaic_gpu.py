@@ -373,16 +373,14 @@ def lowered(argnums, rows, dim, dtype, mesh=None, by_id=False):
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
-FAST = [(640, jnp.bfloat16), (1024, jnp.float32)]
-SLOW = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024, 1280)), (1000, jnp.float32)]
+DTYPES = [*((dim, jnp.bfloat16) for dim in (512, 640, 768, 1024, 1280)), *((dim, jnp.float32) for dim in (1000, 1024))]
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "by_id"),
     [
-        *((*case, False) for case in FAST),
         (512, jnp.bfloat16, True),
-        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in DTYPES),
     ],
 )
 def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, by_id):
@@ -409,7 +407,7 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     assert count_kernels(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
 
 
-@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), pytest.param(True, 9, marks=pytest.mark.slow)])
 def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 

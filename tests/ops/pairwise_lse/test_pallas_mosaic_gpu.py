@@ -373,14 +373,16 @@ def lowered(argnums, rows, dim, dtype, mesh=None, by_id=False):
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
-DTYPES = [*((dim, jnp.bfloat16) for dim in (512, 640, 768, 1024, 1280)), *((dim, jnp.float32) for dim in (1000, 1024))]
+SLOW = [(640, jnp.bfloat16), (1280, jnp.bfloat16), (1024, jnp.float32)]
+FULL = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024)), (1000, jnp.float32)]
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "by_id"),
     [
         (512, jnp.bfloat16, True),
-        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in DTYPES),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, False, marks=pytest.mark.full) for case in FULL),
     ],
 )
 def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, by_id):

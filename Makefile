@@ -50,7 +50,7 @@ test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the
 test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, of verification and of examples
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
 
-test-slow: $(TRITON)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
 	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/test_quickstart.py tests
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI

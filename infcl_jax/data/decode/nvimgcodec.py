@@ -102,17 +102,17 @@ class NvImageCodecDecoder:
         with self._device:
             resized = self._cupy.empty((len(encoded), size, size, 3), np.uint8)
         ends = [len(encoded) * lane // LANES for lane in range(LANES + 1)]
-        parts = [slice(*ends[lane : lane + 2]) for lane in range(LANES)]
-        arguments = [(encoded[part], boxes[part], resized[part]) for part in parts]
+        slices = [slice(*ends[lane : lane + 2]) for lane in range(LANES)]
+        arguments = [(encoded[rows], boxes[rows], resized[rows]) for rows in slices]
         decoded = list(self._threads.map(_Lane.decode, self._lanes, *zip(*arguments, strict=True)))
-        rows = [part.start + row for part, (refused, _) in zip(parts, decoded, strict=True) for row in refused]
+        refused = [rows.start + row for rows, (own, _) in zip(slices, decoded, strict=True) for row in own]
 
         def wait() -> jax.Array:
             for _, done in decoded:
                 done.synchronize()
             return jax.dlpack.from_dlpack(resized)
 
-        return wait, rows
+        return wait, refused
 
 
 class _Decoded(NamedTuple):
@@ -215,7 +215,7 @@ class _Lane:
                 event = self._stream.record()
                 if self._running is not None:
                     self._running[0].synchronize()
-                self._running = event, encoded, decoded, buffer
+                self._running = event, encoded, resized, decoded, buffer
             return sorted(refused), self._stream.record()
 
     def _decode_group(self, streams: Sequence[Any], kept: list[_Decoded]) -> list[_Decoded | None]:

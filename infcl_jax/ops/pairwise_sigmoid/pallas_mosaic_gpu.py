@@ -101,8 +101,8 @@ class MosaicGpu:
                     else:
                         terms = (_terms(logits),)
                     sums = [_add(a, b) for a, b in zip(sums, terms, strict=True)] if sums else list(terms)
-                for name, total in zip(names, sums, strict=True):
-                    work.refs[name][work.column_tile, pl.ds(work.row + i, SUBTILE)] = _row_sum(total)
+                for name, summed in zip(names, sums, strict=True):
+                    work.refs[name][work.column_tile, pl.ds(work.row + i, SUBTILE)] = _row_sum(summed)
             return carry
 
         shape = jax.ShapeDtypeStruct((schedule.column_tiles, window.rows), jnp.float32)

@@ -1,5 +1,6 @@
 """The GPU decoder on the CPU: its kernels compiled as C++, its packages replaced by Pillow and NumPy."""
 
+import collections
 import contextlib
 import ctypes
 import io
@@ -8,6 +9,7 @@ import subprocess
 import threading
 import types
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -60,6 +62,7 @@ class Codec:
     Backend = staticmethod(lambda kind: kind)
     DecodeParams = staticmethod(lambda **params: params)
     groups: list[int]
+    streams: list
     new_images = 0
 
     class CodeStream:
@@ -115,7 +118,8 @@ def cupy(kernels):
 
         def __init__(self, non_blocking, priority):
             assert non_blocking and priority < 0
-            self.queued = []
+            self.queued, self.done = collections.deque(), 0
+            Codec.streams.append(self)
 
         def __enter__(self):
             self.current.stream = self
@@ -124,16 +128,16 @@ def cupy(kernels):
             del self.current.stream
 
         def record(self):
-            last = len(self.queued)
+            last = self.done + len(self.queued)
             return types.SimpleNamespace(synchronize=lambda: self.run(last))
 
         def synchronize(self):
-            self.run(len(self.queued))
+            self.run(self.done + len(self.queued))
 
         def run(self, last):
-            for i in range(last):
-                work, self.queued[i] = self.queued[i], lambda: None
-                work()
+            while self.done < last:
+                self.queued.popleft()()
+                self.done += 1
 
     class Array(np.ndarray):
         def set(self, array, stream):
@@ -168,7 +172,7 @@ def cupy(kernels):
 
 @pytest.fixture
 def decoders(monkeypatch, kernels):
-    Codec.groups, Codec.new_images = [], 0
+    Codec.groups, Codec.streams, Codec.new_images = [], [], 0
     monkeypatch.setattr(nvimgcodec, "_import_packages", lambda: (Codec, cupy(kernels)))
     device = type("Device", (), {"local_hardware_id": 0})()
     return lambda rows=8: nvimgcodec.open_decoders([device], rows, 32)[device]
@@ -183,7 +187,9 @@ def jpeg(height, width, seed=0, **options):
 
 def decode(decoder, data, boxes, size):
     wait, refused = decoder(data, np.array(boxes, np.float32), size)
-    return np.asarray(wait()), refused
+    images = wait()
+    assert isinstance(images, jax.Array)
+    return np.asarray(images), refused
 
 
 def expected(data, box, size):
@@ -248,6 +254,7 @@ def test_next_batches_are_decoded_before_the_last_images_are_there(monkeypatch, 
     decoder, box = decoders(), (5, 6, 70, 80)
     batches = [[jpeg(90, 120, 10 * batch + row) for row in range(5)] for batch in range(3)]
     waits = [decoder(batch, np.array([box] * 5, np.float32), 32)[0] for batch in batches]
+    assert all(stream.queued for stream in Codec.streams)
     for batch, wait in reversed(list(zip(batches, waits, strict=True))):
         for data, image in zip(batch, np.asarray(wait()), strict=True):
             assert np.abs(image.astype(int) - expected(data, box, 32)).max() <= 1

@@ -409,7 +409,7 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     assert count_kernels(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
 
 
-@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), pytest.param(True, 9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
 def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 

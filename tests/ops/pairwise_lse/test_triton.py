@@ -383,7 +383,6 @@ jax.eval_shape(sharded, x)
 """
 
 
-@pytest.mark.slow
 def test_kernels_compile_without_a_gpu():
     triton_compile.check(KERNELS, 10)
 

@@ -68,16 +68,18 @@ def start(settings: str, workdir: str, started: str) -> None:
 
     import infcl_jax
     from infcl_jax.run.train import train
+    from infcl_jax.training import compiled_ahead
 
-    spans, ahead = list[_Span](), list[_Span]()
+    main, ahead = list[_Span](), list[_Span]()
+    threads = {threading.main_thread().name: main, compiled_ahead.THREAD: ahead}
 
     def count(event: str, duration_secs: float, **_: str | int) -> None:
-        if event in _EVENTS:
-            main_thread = threading.current_thread() is threading.main_thread()
-            _add(spans if main_thread else ahead, _Span(_EVENTS[event], time.time() - duration_secs, duration_secs))
+        spans = threads.get(threading.current_thread().name)
+        if event in _EVENTS and spans is not None:
+            _add(spans, _Span(_EVENTS[event], time.time() - duration_secs, duration_secs))
 
     def seconds() -> dict[str, float]:
-        return _totals(spans) | {"compile_ahead": sum(_totals(ahead).values())}
+        return _totals(main) | {"compile_ahead": sum(_totals(ahead).values())}
 
     marks = [float(started), time.time()]
     jax.monitoring.register_event_duration_secs_listener(count)

@@ -5,12 +5,15 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from infcl_jax.ops.common.mosaic_kernels import compile_kernels
 from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep
 
+THREAD = "compile the training step"
+
 
 class CompiledAhead:
-    """Training step that a thread compiles while the run is prepared.
+    """Training step that threads compile while the run is prepared.
 
     JAX traces and lowers the step at once. The first call finds the compiled program again if its arguments have the
     shapes, dtypes and shardings announced here. If they differ, or if the compilation fails, the first call compiles
@@ -29,7 +32,7 @@ class CompiledAhead:
         self._thread: threading.Thread | None = None
         with contextlib.suppress(Exception):
             lowered = step.lower(state, batch)  # type: ignore[attr-defined]
-            self._thread = threading.Thread(target=_compile, args=(lowered,), name="compile the training step")
+            self._thread = threading.Thread(target=_compile, args=(lowered,), name=THREAD)
             self._thread.start()
 
     def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
@@ -41,5 +44,7 @@ class CompiledAhead:
 
 
 def _compile(lowered: Any) -> None:
+    with contextlib.suppress(Exception):
+        compile_kernels(lowered)
     with contextlib.suppress(Exception):
         lowered.compile()

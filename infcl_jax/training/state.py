@@ -25,7 +25,7 @@ from infcl_jax.training.frozen import (
     merge,
     partition,
 )
-from infcl_jax.training.op_by_op import run_op_by_op
+from infcl_jax.training.run_by_result import run_by_result
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 
@@ -148,7 +148,7 @@ class StateInit:
         shapes = traced.out_info
         sharded = shardings(shapes, mesh, parameter_sharding)
         placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, sharded)
-        return cls(placed, functools.partial(run_op_by_op, traced, sharded))
+        return cls(placed, functools.partial(run_by_result, traced, sharded))
 
     def with_samples(self, init_samples: Callable[[], Any], sharding: NamedSharding) -> "StateInit":
         """Add the sample state that a function returns, with the sharding of its arrays."""

@@ -27,17 +27,41 @@ for dim, dtype in ((512, jnp.bfloat16), (1024, jnp.bfloat16), (768, jnp.float32)
     jax.jit(loss).lower(features, features, scale).compile()
 """
 
+ONCE = """
+import jax, jax.numpy as jnp
+from infcl_jax import clip_loss
+from infcl_jax.ops.common.mosaic_kernels import compile_kernels
+features, scale = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+loss = jax.value_and_grad(lambda *args: clip_loss(*args, implementation="mosaic_gpu"), argnums=(0, 1, 2))
+lowered = jax.jit(loss).lower(features, features, scale)
+kernels = [future.result() for future in compile_kernels(lowered)]
+lowered.compile()
+print("kernels:", len(kernels))
+"""
+
+
+def assembled(script, *args):
+    """Run a script, and return what it prints and the assembler reports."""
+    env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
 
 # The assembler of JAX 0.12, nvJitLink, ignores `set_max_registers` ("C7504"). Once it does not, this test says so.
 @pytest.mark.xfail(jax.__version_info__ >= (0, 12), reason="nvJitLink ignores set_max_registers", strict=True)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu"], indirect=True)  # only Mosaic reports what the assembler says
 @pytest.mark.parametrize("loss", ["clip", "siglip", "distillation"])
 def test_kernels_spill_no_registers(implementation, loss):
-    env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run([sys.executable, "-c", SPILLS, loss], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stdout + done.stderr)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", assembled(SPILLS, loss))
     assert set(spills) == {"0"}
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"], indirect=True)
+def test_kernels_compiled_ahead_are_not_compiled_again(implementation):
+    report = assembled(ONCE)
+    (kernels,) = map(int, re.findall(r"kernels: (\d+)", report))
+    assert report.count("Compiling entry function") == kernels > 1
 
 
 @pytest.mark.parametrize("b", [8192, 65536])

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.distributed import data_mesh
-from infcl_jax.training.op_by_op import run_op_by_op
+from infcl_jax.training.run_by_result import run_by_result
 
 REPLICATED = PartitionSpec()
 CONSTANT = jnp.arange(8.0)
@@ -25,7 +25,7 @@ def evaluated(arrays, spec=REPLICATED):
     traced = jax.jit(lambda: draw(arrays)).trace()
     sharding = NamedSharding(data_mesh(), REPLICATED)
     shardings = jax.tree.map(lambda shape: sharding.update(spec=spec if shape.ndim else ()), traced.out_info)
-    return shardings, run_op_by_op(traced, shardings)
+    return shardings, run_by_result(traced, shardings)
 
 
 @pytest.mark.parametrize("spec", [REPLICATED, PartitionSpec("data")], ids=["replicated", "sharded"])

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Integer
 
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
 
-_TILE = 128  # sorted rows summed by id in one GEMM
+_TILE = 128  # rows of a GEMM that sums by id
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -81,9 +81,7 @@ def _sum_over_devices(
 def sum_by_id(ids: Integer[Array, "n"], rows: Float[Array, "n width"], count: int) -> Float32[Array, "{count} width"]:
     """Sum the rows of each id in a fixed order.
 
-    The rows are sorted by id and split into tiles. Within a tile, a GEMM with a 0/1 matrix replaces every row by the
-    sum of the rows of its id. A scan over tiles adds the sums of preceding tiles. The last row of each id then holds
-    the complete sum, and only that row is written.
+    The rows are sorted by id. The last row of each id then gets the sum of its rows, and only that row is written.
 
     Args:
       ids: integer [n], at least 0.
@@ -93,31 +91,33 @@ def sum_by_id(ids: Integer[Array, "n"], rows: Float[Array, "n width"], count: in
     Returns:
       float32 [count, width].
     """
-    padding = -len(ids) % _TILE
-    ids, rows = jnp.pad(ids, (0, padding), constant_values=count), jnp.pad(rows, ((0, padding), (0, 0)))
     indices = jnp.arange(len(ids), dtype=jnp.int32)
     ids, order = lax.sort((ids, indices), num_keys=1, is_stable=True)
-    tiles, rows = ids.reshape(-1, _TILE), rows[order].reshape(-1, _TILE, rows.shape[1])
-    same = (tiles[:, :, None] == tiles[:, None, :]).astype(rows.dtype)
-    sums = jnp.einsum("kij,kjw->kiw", same, rows, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
-
-    first, last = tiles[:, 0], tiles[:, -1]
-    continues = jnp.pad(last[:-1] == first[1:], (1, 0))[:, None]  # the tile's first id has rows in the preceding tile
-    starts = ~continues | (first != last)[:, None]  # the tile's last id has no rows in the preceding tile
-    _, running = lax.associative_scan(_segmented_add, (starts, sums[:, -1]))
-    preceding = jnp.where(continues, jnp.pad(running[:-1], ((1, 0), (0, 0))), 0.0)
-    sums += jnp.where((tiles == first[:, None])[:, :, None], preceding[:, None], 0.0)
-
+    sums = _running_sums(ids, rows[order])
     ends = ids != jnp.pad(ids[1:], (0, 1), constant_values=-1)
     target = jnp.where(ends, ids, count + indices)  # the other rows get unique out-of-bounds indices and are dropped
     zeros = jnp.zeros((count, rows.shape[-1]), jnp.float32)
-    return zeros.at[target].set(sums.reshape(len(ids), -1), mode="drop", unique_indices=True)
+    return zeros.at[target].set(sums, mode="drop", unique_indices=True)
 
 
-def _segmented_add(left: tuple, right: tuple) -> tuple:
-    """Combine (start flag, sum) pairs of a segmented sum.
+def _running_sums(ids: Integer[Array, "n"], rows: Float[Array, "n width"]) -> Float32[Array, "n width"]:
+    """Return the sum of each row and the preceding rows of its id.
 
-    A start flag discards the sum on its left.
+    A GEMM with a 0/1 matrix sums within a tile. The running sums of the tiles' last rows, by recursion, are what the
+    preceding tiles add to the rows of a tile's first id.
+
+    Args:
+      ids: integer [n], sorted.
+      rows: floating [n, width].
     """
-    (left_starts, left_sum), (right_starts, right_sum) = left, right
-    return left_starts | right_starts, right_sum + jnp.where(right_starts, 0.0, left_sum)
+    n, padding = len(ids), (0, -len(ids) % _TILE)
+    tiles = jnp.pad(ids, padding, mode="edge").reshape(-1, _TILE)
+    tiled = jnp.pad(rows, (padding, (0, 0))).reshape(*tiles.shape, -1)
+    same = jnp.tril(tiles[:, :, None] == tiles[:, None, :]).astype(rows.dtype)
+    sums = jnp.einsum("kij,kjw->kiw", same, tiled, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+    if len(tiles) > 1:
+        first, last = tiles[:, 0], tiles[:, -1]
+        preceding = jnp.pad(_running_sums(last[:-1], sums[:-1, -1]), ((1, 0), (0, 0)))
+        continues = jnp.pad(last[:-1] == first[1:], (1, 0))[:, None] & (tiles == first[:, None])
+        sums += jnp.where(continues[:, :, None], preceding[:, None], 0.0)
+    return sums.reshape(-1, rows.shape[1])[:n]

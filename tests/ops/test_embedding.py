@@ -26,7 +26,7 @@ def ids_with_repeats(n):
     return ids
 
 
-@pytest.mark.parametrize("n", [2, 128, 129, 1000])
+@pytest.mark.parametrize("n", [2, 128, 129, 1000, 128 * 128 + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_summed_by_id_in_float32(n, dtype):
     ids, rows = ids_with_repeats(n), jnp.asarray(np.random.default_rng(1).normal(size=(n, WIDTH)), dtype)

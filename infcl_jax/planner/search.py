@@ -18,7 +18,7 @@ def largest_batch(workload: Workload, memory_limit: int) -> int:
     Examples:
       >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64)
       >>> largest_batch(run, memory_limit=2**27)
-      4032
+      4015
 
     Args:
       workload: settings of the step; `batch_size` is ignored.

@@ -71,19 +71,20 @@ def _computation(closed: Any, producers: Mapping[Var, int], atom: Any) -> _Compu
             needed.add(number)
             operands += closed.jaxpr.eqns[number].invars
     eqns = [closed.jaxpr.eqns[number] for number in sorted(needed)]
-    literals: list[Any] = [operand for eqn in eqns for operand in eqn.invars if isinstance(operand, Literal)]
-    literals += [atom] * isinstance(atom, Literal)
-    variables = [Var(literal.aval) for literal in literals]
-    names = iter(variables)
+    arguments = dict[Var, np.ndarray]()
 
-    def lifted(operands: list[Any]) -> list[Any]:
-        return [next(names) if isinstance(operand, Literal) else operand for operand in operands]
+    def lifted(operand: Any) -> Any:
+        if not isinstance(operand, Literal):
+            return operand
+        aval: Any = operand.aval
+        variable = Var(aval)
+        arguments[variable] = np.asarray(operand.val, aval.dtype)
+        return variable
 
-    eqns = [eqn.replace(invars=lifted(eqn.invars)) for eqn in eqns]
-    (outvar,) = lifted([atom])
-    jaxpr = closed.jaxpr.replace(eqns=eqns, invars=variables, outvars=[outvar])
-    arguments = [np.asarray(literal.val, literal.aval.dtype) for literal in literals]
-    return _Computation(closed.replace(jaxpr=jaxpr), arguments, _key(jaxpr))
+    eqns = [eqn.replace(invars=[lifted(operand) for operand in eqn.invars]) for eqn in eqns]
+    outvar = lifted(atom)
+    jaxpr = closed.jaxpr.replace(eqns=eqns, invars=list(arguments), outvars=[outvar])
+    return _Computation(closed.replace(jaxpr=jaxpr), list(arguments.values()), _key(jaxpr))
 
 
 def _key(jaxpr: Any) -> Hashable:

@@ -1,4 +1,4 @@
-"""Evaluation op by op: the results of one program, from few compiled programs."""
+"""Evaluation by result: the results of one program, from few compiled programs."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ def mosaic_kernels(lowered: Any) -> list[dict[str, bytes | bool]]:
     """Return the attributes of a lowered program's Mosaic GPU kernels, each kernel once."""
     from jaxlib.mlir import ir  # a private name: without it, a run compiles its kernels with the step
 
-    kernels = dict[bytes | bool, dict[str, bytes | bool]]()
+    kernels: dict[Any, dict[str, bytes | bool]] = {}  # by hash
 
     def visit(op: Any) -> Any:
         if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == _TARGET:

@@ -22,7 +22,8 @@ from ml_collections import ConfigDict
 from experiments import command
 from infcl_jax import run
 from infcl_jax.console import say
-from infcl_jax.distributed import MEMORY_SHARE, data_mesh
+from infcl_jax.distributed import data_mesh
+from infcl_jax.jax_start import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
     Device,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax import process_watch
+from infcl_jax import jax_start, process_watch
 from infcl_jax.checks import check_choice
 
 DATA_AXIS = "data"
@@ -24,28 +24,6 @@ MESHES = ("flat", "hosts")
 START_TIMEOUT = 120
 # Seconds. Longer than the pauses of virtual machines and networks, shorter than the start of a run.
 LOST_PROCESS_TIMEOUT = 30
-XLA_FLAGS = {
-    # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
-    "xla_gpu_collective_permute_mode": "peer",
-    # Bytes (8 GiB): combines all transfers of one rotation around the ring into one.
-    "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
-    # Disables Triton GEMMs in favor of cuBLAS, which accumulates into its output in place.
-    "xla_gpu_enable_triton_gemm": "false",
-    # MiB: 0 disables merging of GEMMs, whose merged result would have to be sliced.
-    "xla_gpu_dot_merger_threshold_mb": "0",
-    # With it, several losses in one program (Matryoshka) read memory before it is written: NaN, or the gradients of the
-    # step before. JAX 0.12.0.1, on simulated devices. Steps take the same time without it.
-    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
-}
-# Set too if the GPUs decode images. Without CUDA graphs, the decoder's kernels start sooner: with 16 chunks of 2,048
-# images, files give 89 instead of 63 % of the synthetic rate on an H100, 2026-11-26.
-DECODE_XLA_FLAGS = {"xla_gpu_enable_command_buffer": ""}
-# Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
-MEMORY_SHARE = 0.9
-# Hardware queues of a GPU. With fewer, decoding waits for the queued training programs: 233 instead of 9,830 images/s
-# beside GEMMs on an H200, 2026-11-23.
-DECODE_CONNECTIONS = 32
-_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def initialize(
@@ -58,8 +36,9 @@ def initialize(
 ) -> None:
     """Set XLA flags and the memory fraction, and join a multi-process run.
 
-    Call this before JAX initializes its devices. Flags that the environment variable `XLA_FLAGS` already sets keep
-    their values. JAX then preallocates `memory_share()` of GPU memory. A process that has joined does not join again.
+    Call this before JAX initializes its devices; otherwise a warning names the settings that come too late. Flags that
+    the environment variable `XLA_FLAGS` already sets keep their values. JAX then preallocates
+    `infcl_jax.jax_start.memory_share()` of GPU memory. A process that has joined does not join again.
 
     The environment variables `COORDINATOR_ADDRESS` (host:port of process 0), `NUM_PROCESSES` and `PROCESS_ID` take
     precedence. Otherwise, if SLURM or Open MPI has started more than one task, `jax.distributed.initialize` detects
@@ -84,15 +63,7 @@ def initialize(
       ValueError: some but not all of the three variables are set, or `PROCESS_ID` and `NUM_PROCESSES` are not integers
         with `0 <= PROCESS_ID < NUM_PROCESSES`.
     """
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    present = {flag.split("=")[0] for flag in flags}
-    wanted = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
-    missing = [f"--{name}={value}" for name, value in wanted.items() if f"--{name}" not in present]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
-    if not _given_share():
-        os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
-    if gpu_decode:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(DECODE_CONNECTIONS))
+    jax_start.set_variables(gpu_decode=gpu_decode)
     if jax.distributed.is_initialized():
         return
     environ = os.environ if environ is None else environ
@@ -125,19 +96,6 @@ def coordination_client() -> Any:
     from jax._src.distributed import global_state
 
     return global_state.client
-
-
-def memory_share() -> float:
-    """Fraction of GPU memory that JAX preallocates.
-
-    Read from `XLA_CLIENT_MEM_FRACTION` or `XLA_PYTHON_CLIENT_MEM_FRACTION`; 0.9 by default.
-    """
-    return float(_given_share() or MEMORY_SHARE)
-
-
-def _given_share() -> str | None:
-    """Return the memory fraction set in the environment, if any."""
-    return next(filter(None, map(os.environ.get, _SHARE_NAMES)), None)
 
 
 def _explicit_cluster(names: Sequence[str], given: Mapping[str, str]) -> tuple[str, int, int]:

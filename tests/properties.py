@@ -361,9 +361,15 @@ def sigmoid_checks(implementations, devices):
 
 
 def run(check, examples):
-    """Run a check on `examples` examples, deterministically, without deadline or database."""
+    """Run a check on `examples` examples, deterministically, without deadline or database.
 
-    @hypothesis.settings(max_examples=examples, derandomize=True, deadline=None, database=None)
+    The check compiles programs between its draws, which Hypothesis would take for slow draws.
+    """
+    slow = (hypothesis.HealthCheck.too_slow,)
+
+    @hypothesis.settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=slow
+    )
     @hypothesis.given(st.data())
     def example(data):
         check(data)

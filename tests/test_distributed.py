@@ -1,6 +1,5 @@
 """Cluster detection, and transfer of arrays to devices and back."""
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,16 +17,13 @@ from infcl_jax.distributed import data_mesh, replicate, shard_batch, to_host, tr
 EXPLICIT = {"COORDINATOR_ADDRESS": "host:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
 TIMEOUTS = {"initialization_timeout": 120, "heartbeat_timeout_seconds": 30}
 CLUSTER = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3} | TIMEOUTS
-SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @pytest.fixture
 def joined(monkeypatch):
     """The arguments of every call of `jax.distributed.initialize`."""
     calls = []
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    for name in SHARE_NAMES:
-        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(distributed.jax_start, "set_variables", lambda **_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     return calls
 
@@ -61,51 +57,10 @@ def test_the_environment_of_the_process_is_the_default(joined, monkeypatch):
     assert [call["process_id"] for call in joined] == [3]
 
 
-@pytest.mark.parametrize("gpu_decode,before,after", [(True, "", "32"), (True, "8", "8"), (False, "", None)])
-def test_gpu_decoding_needs_hardware_queues(joined, monkeypatch, gpu_decode, before, after):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, before)
-    if not before:
-        monkeypatch.delenv(name)
-    distributed.initialize({}, gpu_decode=gpu_decode)
-    assert os.environ.get(name) == after
-
-
 def test_a_process_joins_once(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     distributed.initialize(EXPLICIT)
     assert joined == []
-
-
-@pytest.mark.parametrize("given", ["", "--xla_a=1", "--xla_gpu_collective_permute_mode=private"])
-def test_flags_for_the_ring_do_not_replace_those_given(joined, monkeypatch, given):
-    monkeypatch.setenv("XLA_FLAGS", given)
-    for _ in range(2):
-        distributed.initialize({})
-    flags = os.environ["XLA_FLAGS"].split()
-    assert flags[: len(given.split())] == given.split()
-    assert sorted({flag.split("=")[0] for flag in flags}) == sorted(flag.split("=")[0] for flag in flags)
-    assert {f"--{name}" for name in distributed.XLA_FLAGS} <= {flag.split("=")[0] for flag in flags}
-
-
-@pytest.mark.parametrize("given", ["", "--xla_gpu_enable_command_buffer=FUSION"])
-@pytest.mark.parametrize("gpu_decode", [True, False])
-def test_gpu_decoding_turns_cuda_graphs_off(joined, monkeypatch, gpu_decode, given):
-    monkeypatch.setenv("XLA_FLAGS", given)
-    distributed.initialize({}, gpu_decode=gpu_decode)
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "command_buffer" in flag]
-    assert flags == ([given] if given else ["--xla_gpu_enable_command_buffer="] * gpu_decode)
-
-
-@pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
-def test_the_share_of_memory_does_not_replace_the_one_given(joined, monkeypatch, given, share):
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    for _ in range(2):
-        distributed.initialize({})
-    assert distributed.memory_share() == share
-    # JAX refuses to be told twice.
-    assert [float(os.environ[name]) for name in SHARE_NAMES if os.environ[name]] == [share]
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))

@@ -67,7 +67,9 @@ def start(settings: str, workdir: str, started: str) -> None:
     import jax
 
     import infcl_jax
+    from infcl_jax.run.devices import start_devices
     from infcl_jax.run.train import train
+    from infcl_jax.settings import make_config
     from infcl_jax.training import compiled_ahead
 
     main, ahead = list[_Span](), list[_Span]()
@@ -83,7 +85,8 @@ def start(settings: str, workdir: str, started: str) -> None:
 
     marks = [float(started), time.time()]
     jax.monitoring.register_event_duration_secs_listener(count)
-    jax.devices()
+    config = make_config(json.loads(settings))
+    start_devices(config)
     marks.append(time.time())
     prepared: dict[str, float] = {}
 
@@ -98,7 +101,7 @@ def start(settings: str, workdir: str, started: str) -> None:
                 self.phases = _phases(marks, prepared, seconds())
 
     first = FirstStep()
-    train(json.loads(settings), workdir, [first])
+    train(config, workdir, [first])
     print(json.dumps(first.phases))
 
 

@@ -1,0 +1,79 @@
+"""Settings that JAX and CUDA read when they start: XLA flags, the share of GPU memory and hardware queues."""
+
+import os
+import warnings
+
+import jax
+
+XLA_FLAGS = {
+    # Ring transfers within a process are peer-to-peer copies, which occupy no SMs.
+    "xla_gpu_collective_permute_mode": "peer",
+    # Bytes (8 GiB): combines all transfers of one rotation around the ring into one.
+    "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 33),
+    # Disables Triton GEMMs in favor of cuBLAS, which accumulates into its output in place.
+    "xla_gpu_enable_triton_gemm": "false",
+    # MiB: 0 disables merging of GEMMs, whose merged result would have to be sliced.
+    "xla_gpu_dot_merger_threshold_mb": "0",
+    # With it, several losses in one program (Matryoshka) read memory before it is written: NaN, or the gradients of the
+    # step before. JAX 0.12.0.1, on simulated devices. Steps take the same time without it.
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
+# Set too if the GPUs decode images. Without CUDA graphs, the decoder's kernels start sooner: with 16 chunks of 2,048
+# images, files give 89 instead of 63 % of the synthetic rate on an H100, 2026-11-26.
+DECODE_XLA_FLAGS = {"xla_gpu_enable_command_buffer": ""}
+# Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
+MEMORY_SHARE = 0.9
+# Hardware queues of a GPU. With fewer, decoding waits for the queued training programs: 233 instead of 9,830 images/s
+# beside GEMMs on an H200, 2026-11-23.
+DECODE_CONNECTIONS = 32
+_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def set_variables(*, gpu_decode: bool = False) -> None:
+    """Set the environment variables, except for the flags and variables that the user has set.
+
+    Warns if JAX has already read them, so that a change comes too late.
+
+    Args:
+      gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` and turns off CUDA graphs.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    present = {flag.split("=")[0] for flag in flags}
+    wanted = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
+    missing = [f"--{name}={value}" for name, value in wanted.items() if f"--{name}" not in present]
+    late = _started_platform()
+    ignored = [flag for flag in missing if flag.startswith(f"--xla_{late}_")]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+    if not _given_share():
+        os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
+        ignored += [f"{_SHARE_NAMES[0]}={MEMORY_SHARE}"] * (late == "gpu")
+    if gpu_decode:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(DECODE_CONNECTIONS))
+    if ignored:
+        warnings.warn(
+            f"JAX has started without these settings, which now have no effect: {' '.join(ignored)}. Restart this "
+            "Python process (or notebook), and call infcl_jax.distributed.initialize() before JAX is first used",
+            stacklevel=3,
+        )
+
+
+def memory_share() -> float:
+    """Fraction of GPU memory that JAX preallocates.
+
+    Read from `XLA_CLIENT_MEM_FRACTION` or `XLA_PYTHON_CLIENT_MEM_FRACTION`; 0.9 by default.
+    """
+    return float(_given_share() or MEMORY_SHARE)
+
+
+def _given_share() -> str | None:
+    """Return the memory fraction set in the environment, if any."""
+    return next(filter(None, map(os.environ.get, _SHARE_NAMES)), None)
+
+
+def _started_platform() -> str | None:
+    """Return JAX's platform, or None if it has not started."""
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:  # a private name; without it, there is no warning
+        return None
+    return jax.default_backend() if backends_are_initialized() else None

@@ -10,6 +10,9 @@ from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep
 
 THREAD = "compile the training step"
+# Seconds after which the step cannot come from the persistent compilation cache: JAX reads it from there in 1 to 2 s.
+# XLA needs the first kernel much later.
+_CACHE_SECONDS = 3.0
 
 
 class CompiledAhead:
@@ -44,7 +47,13 @@ class CompiledAhead:
 
 
 def _compile(lowered: Any) -> None:
-    with contextlib.suppress(Exception):
-        compile_kernels(lowered)
+    kernels = threading.Timer(_CACHE_SECONDS, _compile_kernels, [lowered])
+    kernels.start()
     with contextlib.suppress(Exception):
         lowered.compile()
+    kernels.cancel()
+
+
+def _compile_kernels(lowered: Any) -> None:
+    with contextlib.suppress(Exception):
+        compile_kernels(lowered)

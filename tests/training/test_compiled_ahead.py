@@ -1,6 +1,7 @@
 """The first step finds the program that was compiled from shapes alone."""
 
 import contextlib
+import threading
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from infcl_jax import run, train
 from infcl_jax.distributed import data_mesh
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.parts import state_init
-from infcl_jax.training import make_train_step
+from infcl_jax.training import compiled_ahead, make_train_step
 from infcl_jax.training.compiled_ahead import CompiledAhead
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
@@ -92,3 +93,28 @@ def test_a_batch_of_other_shapes_is_compiled_as_usual():
 def test_other_batches_are_not_announced(changes):
     config = runs.config(**changes)
     assert batch_shapes(config, data_mesh(), run.text_tokenizer(config)) is None
+
+
+class Step:
+    """A step whose compilation ends at once, or when its kernels are compiled."""
+
+    def __init__(self, waits):
+        self.kernels, self.waits = threading.Event(), waits
+
+    def lower(self, *_):
+        return self
+
+    def compile(self):
+        assert not self.waits or self.kernels.wait(60)
+
+    def __call__(self, *arguments):
+        return arguments
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_kernels_are_compiled_ahead_unless_the_step_is_cached(monkeypatch, cached):
+    step = Step(waits=not cached)
+    monkeypatch.setattr(compiled_ahead, "compile_kernels", lambda lowered: lowered.kernels.set())
+    monkeypatch.setattr(compiled_ahead, "_CACHE_SECONDS", 0.5)
+    assert CompiledAhead(step, "state", "batch")("state", "batch") == ("state", "batch")
+    assert step.kernels.wait(0.7) != cached

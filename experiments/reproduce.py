@@ -25,6 +25,7 @@ from experiments.reproduction.page import overview, write_page
 from experiments.reproduction.plan import GPU, PLANNED_SCALES, describe_target, gpus_of
 from infcl_jax import compilation_cache, distributed
 from infcl_jax.console import say
+from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.planner import device_named
 
 _ALL = "all"
@@ -82,7 +83,7 @@ def main() -> None:
     target = target_named(_TARGET.value)
     if _SCALE.value in PLANNED_SCALES:
         if _SCALE.value != "paper" or _YES.value:
-            distributed.initialize()  # before the plan, which starts JAX
+            distributed.initialize(gpu_decode=gpu_decoder_installed())  # before the plan, which starts JAX
         gpus = _GPUS.value or gpus_of(_SCALE.value)
         print(describe_target(target, _SCALE.value, device_named(_GPU.value).name, gpus))
     if _SCALE.value == "paper" and not _YES.value:
@@ -91,6 +92,7 @@ def main() -> None:
     if _SCALE.value == "tiny":
         jax.config.update("jax_platforms", "cpu")  # also where there is a GPU
         jax.config.update("jax_num_cpu_devices", target.devices)
+        distributed.initialize()
     compilation_cache.enable(None, say)
     if errors := reproduce(target, _SCALE.value, _RESULTS.value):
         raise ValueError(f"expected all cells to succeed, got {len(errors)} failures, the first: {errors[0]}")

@@ -18,7 +18,20 @@ from infcl_jax.losses import (
 from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
 
 if TYPE_CHECKING:
-    from infcl_jax import notebook
+    from infcl_jax import (
+        data,
+        distributed,
+        evaluation,
+        exit_codes,
+        models,
+        notebook,
+        planner,
+        report,
+        run,
+        settings,
+        training,
+        verification,
+    )
     from infcl_jax.encoder import Encoder, load
     from infcl_jax.run.callbacks import Callback
     from infcl_jax.run.train import train
@@ -34,16 +47,27 @@ __all__ = [
     "chunk_rows",
     "clip_loss",
     "create_samples",
+    "data",
     "distillation_loss",
+    "distributed",
+    "evaluation",
+    "exit_codes",
     "global_contrastive_loss",
     "load",
     "matryoshka",
+    "models",
     "notebook",
     "pairwise_lse",
     "pairwise_scores_lse",
+    "planner",
+    "report",
     "retrieval_loss",
+    "run",
+    "settings",
     "siglip_loss",
     "train",
+    "training",
+    "verification",
     "verify",
 ]
 
@@ -52,12 +76,15 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-# Names that stand on the whole library, whose import takes seconds; the losses need little of it.
-_LAZY = {
+# Imported on first use, because the whole library takes seconds to import and the losses need little of it.
+_MODULES = (
+    *("data", "distributed", "evaluation", "exit_codes", "models", "notebook", "planner", "report", "run", "settings"),
+    *("training", "verification"),
+)
+_LAZY = {name: f"infcl_jax.{name}" for name in _MODULES} | {
     "Callback": "infcl_jax.run.callbacks",
     "Encoder": "infcl_jax.encoder",
     "load": "infcl_jax.encoder",
-    "notebook": "infcl_jax.notebook",
     "train": "infcl_jax.run.train",
     "verify": "infcl_jax.verification",
 }
@@ -71,4 +98,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LAZY})

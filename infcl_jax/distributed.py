@@ -36,7 +36,7 @@ def initialize(
 ) -> None:
     """Set XLA flags and the memory fraction, and join a multi-process run.
 
-    Call this before JAX initializes its devices; otherwise a warning names the settings that come too late. Flags that
+    Call this before JAX initializes its devices; otherwise a warning names the settings that came too late. Flags that
     the environment variable `XLA_FLAGS` already sets keep their values. JAX then preallocates
     `infcl_jax.jax_start.memory_share()` of GPU memory. A process that has joined does not join again.
 

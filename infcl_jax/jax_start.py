@@ -1,4 +1,4 @@
-"""Settings that JAX and CUDA read when they start: XLA flags, the share of GPU memory and hardware queues."""
+"""Settings that JAX and CUDA read when they start: XLA flags, memory fraction and hardware queues."""
 
 import os
 import warnings
@@ -26,13 +26,15 @@ MEMORY_SHARE = 0.9
 # Hardware queues of a GPU. With fewer, decoding waits for the queued training programs: 233 instead of 9,830 images/s
 # beside GEMMs on an H200, 2026-11-23.
 DECODE_CONNECTIONS = 32
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PACKAGE = os.path.dirname(__file__)
 
 
 def set_variables(*, gpu_decode: bool = False) -> None:
-    """Set the environment variables, except for the flags and variables that the user has set.
+    """Set XLA flags, memory fraction and hardware queues, unless the user has set them.
 
-    Warns if JAX has already read them, so that a change comes too late.
+    Warns if JAX has already started without them.
 
     Args:
       gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` and turns off CUDA graphs.
@@ -41,19 +43,23 @@ def set_variables(*, gpu_decode: bool = False) -> None:
     present = {flag.split("=")[0] for flag in flags}
     wanted = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
     missing = [f"--{name}={value}" for name, value in wanted.items() if f"--{name}" not in present]
-    late = _started_platform()
-    ignored = [flag for flag in missing if flag.startswith(f"--xla_{late}_")]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+    variables: dict[str, str] = {}
     if not _given_share():
-        os.environ[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
-        ignored += [f"{_SHARE_NAMES[0]}={MEMORY_SHARE}"] * (late == "gpu")
-    if gpu_decode:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(DECODE_CONNECTIONS))
-    if ignored:
+        variables[_SHARE_NAMES[0]] = str(MEMORY_SHARE)
+    if gpu_decode and _CONNECTIONS not in os.environ:
+        variables[_CONNECTIONS] = str(DECODE_CONNECTIONS)
+    os.environ.update(variables)
+    platform = _started_platform()
+    late = [flag for flag in missing if flag.startswith(f"--xla_{platform}_")]
+    if platform == "gpu":
+        late += [f"{name}={value}" for name, value in variables.items()]
+    if late:
         warnings.warn(
-            f"JAX has started without these settings, which now have no effect: {' '.join(ignored)}. Restart this "
-            "Python process (or notebook), and call infcl_jax.distributed.initialize() before JAX is first used",
-            stacklevel=3,
+            f"JAX started before these settings, which have no effect now: {' '.join(late)}. Restart this Python "
+            f"process (or notebook), and call infcl_jax.distributed.initialize({'gpu_decode=True' * gpu_decode}) "
+            "before the first use of JAX",
+            skip_file_prefixes=(_PACKAGE,),
         )
 
 

@@ -363,7 +363,7 @@ def sigmoid_checks(implementations, devices):
 def run(check, examples):
     """Run a check on `examples` examples, deterministically, without deadline or database.
 
-    The check compiles programs between its draws, which Hypothesis would take for slow draws.
+    Hypothesis counts compilations between draws as slow draws, so that check of its own is off.
     """
     slow = (hypothesis.HealthCheck.too_slow,)
 

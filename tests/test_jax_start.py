@@ -1,6 +1,8 @@
-"""Environment variables that JAX reads when it starts."""
+"""Settings that JAX and CUDA read when they start."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -12,17 +14,17 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.fixture
-def platform(monkeypatch):
-    """Set the platform that JAX has started; None at first. Without the variables of this process."""
+def start(monkeypatch):
+    """Set the platform that JAX has started, None at first, without the variables of this process."""
     for name in ("XLA_FLAGS", *SHARE_NAMES, CONNECTIONS):
         monkeypatch.setenv(name, "")  # restored in the end, also if the test sets or deletes it
         monkeypatch.delenv(name)
 
-    def start(name):
-        monkeypatch.setattr(jax_start, "_started_platform", lambda: name)
+    def started(platform):
+        monkeypatch.setattr(jax_start, "_started_platform", lambda: platform)
 
-    start(None)
-    return start
+    started(None)
+    return started
 
 
 def flags():
@@ -30,7 +32,7 @@ def flags():
 
 
 @pytest.mark.parametrize("given", ["", "--xla_a=1", "--xla_gpu_collective_permute_mode=private"])
-def test_flags_do_not_replace_those_given(platform, monkeypatch, given):
+def test_flags_do_not_replace_those_given(start, monkeypatch, given):
     monkeypatch.setenv("XLA_FLAGS", given)
     for _ in range(2):
         jax_start.set_variables()
@@ -42,7 +44,7 @@ def test_flags_do_not_replace_those_given(platform, monkeypatch, given):
 
 @pytest.mark.parametrize("given", ["", "--xla_gpu_enable_command_buffer=FUSION"])
 @pytest.mark.parametrize("gpu_decode", [True, False])
-def test_gpu_decoding_turns_cuda_graphs_off(platform, monkeypatch, gpu_decode, given):
+def test_gpu_decoding_turns_cuda_graphs_off(start, monkeypatch, gpu_decode, given):
     monkeypatch.setenv("XLA_FLAGS", given)
     jax_start.set_variables(gpu_decode=gpu_decode)
     set_flags = [flag for flag in flags() if "command_buffer" in flag]
@@ -50,7 +52,7 @@ def test_gpu_decoding_turns_cuda_graphs_off(platform, monkeypatch, gpu_decode, g
 
 
 @pytest.mark.parametrize(("gpu_decode", "before", "after"), [(True, None, "32"), (True, "8", "8"), (False, None, None)])
-def test_gpu_decoding_needs_hardware_queues(platform, monkeypatch, gpu_decode, before, after):
+def test_gpu_decoding_needs_hardware_queues(start, monkeypatch, gpu_decode, before, after):
     if before:
         monkeypatch.setenv(CONNECTIONS, before)
     jax_start.set_variables(gpu_decode=gpu_decode)
@@ -58,7 +60,7 @@ def test_gpu_decoding_needs_hardware_queues(platform, monkeypatch, gpu_decode, b
 
 
 @pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
-def test_the_share_of_memory_does_not_replace_the_one_given(platform, monkeypatch, given, share):
+def test_the_share_of_memory_does_not_replace_the_one_given(start, monkeypatch, given, share):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
@@ -68,18 +70,46 @@ def test_the_share_of_memory_does_not_replace_the_one_given(platform, monkeypatc
     assert [float(os.environ[name]) for name in SHARE_NAMES if os.environ.get(name)] == [share]
 
 
+GPU_FLAGS = [f"--{name}={value}" for name, value in jax_start.XLA_FLAGS.items() if "_gpu_" in name]
+CPU_FLAGS = [f"--{name}={value}" for name, value in jax_start.XLA_FLAGS.items() if "_cpu_" in name]
+SHARE = f"{SHARE_NAMES[0]}=0.9"
+
+
 @pytest.mark.parametrize(
-    ("started", "ignored"),
-    [("gpu", "--xla_gpu_enable_triton_gemm=false"), ("gpu", "XLA_CLIENT_MEM_FRACTION=0.9"), ("cpu", "--xla_cpu_")],
+    ("platform", "gpu_decode", "given", "late"),
+    [
+        ("cpu", True, {}, CPU_FLAGS),
+        ("gpu", False, {}, [*GPU_FLAGS, SHARE]),
+        ("gpu", False, {"XLA_FLAGS": f"{GPU_FLAGS[0]}", SHARE_NAMES[1]: "0.5"}, GPU_FLAGS[1:]),
+        ("gpu", True, {}, [*GPU_FLAGS, "--xla_gpu_enable_command_buffer=", SHARE, f"{CONNECTIONS}=32"]),
+        ("gpu", True, {CONNECTIONS: "8"}, [*GPU_FLAGS, "--xla_gpu_enable_command_buffer=", SHARE]),
+    ],
 )
-def test_settings_that_come_too_late_are_named_once(platform, started, ignored):
-    platform(started)
-    with pytest.warns(UserWarning, match=f"^JAX has started without [^\n]*{ignored}[^\n]*Restart") as warned:
-        jax_start.set_variables()
-    assert f"--xla_{'cpu' if started == 'gpu' else 'gpu'}_" not in str(warned[0].message)
-    jax_start.set_variables()  # a warning here would be an error
+def test_settings_that_come_too_late_are_named_once(start, monkeypatch, platform, gpu_decode, given, late):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    start(platform)
+    advice = f"initialize({'gpu_decode=True' if gpu_decode else ''})"
+    with pytest.warns(UserWarning) as warned:
+        jax_start.set_variables(gpu_decode=gpu_decode)
+    message = str(warned[0].message)
+    assert message.startswith(f"JAX started before these settings, which have no effect now: {' '.join(late)}. Restart")
+    assert advice in message
+    jax_start.set_variables(gpu_decode=gpu_decode)  # a warning here would be an error
 
 
 def test_the_platform_of_this_process_has_started():
     jax.devices()
     assert jax_start._started_platform() == "cpu"
+
+
+def test_initialize_sets_the_variables_and_does_not_start_jax():
+    code = (
+        "import os, infcl_jax; infcl_jax.distributed.initialize(gpu_decode=True)\n"
+        f"print(os.environ['XLA_FLAGS'], os.environ['{CONNECTIONS}'])\n"
+        "import jax; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", CONNECTIONS)}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    printed = subprocess.check_output(command, env=environment, text=True).split()
+    assert printed == [*GPU_FLAGS, *CPU_FLAGS, "--xla_gpu_enable_command_buffer=", "32", "3"]

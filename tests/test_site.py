@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,12 @@ def test_every_public_function_is_on_an_api_page(package):
     assert [x for x in public if callable(x) and not any(x is other for other in documented)] == []
     modules = [name for name in module.__all__ if inspect.ismodule(getattr(module, name))]
     assert all(any(path.startswith(f"{package}.{name}.") for path in OBJECTS) for name in modules)
+
+
+def test_importing_infcl_jax_provides_every_name():
+    code = "import infcl_jax; print(*dir(infcl_jax)); infcl_jax.models.CLIP"
+    names = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    assert {name.split(".")[1] for name in OBJECTS} - {*names} == set()
 
 
 def test_no_object_is_on_two_api_pages():

@@ -140,7 +140,7 @@ def main() -> None:
             workdir = os.path.join(folder, cache)
             arguments = json.dumps(settings | {"compilation_cache": os.path.join(folder, "cache")}), workdir
             command = [sys.executable, "-c", _CHILD, *arguments, str(time.time())]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # warnings are shown
             print(json.dumps({"cache": cache, **json.loads(done.stdout.splitlines()[-1])}), flush=True)
 
 

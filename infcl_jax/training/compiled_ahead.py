@@ -5,13 +5,15 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from infcl_jax.ops.common.mosaic_kernels import compile_kernels
+import jax
+
+from infcl_jax.ops.common.mosaic_kernels import compile_kernels, mosaic_kernels
 from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep
 
 THREAD = "compile the training step"
-# Seconds after which the step cannot come from the persistent compilation cache: JAX reads it from there in 1 to 2 s.
-# XLA needs the first kernel much later.
+# Seconds before the kernels are compiled ahead, if there is a persistent compilation cache. JAX reads a step from it in
+# 1 to 2 s (docs/benchmarks.md, 2026-11-27). If that takes longer, the kernels are compiled in vain.
 _CACHE_SECONDS = 3.0
 
 
@@ -47,13 +49,18 @@ class CompiledAhead:
 
 
 def _compile(lowered: Any) -> None:
-    kernels = threading.Timer(_CACHE_SECONDS, _compile_kernels, [lowered])
-    kernels.start()
+    cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    kernels: list[Any] = []
+    with contextlib.suppress(Exception):
+        kernels = mosaic_kernels(lowered)
+    timer = threading.Timer(_CACHE_SECONDS if cached else 0.0, _compile_kernels, [kernels])
+    with contextlib.suppress(Exception):
+        timer.start()
     with contextlib.suppress(Exception):
         lowered.compile()
-    kernels.cancel()
+    timer.cancel()
 
 
-def _compile_kernels(lowered: Any) -> None:
+def _compile_kernels(kernels: list[Any]) -> None:
     with contextlib.suppress(Exception):
-        compile_kernels(lowered)
+        compile_kernels(kernels)

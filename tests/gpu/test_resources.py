@@ -30,11 +30,11 @@ for dim, dtype in ((512, jnp.bfloat16), (1024, jnp.bfloat16), (768, jnp.float32)
 ONCE = """
 import jax, jax.numpy as jnp
 from infcl_jax import clip_loss
-from infcl_jax.ops.common.mosaic_kernels import compile_kernels
+from infcl_jax.ops.common.mosaic_kernels import compile_kernels, mosaic_kernels
 features, scale = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
 loss = jax.value_and_grad(lambda *args: clip_loss(*args, implementation="mosaic_gpu"), argnums=(0, 1, 2))
 lowered = jax.jit(loss).lower(features, features, scale)
-kernels = [future.result() for future in compile_kernels(lowered)]
+kernels = [future.result() for future in compile_kernels(mosaic_kernels(lowered))]
 lowered.compile()
 print("kernels:", len(kernels))
 """

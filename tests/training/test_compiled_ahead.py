@@ -96,16 +96,16 @@ def test_other_batches_are_not_announced(changes):
 
 
 class Step:
-    """A step whose compilation ends at once, or when its kernels are compiled."""
+    """A step whose compilation ends when its kernels are compiled, or at once if it is cached."""
 
-    def __init__(self, waits):
-        self.kernels, self.waits = threading.Event(), waits
+    def __init__(self, cached):
+        self.kernels, self.cached = threading.Event(), cached
 
     def lower(self, *_):
         return self
 
     def compile(self):
-        assert not self.waits or self.kernels.wait(60)
+        assert self.cached or self.kernels.wait(60)
 
     def __call__(self, *arguments):
         return arguments
@@ -113,8 +113,9 @@ class Step:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_kernels_are_compiled_ahead_unless_the_step_is_cached(monkeypatch, cached):
-    step = Step(waits=not cached)
-    monkeypatch.setattr(compiled_ahead, "compile_kernels", lambda lowered: lowered.kernels.set())
-    monkeypatch.setattr(compiled_ahead, "_CACHE_SECONDS", 0.5)
-    assert CompiledAhead(step, "state", "batch")("state", "batch") == ("state", "batch")
-    assert step.kernels.wait(0.7) != cached
+    monkeypatch.setattr(compiled_ahead, "mosaic_kernels", lambda lowered: lowered.kernels)
+    monkeypatch.setattr(compiled_ahead, "compile_kernels", threading.Event.set)
+    monkeypatch.setattr(compiled_ahead, "_CACHE_SECONDS", 60 if cached else 0)
+    assert CompiledAhead(step := Step(cached), "state", "batch")("state", "batch") == ("state", "batch")
+    assert [t for t in threading.enumerate() if isinstance(t, threading.Timer) and not t.finished.is_set()] == []
+    assert step.kernels.is_set() != cached

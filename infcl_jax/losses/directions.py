@@ -80,8 +80,9 @@ def mean_of_both(
         return weight * loss, global_sum(weight.sum(), axis_name)
 
     (row_loss, row_weight), (column_loss, column_weight) = weighted(rows), weighted(columns)
-    loss = row_loss + row_weight / _nonzero(column_weight) * column_loss
-    return global_sum((loss / 2).sum(), axis_name) / _nonzero(row_weight)
+    total = jnp.where(row_weight == 0, column_weight, row_weight)  # the rows may have no weight while the columns do
+    loss = row_loss + total / _nonzero(column_weight) * column_loss
+    return global_sum((loss / 2).sum(), axis_name) / _nonzero(total)
 
 
 def uniform_logit(

@@ -54,6 +54,20 @@ def test_duplicates_in_bf16_are_as_exact_as_their_features():
     assert oracle.relative_error(got, want[1]) <= 1e-2
 
 
+@pytest.mark.parametrize("image_id,text_id", [(0, 1), (1, 0)])
+def test_only_one_direction_may_have_weight(image_id, text_id):
+    """The positive's image or its text has weight 0."""
+    image, text = oracle.features("random", 4, 4, 9)
+    ids, weights = np.arange(8, dtype=np.int32).reshape(2, 4), np.array([1, 0, 0, 0], np.float32)
+    ids[0, image_id] = ids[1, text_id] = 9
+    want, _ = properties_ids.expected(image, text, 5.0, ids, np.ones((4, 4), bool), (1, 0), weights, "mean", 0.0)
+    loss = jax.value_and_grad(clip_loss, argnums=(0, 1, 2))
+    got, gradients = loss(image, text, 5.0, image_ids=ids[0], text_ids=ids[1], weights=weights)
+    assert got == pytest.approx(want[0], rel=1e-5) and want[0] > 0
+    for g, w in zip(gradients, want[1:], strict=True):
+        assert oracle.relative_error(g, w) <= 1e-5
+
+
 @pytest.mark.parametrize("multi_positive", ["mean", "any"])
 def test_two_columns_are_one_id(multi_positive):
     image, text = oracle.features("random", 12, 12, 9)

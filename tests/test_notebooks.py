@@ -17,10 +17,17 @@ def test_stored_notebooks_have_outputs_a_badge_and_an_install_cell(name):
     assert not any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))
 
 
+def outputs(name):
+    """The text that a notebook shows, without warnings."""
+    shown = notebook_runner.text(notebook_runner.execute(name))
+    assert "UserWarning" not in shown
+    return shown
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quickstart():
-    shown = notebook_runner.text(notebook_runner.execute("quickstart"))
+    shown = outputs("quickstart")
     results = dict(re.findall(r"^(\w+/\w+_r5) +([\d.]+)%$", shown, re.M))
     assert len(results) == 2 and min(map(float, results.values())) > 30
 
@@ -28,7 +35,7 @@ def test_quickstart():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_your_own_images():
-    shown = notebook_runner.text(notebook_runner.execute("your_own_images"))
+    shown = outputs("your_own_images")
     bytes_tokens, trained_tokens = map(int, re.findall(r" (\d+) tokens for ", shown))
     assert trained_tokens < bytes_tokens / 2
     own, mean = map(float, re.search(r"own picture ([\d.]+), to all (-?[\d.]+)$", shown, re.M).groups())
@@ -40,7 +47,7 @@ def test_your_own_images():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_your_own_training_loop():
-    shown = notebook_runner.text(notebook_runner.execute("your_own_training_loop"))
+    shown = outputs("your_own_training_loop")
     differences = re.findall(r"^largest difference of the losses.*: ([\d.e-]+)$", shown, re.M)
     assert len(differences) == 2 and max(map(float, differences)) < 1e-4
     verdicts = re.findall(r"^(right|wrong)(?:: (\w+)$|: loss and gradients agree)", shown, re.M)
@@ -54,7 +61,7 @@ def test_your_own_training_loop():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_openclip_weights():
-    shown = notebook_runner.text(notebook_runner.execute("openclip_weights"))
+    shown = outputs("openclip_weights")
     features = [float(difference) for difference in re.findall(r"differ by at most ([\d.e-]+)$", shown, re.M)]
     assert len(features) == 2 and max(features) < 1e-5
     before, after = (int(percent) for percent in re.findall(r"^(\d+)% of 100 pictures are right$", shown, re.M))

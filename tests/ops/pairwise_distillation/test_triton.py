@@ -61,5 +61,6 @@ def calls(k, w):
 """
 
 
-def test_kernels_compile_without_a_gpu():
-    triton_compile.check(KERNELS, 4)
+@pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
+def test_kernels_compile_without_a_gpu(capability):
+    triton_compile.check(capability, KERNELS, 4)

@@ -383,8 +383,9 @@ jax.eval_shape(sharded, x)
 """
 
 
-def test_kernels_compile_without_a_gpu():
-    triton_compile.check(KERNELS, 10)
+@pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
+def test_kernels_compile_without_a_gpu(capability):
+    triton_compile.check(capability, KERNELS, 10)
 
 
 def device_kernels():

@@ -2,7 +2,7 @@
 
 A folder with a table and tar files of the same samples give the same losses. With 2,000 images, printing the losses:
 
-    python -m pytest -q -s -m slow tests/experiments/test_own_images.py
+    python -m pytest -q -s -m full tests/experiments/test_own_images.py
 """
 
 import re
@@ -52,7 +52,7 @@ def commands():
     ("count", "changes"),
     [
         (64, {"batch_size": 16, "total_steps": 6}),
-        pytest.param(2000, {"batch_size": 200, "total_steps": 30}, marks=pytest.mark.slow),
+        pytest.param(2000, {"batch_size": 200, "total_steps": 30}, marks=pytest.mark.full),
     ],
 )
 def test_a_folder_and_tar_files_train_to_the_same_losses(tmp_path, count, changes):

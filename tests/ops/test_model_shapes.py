@@ -107,10 +107,16 @@ def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
 SIZES = sorted({model_config(name).embed_dim for name in OPS})
 
 
+OFTEN = (SIZES[0], 512, SIZES[-1])
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"),
     # Other sizes in fp16 and fp32 are in pairwise_lse/test_pallas_mosaic_gpu.py.
-    [(768, "float16"), *(pytest.param(size, "bfloat16", marks=pytest.mark.slow) for size in SIZES)],
+    [
+        (768, "float16"),
+        *(pytest.param(n, "bfloat16", marks=pytest.mark.slow if n in OFTEN else pytest.mark.full) for n in SIZES),
+    ],
 )
 def test_loss_lowers_at_the_feature_sizes_of_the_models(size, dtype):
     features, scale = jax.ShapeDtypeStruct((4 * BATCH, size), dtype), jax.ShapeDtypeStruct((), jnp.float32)

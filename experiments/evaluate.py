@@ -264,7 +264,7 @@ def _main() -> None:
         return
     if values.workdir:
         raise ValueError("expected --weights or --workdir, got both; the weights of a run are --weights=WORKDIR")
-    distributed.initialize()  # before the folder, which only one process writes to
+    distributed.initialize()  # before `prepare_workdir`, which starts JAX
     output = prepare_workdir(values.output) if values.output else None  # fails before the evaluation
     results = evaluate_weights(
         values.weights,

@@ -201,7 +201,6 @@ def evaluate_weights(
     """
     if not evaluations:
         raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
-    distributed.initialize()
     compilation_cache.enable(None, say)
     encoder = infcl_jax.load(path, model=model, tokenizer=tokenizer, batch_size=batch_size)
     suite = Suite(

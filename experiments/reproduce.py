@@ -81,18 +81,18 @@ def main() -> None:
         _run_all()
         return
     target = target_named(_TARGET.value)
-    if _SCALE.value in PLANNED_SCALES:
-        if _SCALE.value != "paper" or _YES.value:
-            distributed.initialize(gpu_decode=gpu_decoder_installed())  # before the plan, which starts JAX
-        gpus = _GPUS.value or gpus_of(_SCALE.value)
-        print(describe_target(target, _SCALE.value, device_named(_GPU.value).name, gpus))
-    if _SCALE.value == "paper" and not _YES.value:
-        print("start it with --yes")
-        return
     if _SCALE.value == "tiny":
         jax.config.update("jax_platforms", "cpu")  # also where there is a GPU
         jax.config.update("jax_num_cpu_devices", target.devices)
-        distributed.initialize()
+    plan_only = _SCALE.value == "paper" and not _YES.value
+    if not plan_only:
+        distributed.initialize(gpu_decode=gpu_decoder_installed())  # before the plan, which starts JAX
+    if _SCALE.value in PLANNED_SCALES:
+        gpus = _GPUS.value or gpus_of(_SCALE.value)
+        print(describe_target(target, _SCALE.value, device_named(_GPU.value).name, gpus))
+    if plan_only:
+        print("start it with --yes")
+        return
     compilation_cache.enable(None, say)
     if errors := reproduce(target, _SCALE.value, _RESULTS.value):
         raise ValueError(f"expected all cells to succeed, got {len(errors)} failures, the first: {errors[0]}")

@@ -76,12 +76,9 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-# Imported on first use, because the whole library takes seconds to import and the losses need little of it.
-_MODULES = (
-    *("data", "distributed", "evaluation", "exit_codes", "models", "notebook", "planner", "report", "run", "settings"),
-    *("training", "verification"),
-)
-_LAZY = {name: f"infcl_jax.{name}" for name in _MODULES} | {
+# Modules of names that are imported on first use, like all modules in `__all__`: the whole library takes seconds to
+# import, and the losses need little of it.
+_LAZY = {
     "Callback": "infcl_jax.run.callbacks",
     "Encoder": "infcl_jax.encoder",
     "load": "infcl_jax.encoder",
@@ -91,10 +88,11 @@ _LAZY = {name: f"infcl_jax.{name}" for name in _MODULES} | {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ DECODE_XLA_FLAGS = {"xla_gpu_enable_command_buffer": ""}
 # Fraction of GPU memory that JAX preallocates. The rest is for NCCL, libraries and CUDA modules.
 MEMORY_SHARE = 0.9
 # Hardware queues of a GPU. With fewer, decoding waits for the queued training programs: 233 instead of 9,830 images/s
-# beside GEMMs on an H200, 2026-11-23.
+# during GEMMs on an H200, 2026-11-23.
 DECODE_CONNECTIONS = 32
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -41,8 +41,8 @@ def set_variables(*, gpu_decode: bool = False) -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.split("=")[0] for flag in flags}
-    wanted = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
-    missing = [f"--{name}={value}" for name, value in wanted.items() if f"--{name}" not in present]
+    defaults = XLA_FLAGS | (DECODE_XLA_FLAGS if gpu_decode else {})
+    missing = [f"--{name}={value}" for name, value in defaults.items() if f"--{name}" not in present]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
     variables: dict[str, str] = {}
     if not _given_share():

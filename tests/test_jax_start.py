@@ -15,7 +15,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @pytest.fixture
 def start(monkeypatch):
-    """Set the platform that JAX has started, None at first, without the variables of this process."""
+    """A function that sets the platform that JAX has started. At first there is none, and no variable is set."""
     for name in ("XLA_FLAGS", *SHARE_NAMES, CONNECTIONS):
         monkeypatch.setenv(name, "")  # restored in the end, also if the test sets or deletes it
         monkeypatch.delenv(name)

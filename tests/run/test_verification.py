@@ -34,9 +34,10 @@ SHIPPED = {
 def mark(name):
     """Sizes of FastCLIP differ in the model, which is small here, in the optimizer and in the schedule of gamma.
 
-    `CHANGES` has its other losses, with small towers.
+    `CHANGES` has its other losses, with small towers. There, "fastclip_v0" and "chunks" differ from other cases in the
+    loss alone, or in where the chunks are.
     """
-    repeated = ":" in name and name != "fastclip:medium,loss=fastclip_v3"
+    repeated = (":" in name and name != "fastclip:medium,loss=fastclip_v3") or name in ("fastclip_v0", "chunks")
     return pytest.mark.full if repeated else pytest.mark.slow
 
 
@@ -78,13 +79,7 @@ def test_the_shapes_are_small():
     assert (model.embed_dim, model.vision.width, model.vision.heads, model.vision.layers) == (128, 128, 2, 1)
 
 
-# Cases that differ from others in CHANGES or SHIPPED by the loss alone, or where the chunks are.
-REPEATED = ("fastclip_v0", "chunks")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATED else pytest.mark.slow) for name in CHANGES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CHANGES])
 def test_the_step_passes(name):
     changes = CHANGES[name]
     report = run.verify_run(runs.config(**changes), oracle.mesh_of(4))

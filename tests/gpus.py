@@ -1,9 +1,11 @@
 """Described Hopper GPUs to lower for, and the interpreter of their kernels."""
 
+import collections
 import contextlib
 import re
 
 import jax
+import jax.extend.core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -34,6 +36,12 @@ def interpreted(capsys):
 def lowered(function, *arrays):
     """The program for CUDA, as text."""
     return function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def count_primitives(jaxpr):
+    """The number of equations of each primitive in a jaxpr, kernels included."""
+    inner = (core for eqn in jaxpr.eqns for core in jax.extend.core.jaxprs_in_params(eqn.params))
+    return sum(map(count_primitives, inner), collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns))
 
 
 def count_kernels(text):

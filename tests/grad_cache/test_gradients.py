@@ -231,6 +231,24 @@ def test_frozen_tower(residency):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_two_losses_of_which_one_has_a_frozen_teacher(residency):
+    """Texts and a frozen teacher's features have equal shapes, and only the texts need a gradient."""
+    sharding, params, batch = batch_sharding(2), mlp_params(), mlp_batch(40)
+    batch["teacher"] = batch["text"][::-1]
+    frozen = {"image": image_tower, "text": text_tower, "teacher": text_tower}
+
+    def loss(params, features, mesh=None):
+        teacher = {"image": features["image"], "text": jax.lax.stop_gradient(features["teacher"])}
+        return contrastive(params, features, mesh) + contrastive(params, teacher, mesh)
+
+    options = {"chunk_size": 8, "frozen": ("teacher",), "sharding": sharding}
+    got = cached(frozen, functools.partial(loss, mesh=sharding.mesh), residency, **options)(
+        *place(params, batch, residency, sharding)
+    )
+    assert_equal(got, direct(frozen, loss, 8, 2)(params, batch, None))
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("residency", ["device", "host"])
 def test_frozen_parameters(residency, devices):

@@ -289,6 +289,28 @@ def test_the_losses_of_the_library_pass(name, implementation, params, batch):
     assert report.ok
 
 
+def two_calls(params, features, mesh=None, implementation=None):
+    """Two losses of equal shapes, the second with constant text."""
+    options = {"mesh": mesh, "implementation": implementation}
+    return loss(params, features, **options) + 2 * loss(
+        params, features | {"text": jax.lax.stop_gradient(features["text"])}, **options
+    )
+
+
+@pytest.mark.parametrize("before", ["nothing", "verification", "gradient"])
+def test_the_verdict_does_not_depend_on_earlier_traces(before, params):
+    rows = ROWS + 8 * ("nothing", "verification", "gradient").index(before)  # a shape that was not traced before
+    batch = {name: np.random.default_rng(2).standard_normal((rows, 5)).astype(np.float32) for name in ENCODERS}
+    options = {"devices": DEVICES, "chunk_size": 8}
+    if before == "verification":
+        assert run(params, batch, None, **options).ok
+    elif before == "gradient":
+        x, y = (e(params, batch[name], None) for name, e in ENCODERS.items())
+        jax.grad(lambda x: clip_loss(x, y, jnp.exp(params["scale"]), mesh=oracle.mesh_of(DEVICES)))(x)
+    report = run(params, batch, None, loss=two_calls, **options)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("update", "name"),
     [

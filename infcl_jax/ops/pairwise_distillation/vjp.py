@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise_distillation.base import (
@@ -32,9 +33,9 @@ from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over
 from infcl_jax.ops.pairwise_lse.stabilization import within_range
 from infcl_jax.ops.pairwise_lse.vjp import (
-    StaticNeedsGrad,
+    decode_perturbed,
+    encode_perturbed,
     instantiate,
-    is_primal,
     power_of_two_bound,
     scaled,
     unless_exact,
@@ -116,15 +117,14 @@ def _sweep(plan: Plan, backend: Backend, block: Block) -> tuple[Sums, Sums, Arra
 
 
 def _forward(plan: Plan, *primals: Any) -> tuple[PairLogits, tuple]:
-    values = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
-    needs_grad = NeedsGrad(*(p.perturbed for p in primals[:3]))
-    block = _block(*values)
+    block = _block(*custom_vjp_primal_tree_values(primals))
     logits, sums = _forward_sums(plan, block)
-    return logits, (block, *sums, StaticNeedsGrad(needs_grad))
+    return logits, (block, *sums, encode_perturbed(primals[:3]))
 
 
 def _backward(plan: Plan, residuals: tuple, d_logits: PairLogits) -> tuple:
-    block, first, final, exact, static = residuals
+    block, first, final, exact, perturbed = residuals
+    needs_grad = NeedsGrad(*decode_perturbed(perturbed))
     d_logits = PairLogits(*(instantiate(d, block.x) for d in d_logits))
     grad_scale = power_of_two_bound(d_logits, plan.axis_name)
     d_logits = PairLogits(*(d / grad_scale for d in d_logits))
@@ -133,7 +133,7 @@ def _backward(plan: Plan, residuals: tuple, d_logits: PairLogits) -> tuple:
         rows = Side(sums[0], d_logits.row_negatives, d_logits.row_gap)
         columns = Side(sums[1], d_logits.column_negatives, d_logits.column_gap)
         cotangents = Cotangents(rows, columns, d_logits.positive)
-        grads = _gradient(plan.axis_name, backend, block, cotangents, static.needs_grad)
+        grads = _gradient(plan.axis_name, backend, block, cotangents, needs_grad)
         # Multiplying by a power of two after the GEMMs is exact and keeps dS from underflow, as 1/b is in the
         # cotangents. A backend may replace a scale of zero, whose gradients of the features are zero.
         feature_scale = jnp.where(block.scale == 0, jnp.zeros_like(grad_scale), grad_scale)

@@ -6,13 +6,13 @@ With a shared scale, the shared max-shift is tried first. If its sums are not ex
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse.base import (
@@ -125,24 +125,16 @@ def _logarithms(block: Block, sums: Sums) -> Results:
     return row, column, (rows, columns)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class StaticNeedsGrad:
-    """Residual without arrays that holds the static flags `NeedsGrad` of an op for its backward rule."""
-
-    needs_grad: Any
-
-
-def _forward(plan: Plan, *primals: CustomVJPPrimal) -> tuple:
-    *fields, x_count, y_count = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
+def _forward(plan: Plan, *primals: CustomVJPPrimal | None) -> tuple:
+    *fields, x_count, y_count = custom_vjp_primal_tree_values(primals)
     block = Block(*fields)
-    needs_grad = NeedsGrad(*(p is not None and p.perturbed for p in primals[:4]))
     sums = _sums(plan, block, (x_count, y_count))
-    return _logarithms(block, sums.final), (block, sums, StaticNeedsGrad(needs_grad))
+    return _logarithms(block, sums.final), (block, sums, encode_perturbed(primals[:4]))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    block, sums, static = residuals
+    block, sums, perturbed = residuals
+    needs_grad = NeedsGrad(*decode_perturbed(perturbed))
     cotangents = jax.tree.map(lambda c: instantiate(c, block.x), cotangents)
     grad_scale = power_of_two_bound(cotangents, plan.axis_name)
     cotangents = jax.tree.map(lambda d: d / grad_scale, cotangents)
@@ -164,8 +156,8 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
 
     def recompute() -> Gradient:
         # The gradient of a shared scale is the sum over its per-sample copies.
-        needs_grad = static.needs_grad._replace(y_scale=static.needs_grad.x_scale)
-        grads = gradient(per_sample(block, plan.columns), sums.final, needs_grad)
+        per_sample_needs_grad = needs_grad._replace(y_scale=needs_grad.x_scale)
+        grads = gradient(per_sample(block, plan.columns), sums.final, per_sample_needs_grad)
         if not needs_grad.x_scale:
             return grads
         x_scale = grads.x_scale.sum()
@@ -173,7 +165,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
 
     # Uses the first sums whether they are exact or not, so that the backward pass is enqueued before the host
     # synchronizes.
-    grads = gradient(block, sums.first, static.needs_grad)
+    grads = gradient(block, sums.first, needs_grad)
     if sums.exact is not None:
         grads = unless_exact(sums.exact, grads, recompute)
     return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
@@ -192,9 +184,18 @@ def _with_sums(cotangents: Results, sums: Sums) -> Cotangents:
 blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def is_primal(value: object) -> bool:
-    """Return whether a value is an argument of a forward rule with symbolic zeros."""
-    return isinstance(value, CustomVJPPrimal)
+def encode_perturbed(primals: Sequence[CustomVJPPrimal | None]) -> Bool[Array, "0 *flags"]:
+    """Encode in the shape of an empty residual which arguments of a forward rule need a gradient.
+
+    The pytree structure of residuals must not depend on this: JAX keeps one structure for all traces of a call, so the
+    backward rule of one trace would read the flags of another. Shapes belong to each trace.
+    """
+    return jnp.zeros((0, *(int(p is not None and p.perturbed) for p in primals)), bool)
+
+
+def decode_perturbed(perturbed: Bool[Array, "0 *flags"]) -> tuple[bool, ...]:
+    """Return the flags that `encode_perturbed` encoded."""
+    return tuple(map(bool, perturbed.shape[1:]))
 
 
 def instantiate(cotangent: Array | SymbolicZero, like: Array) -> Array:

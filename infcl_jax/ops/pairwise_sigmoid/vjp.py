@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, add_trees
-from infcl_jax.ops.pairwise_lse.vjp import StaticNeedsGrad, instantiate, is_primal, power_of_two_bound, scaled
+from infcl_jax.ops.pairwise_lse.vjp import decode_perturbed, encode_perturbed, instantiate, power_of_two_bound, scaled
 from infcl_jax.ops.pairwise_sigmoid.base import (
     UNMATCHED_COLUMN,
     UNMATCHED_ROW,
@@ -56,14 +57,13 @@ def blockwise(
 
 
 def _forward(plan: Plan, *primals: Any) -> tuple[Sums, tuple]:
-    values = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
-    needs_grad = NeedsGrad(*(p.perturbed for p in primals[:4]))
-    return blockwise(plan, *values), (Block(*values), StaticNeedsGrad(needs_grad))
+    values = custom_vjp_primal_tree_values(primals)
+    return blockwise(plan, *values), (Block(*values), encode_perturbed(primals[:4]))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: Sums) -> tuple:
-    block, static = residuals
-    needs_grad = static.needs_grad
+    block, perturbed = residuals
+    needs_grad = NeedsGrad(*decode_perturbed(perturbed))
     cotangents = Sums(*(instantiate(c, block.x) for c in cotangents))
     grad_scale = power_of_two_bound(cotangents, plan.axis_name)
     grads = _gradient(plan, block, Sums(*(c / grad_scale for c in cotangents)), needs_grad)

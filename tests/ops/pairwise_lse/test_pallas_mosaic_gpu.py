@@ -17,7 +17,7 @@ import numpy as np
 import oracle
 import pytest
 from fused_ids import check_ids
-from gpus import ALONE, count_kernels, described
+from gpus import ALONE, count_kernels, count_primitives, described
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -407,6 +407,27 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     text = lowered(argnums, 4096, 512, jnp.bfloat16)
     assert text.count("stablehlo.dot_general") == products
     assert count_kernels(text) == 6  # sums, maxima, positives and dS; sums and dS also with a shared scale
+
+
+def test_calls_of_one_program_compute_only_what_each_needs():
+    """On a ring, where both calls share a trace of the loss, and the second needs the gradient of its rows alone."""
+    mesh = described(data=2)
+    features = [jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16)] * 3
+
+    def first(x, y, other):
+        return clip_loss(x, y, 14.3, mesh=mesh, implementation="mosaic_gpu")
+
+    def second(x, y, other):
+        return first(other, jax.lax.stop_gradient(y), x)
+
+    def work(loss):
+        with jax.sharding.use_abstract_mesh(mesh):
+            counts = count_primitives(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*features).jaxpr)
+        return [counts[name] for name in ("dot_general", "wgmma_ref", "ppermute")]
+
+    both, everything, rows = work(lambda *args: first(*args) + second(*args)), work(first), work(second)
+    assert both == [a + b for a, b in zip(everything, rows, strict=True)]
+    assert rows[0] < everything[0]
 
 
 @pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])

@@ -1,4 +1,4 @@
-"""Gradients do not depend on which other gradients a process traces, before, after or in the same program.
+"""Gradients do not depend on other gradients, traced before, after or in the same program.
 
 A program is a sum of calls of one loss. Each call has a batch of its own and may hold some of its arguments constant.
 The expected gradient is the sum of the calls' gradients, each that of a dense matrix in float64.
@@ -108,7 +108,7 @@ def repeated(transform):
 
 
 def conditional(loss):
-    """Compute the loss in a branch beside another with constant text."""
+    """Compute the loss in one of two branches; the other has constant text."""
     return lambda *args: lax.cond(args[SCALE] > 0, loss, lambda x, y, *s: loss(x, lax.stop_gradient(y), *s), *args)
 
 
@@ -271,7 +271,7 @@ def test_gradients_match_float64(setting, case):
 
 @functools.cache
 def programs(arguments):
-    """Hypothesis strategy of programs of a loss with so many arguments."""
+    """Hypothesis strategy of programs of a loss, by its number of arguments."""
     needed = st.sets(st.integers(0, arguments - 1), min_size=1).map(lambda s: tuple(sorted(s)))
     calls = st.builds(Call, needed, st.integers(0, BATCHES - 1), st.sampled_from(tuple(WRAPS)))
     return st.lists(st.lists(calls, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)

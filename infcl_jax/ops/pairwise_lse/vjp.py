@@ -185,16 +185,16 @@ blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def encode_perturbed(primals: Sequence[CustomVJPPrimal | None]) -> Bool[Array, "0 *flags"]:
-    """Encode in the shape of an empty residual which arguments of a forward rule need a gradient.
+    """Encode which arguments are perturbed as the shape of an empty residual.
 
-    The pytree structure of residuals must not depend on this: JAX keeps one structure for all traces of a call, so the
-    backward rule of one trace would read the flags of another. Shapes belong to each trace.
+    The pytree structure of residuals must not depend on these flags. JAX keeps one structure for all traces of a call,
+    so the backward rule of one trace would read the flags of another. Shapes belong to each trace.
     """
     return jnp.zeros((0, *(int(p is not None and p.perturbed) for p in primals)), bool)
 
 
 def decode_perturbed(perturbed: Bool[Array, "0 *flags"]) -> tuple[bool, ...]:
-    """Return the flags that `encode_perturbed` encoded."""
+    """Decode the flags of `encode_perturbed`."""
     return tuple(map(bool, perturbed.shape[1:]))
 
 

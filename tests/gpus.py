@@ -39,7 +39,7 @@ def lowered(function, *arrays):
 
 
 def count_primitives(jaxpr):
-    """The number of equations of each primitive in a jaxpr, kernels included."""
+    """Count the equations of each primitive in a jaxpr, including those inside kernels."""
     inner = (core for eqn in jaxpr.eqns for core in jax.extend.core.jaxprs_in_params(eqn.params))
     return sum(map(count_primitives, inner), collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns))
 

@@ -232,21 +232,20 @@ def test_frozen_tower(residency):
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])
-def test_two_losses_of_which_one_has_a_frozen_teacher(residency):
-    """Texts and a frozen teacher's features have equal shapes, and only the texts need a gradient."""
+def test_frozen_teacher_in_a_second_loss(residency):
+    """Texts and a teacher's features have equal shapes; the teacher's are constant."""
     sharding, params, batch = batch_sharding(2), mlp_params(), mlp_batch(40)
     batch["teacher"] = batch["text"][::-1]
-    frozen = {"image": image_tower, "text": text_tower, "teacher": text_tower}
+    towers = SEPARATE | {"teacher": text_tower}
 
     def loss(params, features, mesh=None):
-        teacher = {"image": features["image"], "text": jax.lax.stop_gradient(features["teacher"])}
-        return contrastive(params, features, mesh) + contrastive(params, teacher, mesh)
+        distilled = {"image": features["image"], "text": jax.lax.stop_gradient(features["teacher"])}
+        return contrastive(params, features, mesh) + contrastive(params, distilled, mesh)
 
-    options = {"chunk_size": 8, "frozen": ("teacher",), "sharding": sharding}
-    got = cached(frozen, functools.partial(loss, mesh=sharding.mesh), residency, **options)(
-        *place(params, batch, residency, sharding)
-    )
-    assert_equal(got, direct(frozen, loss, 8, 2)(params, batch, None))
+    sharded_loss = functools.partial(loss, mesh=sharding.mesh)
+    f = cached(towers, sharded_loss, residency, chunk_size=8, frozen=("teacher",), sharding=sharding)
+    got = f(*place(params, batch, residency, sharding))
+    assert_equal(got, direct(towers, loss, 8, 2)(params, batch, None))
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise_distillation.base import (
@@ -116,7 +116,7 @@ def _sweep(plan: Plan, backend: Backend, block: Block) -> tuple[Sums, Sums, Arra
     return rows, columns, positive
 
 
-def _forward(plan: Plan, *primals: Any) -> tuple[PairLogits, tuple]:
+def _forward(plan: Plan, *primals: CustomVJPPrimal | None) -> tuple[PairLogits, tuple]:
     block = _block(*custom_vjp_primal_tree_values(primals))
     logits, sums = _forward_sums(plan, block)
     return logits, (block, *sums, encode_perturbed(primals[:3]))

@@ -187,14 +187,15 @@ blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
 def encode_perturbed(primals: Sequence[CustomVJPPrimal | None]) -> Bool[Array, "0 *flags"]:
     """Encode which arguments are perturbed as the shape of an empty residual.
 
-    The pytree structure of residuals must not depend on these flags. JAX keeps one structure for all traces of a call,
-    so the backward rule of one trace would read the flags of another. Shapes belong to each trace.
+    Array shapes belong to one trace, the pytree structure of residuals does not: JAX stores one structure for each
+    `custom_vjp` call and overwrites it when the forward rule is traced again (tests/test_jax_residuals.py). Flags in
+    the structure would give the backward rule of one trace those of another.
     """
     return jnp.zeros((0, *(int(p is not None and p.perturbed) for p in primals)), bool)
 
 
 def decode_perturbed(perturbed: Bool[Array, "0 *flags"]) -> tuple[bool, ...]:
-    """Decode the flags of `encode_perturbed`."""
+    """Return the flags encoded by `encode_perturbed`."""
     return tuple(map(bool, perturbed.shape[1:]))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise_lse import ring
@@ -56,7 +56,7 @@ def blockwise(
     return ring.sweep(compare, _column_operands(block), add_trees, plan.axis_name)[0]
 
 
-def _forward(plan: Plan, *primals: Any) -> tuple[Sums, tuple]:
+def _forward(plan: Plan, *primals: CustomVJPPrimal | None) -> tuple[Sums, tuple]:
     values = custom_vjp_primal_tree_values(primals)
     return blockwise(plan, *values), (Block(*values), encode_perturbed(primals[:4]))
 

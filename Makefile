@@ -19,7 +19,7 @@ RELEASE_CHECKS := docs test-notebooks
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
 
-.PHONY: quickstart digits check test test-runs test-slow test-full test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-runs test-slow test-full oldest test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -56,8 +56,10 @@ test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, check
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
 	$(BIN)/python $(PYTEST) -m full
 
-test-oldest: .venv-oldest.txt  ## Lowering, exactness and a training run on the oldest supported JAX
+oldest: .venv-oldest.txt  ## The environment of test-oldest
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=$< .venv-oldest/.triton
+
+test-oldest: oldest  ## Lowering, exactness and a training run on the oldest supported JAX
 	.venv-oldest/bin/python $(PYTEST) -k "lower or matches_oracle or float64 or compile or curve" \
 	  tests/ops tests/losses/test_clip.py tests/test_jax_residuals.py tests/experiments/test_train.py \
 	  tests/losses/test_gradient_order.py::test_random_programs_match_float64

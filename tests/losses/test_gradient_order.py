@@ -271,8 +271,8 @@ def test_gradients_match_float64(setting, case):
 
 
 @functools.cache
-def programs(arguments):
-    """Hypothesis strategy of programs of a loss, by its number of arguments."""
+def program_lists(arguments):
+    """Hypothesis strategy of lists of programs, for a loss with this number of arguments."""
     needed = st.sets(st.integers(0, arguments - 1), min_size=1).map(lambda s: tuple(sorted(s)))
     calls = st.builds(Call, needed, st.integers(0, BATCHES - 1), st.sampled_from(tuple(WRAPS)))
     return st.lists(st.lists(calls, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
@@ -285,7 +285,7 @@ def test_random_programs_match_float64(setting, examples):
     problem = Problem(*setting)
 
     def check(data):
-        data.draw(st.sampled_from(ORDERS))(problem, data.draw(programs(len(problem.batches[0]))))
+        data.draw(st.sampled_from(ORDERS))(problem, data.draw(program_lists(len(problem.batches[0]))))
 
     properties.run(check, examples)
 

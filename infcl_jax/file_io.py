@@ -1,0 +1,148 @@
+"""Local files from strangers: reads of regular files only, validated JSON, and writes that follow no planted link."""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+_LINK = "it is a symbolic link, through which nothing is written"
+_JSON_NAMES: dict[Any, str] = {dict: "object", list: "array"}
+CONFIG_BYTES = 16 * 2**20  # limit of a model's configuration; Python objects take up to 30 times their JSON
+_JSON_BYTES = 256 * 2**20  # no configuration, index or vocabulary is larger
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading.
+
+    A FIFO or a device, whose reads may never end, is an error.
+
+    Args:
+      path: local path; links are followed.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      OSError: the file cannot be opened.
+      ValueError: the path names something else than a regular file.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)  # before the file is opened, which has effects on devices
+    if kind != stat.S_IFREG:
+        raise ValueError(f"expected a regular file, got {_KINDS.get(kind, 'something else')} at {os.fspath(path)}")
+    return open(path, "rb")
+
+
+def open_writable(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Open a regular file for writing, and create it if missing.
+
+    Folders on the way may be links. A link in place of the file is an error, as is a FIFO or a device.
+
+    Args:
+      path: local path.
+      flags: flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`.
+      mode: permissions of a new file, reduced by the umask.
+
+    Returns:
+      The file descriptor.
+
+    Raises:
+      OSError: the file cannot be opened.
+    """
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a blocking open waits for a FIFO's reader
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, _LINK, os.fspath(path)) from error
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+
+
+def read_json(path: str | os.PathLike[str], kind: type = dict, limit: int = _JSON_BYTES) -> Any:
+    """Read a JSON file.
+
+    Args:
+      path: local path of a regular file in UTF-8, with or without a byte order mark.
+      kind: Python type of the content.
+      limit: largest size in bytes.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      OSError: the file cannot be read.
+      ValueError: the content is damaged, nested too deeply, above the limit, or of another type.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"expected at most {limit >> 20} MiB of JSON in {os.fspath(path)}, got more")
+    return parse_json(data, path, kind)
+
+
+def parse_json(text: bytes | str, name: str | os.PathLike[str], kind: type = dict) -> Any:
+    """Parse JSON.
+
+    Args:
+      text: JSON in UTF-8, with or without a byte order mark.
+      name: origin of the text, for messages.
+      kind: Python type of the content.
+
+    Raises:
+      ValueError: the text is damaged, nested too deeply, above 256 MiB, or of another type.
+    """
+    name = os.fspath(name)
+    if len(text) > _JSON_BYTES:
+        raise ValueError(f"expected at most {_JSON_BYTES >> 20} MiB of JSON in {name}, got more")
+    try:
+        content = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except RecursionError as error:
+        raise ValueError(f"expected JSON in {name}, got one that is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {name}, got {error}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"expected a JSON {_JSON_NAMES[kind]} in {name}, got {type(content).__name__}")
+    return content
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Replace a file atomically.
+
+    Yields the path of a new empty file in the same folder, with the same suffix. If the body succeeds, the new file
+    gets the name `path`; otherwise it is removed. A link at `path` is replaced, not followed.
+
+    Examples:
+      >>> with replacing("runs/notes.txt") as temporary:
+      ...     temporary.write_text("one line")
+      8
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a file atomically by text in UTF-8, see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,34 @@
+"""Text of files and datasets for terminals and logs."""
+
+import logging
+import re
+
+# Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, which
+# reorder what a terminal shows (CVE-2021-42574), and surrogates, which no stream encodes.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(line: str) -> str:
+    r"""Escape what would move the cursor, start a line or color a terminal.
+
+    Examples:
+      >>> printable("caption \x1b[2J of\nanother line")
+      'caption \\x1b[2J of\\nanother line'
+
+    Args:
+      line: one line, without its end.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), line)
+
+
+def escape_log_records(package: str) -> None:
+    """Escape the messages that the loggers of a package log, whatever handler prints them."""
+    create = logging.getLogRecordFactory()
+
+    def create_escaped(name: str, *args: object, **kwargs: object) -> logging.LogRecord:
+        record = create(name, *args, **kwargs)
+        if name.partition(".")[0] == package:
+            record.msg, record.args = printable(record.getMessage()), ()
+        return record
+
+    logging.setLogRecordFactory(create_escaped)

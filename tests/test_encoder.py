@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -220,6 +221,21 @@ def test_bad_paths_and_arguments_are_named(workdir, states, tmp_path):
         infcl_jax.load(workdir, step=4)
     with pytest.raises(ValueError, match="batch_size >= 1"):
         infcl_jax.load(workdir, batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("3.orbax-checkpoint-tmp-1", "no checkpoint in .*; its steps are none yet"),
+        ("3", "expected a complete checkpoint in .*, got only one whose save was interrupted"),
+        ("3/state", "expected a complete checkpoint in .*, got only one whose save was interrupted"),
+    ],
+)
+def test_a_run_that_was_killed_in_its_first_save_is_refused(workdir, states, tmp_path, folder, message):
+    shutil.copy(workdir / "config.json", tmp_path)
+    (tmp_path / "checkpoints" / folder).mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"^{message}$"):
+        infcl_jax.load(tmp_path)
 
 
 def test_the_losses_do_not_import_the_encoder():

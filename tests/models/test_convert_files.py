@@ -4,6 +4,7 @@ import functools
 import hashlib
 import http.server
 import json
+import os
 import re
 import shutil
 import threading
@@ -131,6 +132,84 @@ def test_a_truncated_safetensors_file_is_refused(folder, size):
     (folder / WEIGHTS).write_bytes(content[:size])
     with pytest.raises(ValueError, match=r"download it again$"):
         load(folder)
+
+
+def safetensors_file(header, data=bytes(4)):
+    text = header if isinstance(header, str) else json.dumps(header)
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("[]", "null", "{", "[" * 10_000, '{"a": {"dtype": "F32", "dtype": "F32"}}', {"a": None}, {"a": []}),
+        *({"a": ENTRY | {name: wrong}} for name in ENTRY for wrong in (None, "x", -1, [-1], [2**64], [0, 1, 2], {})),
+        *({"a": ENTRY | {"shape": shape}} for shape in ([2**62, 2**62], [2], [1.0], ["1"], [1] * 70)),
+        *({"a": {k: v for k, v in ENTRY.items() if k != name}} for name in ENTRY),
+        {"a": ["F32", [1], [0, 4]]},
+        {"a": ENTRY | {"dtype": {"F32": None}}},
+        {"a": ENTRY | {"dtype": "F8_E4M3", "shape": [4]}},
+        {"a": ENTRY, "b": ENTRY},
+        {"a\n\u001b[2J" * 100: ENTRY | {"shape": [1] * 70}},
+    ],
+    ids=lambda header: str(header)[:60],
+)
+def test_a_damaged_header_of_safetensors_is_refused(tmp_path, header):
+    (tmp_path / "x.safetensors").write_bytes(safetensors_file(header))
+    with pytest.raises(ValueError, match=r"^expected [^\n\x1b]*x.safetensors[^\n\x1b]*$") as error:
+        read_tensors(tmp_path / "x.safetensors")
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+def test_tensors_of_safetensors_are_mapped_into_memory(tmp_path, dtype):
+    array = np.arange(6).astype(dtype).reshape(2, 3)
+    write_tensors(tmp_path / "x.safetensors", {"a": array, "empty": array[:0], "scalar": array[0, 1]})
+    got = read_tensors(tmp_path / "x.safetensors")
+    for name, expected in (("a", array), ("empty", array[:0]), ("scalar", array[0, 1])):
+        assert got[name].dtype == dtype and not np.any(got[name] != expected) and got[name].shape == expected.shape
+    base = got["a"]
+    while not isinstance(base, np.memmap):
+        base = base.base
+    assert not got["a"].flags.writeable
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("/etc/passwd", "../x.safetensors", "a/b.safetensors", "a\\b.safetensors", ".", "..", "", "a\0.bin", "x.txt"),
+        *(None, 3, [], {}, ["x.safetensors"], f"{WEIGHTS}.index.json"),
+    ],
+)
+def test_shards_are_files_of_the_folder(folder, shard):
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"^expected shards to be files .* in the folder of .*index.json, got "):
+        load(folder)
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": null}', b"[" * 100_000])
+def test_another_file_than_an_index_is_refused(folder, index):
+    (folder / f"{WEIGHTS}.index.json").write_bytes(index)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"^expected .*index.json, got [^\n]*$"):
+        load(folder)
+
+
+def test_a_long_configuration_is_not_parsed(folder):
+    (folder / "open_clip_config.json").write_text("[" + "[]," * (6 * 2**20) + "[]]")
+    with pytest.raises(ValueError, match=r"^expected at most 16 MiB of JSON in .*open_clip_config.json, got more$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_a_fifo_is_not_read(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"^expected a file of tensors, got "):
+        read_tensors(tmp_path / name)
 
 
 def add(tensors):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE, BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
+from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.data.tokenizers.clip import CLIPTokenizer
 from infcl_jax.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from infcl_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from infcl_jax.file_io import CONFIG_BYTES, read_json
 
+_LONGEST = 2**20  # tokens of a context
 _FILES = {kind.kind: kind for kind in (CLIPTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)}
+_SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "kind": lambda kind: kind in ("bytes", *_FILES),
+    "context_length": lambda length: type(length) is int and 0 < length <= _LONGEST,
+    "clean": lambda clean: clean in CLEANINGS,
+}
 _SPECS = "'bytes', 'clip', 'clip:PATH', 'hf:PATH', 'sentencepiece:PATH' or a folder of a saved tokenizer"
 
 
@@ -64,12 +73,13 @@ def _load(kind: str, path: str | None, settings: dict) -> BaseTokenizer:
 
 def _read_settings(path: Path) -> dict:
     try:
-        saved = json.loads(path.read_text())
-        if saved["kind"] not in ("bytes", *_FILES):
-            raise ValueError(f"kind {saved['kind']!r}")
-        return {name: saved[name] for name in ("kind", "context_length", "clean")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"expected the settings of a tokenizer in {path}, got {error!r}; save it again") from None
+        saved = read_json(path, limit=CONFIG_BYTES)
+        wrong = [name for name, check in _SETTINGS.items() if not check(saved.get(name))]
+        if wrong:
+            raise ValueError(f"another {wrong[0]}")
+    except ValueError as error:
+        raise ValueError(f"expected the settings of a tokenizer in {path}, got {error}; save it again") from None
+    return {name: saved[name] for name in _SETTINGS}
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int | None = None) -> None:

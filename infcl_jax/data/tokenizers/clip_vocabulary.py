@@ -10,12 +10,15 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from infcl_jax.file_io import CONFIG_BYTES, open_regular, read_json
+
 CLIP_VOCAB_SIZE = 49408  # token ids of CLIP's byte-pair encoding
 END_OF_WORD = "</w>"
 
 _TEXT_FILE = "bpe_simple_vocab_16e6.txt.gz"
 _JSON_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
 _CLIP_MERGES = 49152 - 256 - 2  # CLIP uses the first merges of the 262,143 in its file
+_MERGES_BYTES = 16 * 2**20  # CLIP's file has 3 MiB; also bounds what a small gzip file decompresses to
 _SPECIAL_TOKENS = (("<start_of_text>", "<end_of_text>"), ("<|startoftext|>", "<|endoftext|>"))  # OpenCLIP, Hugging Face
 
 Merge = tuple[str, str]
@@ -90,7 +93,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
             f"expected a CLIP vocabulary at {path}, got no file {error.filename}; give {_TEXT_FILE} or a folder with"
             f" {_JSON_FILE} and {_MERGES_FILE}"
         ) from None
-    except (UnicodeDecodeError, OSError, EOFError, zlib.error, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"expected a CLIP vocabulary at {path}, got a file that cannot be read: {error}") from None
 
 
@@ -103,13 +106,14 @@ def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def _read_folder(folder: Path) -> Vocabulary:
-    ids = json.loads((folder / _JSON_FILE).read_text(encoding="utf-8"))
-    if not isinstance(ids, dict) or sorted(map(str, ids.values())) != sorted(map(str, range(len(ids)))):
+    ids = read_json(folder / _JSON_FILE, limit=CONFIG_BYTES)
+    if any(type(index) is not int for index in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
         raise ValueError(f"expected tokens with the ids 0, 1, 2, ... in {folder / _JSON_FILE}, got other values")
     merges = _read_merges(folder / _MERGES_FILE)
     missing = {*byte_characters(), *("".join(merge) for merge in merges)} - ids.keys()
     special = [pair for pair in _SPECIAL_TOKENS if ids.keys() >= set(pair)]
-    if missing or not special or not ids.keys() >= {character + END_OF_WORD for character in byte_characters()}:
+    missing |= {character + END_OF_WORD for character in byte_characters()} - ids.keys()
+    if missing or not special or not set("".join(ids)) <= {*byte_characters()}:
         raise ValueError(
             f"expected all bytes, merges and one of {_SPECIAL_TOKENS} in {folder / _JSON_FILE}, got a vocabulary of"
             " another kind; 'hf:PATH' reads a folder with tokenizer.json"
@@ -119,8 +123,11 @@ def _read_folder(folder: Path) -> Vocabulary:
 
 def _read_merges(path: Path, limit: int | None = None) -> list[Merge]:
     """Read merges, one a line, after an optional line with the version."""
-    data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").split("\n")
+    with open_regular(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
+        data = content.read(_MERGES_BYTES + 1)
+    if len(data) > _MERGES_BYTES:
+        raise ValueError(f"expected at most {_MERGES_BYTES >> 20} MiB of merges in {path}, got more")
+    lines = data.decode("utf-8").split("\n")
     skipped = 1 if "#version" in lines[0] else 0
     known = {*byte_characters(), *(character + END_OF_WORD for character in byte_characters())}
     merges: list[Merge] = []

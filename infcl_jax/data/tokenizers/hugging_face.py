@@ -8,8 +8,12 @@ from pathlib import Path
 
 from infcl_jax.data.tokenizers.base import BaseTokenizer
 from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+from infcl_jax.file_io import open_regular
+from infcl_jax.printable import printable
 
 _FILE = "tokenizer.json"
+_LARGEST = 2**24  # ids; those of tokens are int32
+_SHOWN = 200  # characters of a reason in an error
 _PAD_TOKENS = ("[PAD]", "<pad>")
 
 
@@ -45,35 +49,44 @@ class HuggingFaceTokenizer(BaseTokenizer):
                 f"expected a tokenizer of Hugging Face at {path}, got no file {file};"
                 " AutoTokenizer.from_pretrained(NAME).save_pretrained(PATH) writes one"
             )
+        with open_regular(file) as opened:
+            data = opened.read()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises no narrower class
-            raise ValueError(f"expected the JSON of a tokenizer in {file}, got {error}") from None
-        self._pad_token = self._find_pad_token(file)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        encoded = self._tokenizer.encode("a")
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            padding = (self._tokenizer.padding or {}).get("pad_token")
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            encoded = self._tokenizer.encode("a")
+        except BaseException as error:  # the package raises no narrower class, and PanicException is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            reason = printable(str(error))[:_SHOWN]
+            raise ValueError(f"expected the JSON of a tokenizer in {file}, got {reason}") from None
+        self._pad_token = self._find_pad_token(file, padding)
+        size = max(self._tokenizer.get_vocab().values()) + 1
+        if size > _LARGEST or not 0 <= max(encoded.ids, default=-1) < size:
+            raise ValueError(f"expected ids of tokens below {min(size, _LARGEST)} in {file}, got larger ones or none")
         special = encoded.special_tokens_mask
         text = [index for index, mask in enumerate(special) if not mask] or [len(special) - 1]
         suffix = len(special) - 1 - text[-1]
         super().__init__(
             context_length,
             clean,
-            vocab_size=max(self._tokenizer.get_vocab().values()) + 1,
+            vocab_size=size,
             pad_id=self._tokenizer.token_to_id(self._pad_token),
             end_id=encoded.ids[-1] if suffix else None,
             prefix=text[0],
             suffix=suffix,
         )
 
-    def _find_pad_token(self, file: Path) -> str:
-        """Return the padding token."""
-        named = read_pad_token(file.parent) or (self._tokenizer.padding or {}).get("pad_token")
+    def _find_pad_token(self, file: Path, padding: str | None) -> str:
+        """Return the padding token that the folder names, else that of the file."""
+        named = read_pad_token(file.parent) or padding
         for token in (named,) if named else _PAD_TOKENS:
             if self._tokenizer.token_to_id(token) is not None:
                 return token
         raise ValueError(
-            f"expected a padding token in the vocabulary of {file}, got {named or 'none named'};"
+            f"expected a padding token in the vocabulary of {file}, got {printable(named or 'none named')[:_SHOWN]};"
             " name one as pad_token in tokenizer_config.json in its folder"
         )
 

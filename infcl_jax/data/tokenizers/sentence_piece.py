@@ -8,7 +8,10 @@ from pathlib import Path
 
 from infcl_jax.data.tokenizers.base import BaseTokenizer
 from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+from infcl_jax.file_io import open_regular
+from infcl_jax.printable import printable
 
+_SHOWN = 200  # characters of a reason in an error
 _FILES = ("spiece.model", "sentencepiece.model", "tokenizer.model")
 
 
@@ -47,10 +50,12 @@ class SentencePieceTokenizer(BaseTokenizer):
             raise ValueError(f"expected a SentencePiece model at {path}, got no file; a folder needs one of {_FILES}")
         self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model.LoadFromSerializedProto(file.read_bytes())
+            with open_regular(file) as opened:
+                self._model.LoadFromSerializedProto(opened.read())
             size, end = self._model.vocab_size(), self._model.eos_id()
         except Exception as error:  # the package raises RuntimeError or TypeError
-            raise ValueError(f"expected a SentencePiece model in {file}, got {error}") from None
+            reason = printable(str(error))[:_SHOWN]
+            raise ValueError(f"expected a SentencePiece model in {file}, got {reason}") from None
         if end < 0:
             raise ValueError(f"expected an end token in {file}, got a model without; train it with eos_id >= 0")
         pad = self._find_pad_id(file)

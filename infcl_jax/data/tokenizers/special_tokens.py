@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from infcl_jax.file_io import CONFIG_BYTES, read_json
+
 _FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -12,17 +14,17 @@ def read_pad_token(folder: Path) -> str | None:
     """Return the padding token that a folder names, or None.
 
     Raises:
-      ValueError: a file is not JSON.
+      ValueError: a file is not JSON, or its padding token is no string.
     """
     for path in (folder / name for name in _FILES):
         if not path.is_file():
             continue
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"expected a JSON object in {path}, got {error}") from None
+        token = read_json(path, limit=CONFIG_BYTES).get("pad_token")
+        token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            return token["content"] if isinstance(token, dict) else token
+            if not isinstance(token, str):
+                raise ValueError(f"expected the pad_token in {path} to be a string, got {type(token).__name__}")
+            return token
     return None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from infcl_jax.models.config import BertConfig
 from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.json_section import LARGEST_DEPTH, Section
 
 KINDS = ("bert", "roberta", "xlm-roberta")  # model_type in config.json
 
@@ -78,24 +79,23 @@ def read_config(config: Mapping[str, Any], text: BertConfig) -> BertConfig:
     Raises:
       ValueError: the model has a field that is not supported.
     """
-    activation = config.get("hidden_act", "gelu")
-    if activation != "gelu":
-        raise ValueError(f"expected hidden_act 'gelu' in a BERT text tower, got {activation!r}")
-    positions = config.get("position_embedding_type", "absolute")
-    if positions != "absolute":
-        raise ValueError(f"expected position_embedding_type 'absolute' in a BERT text tower, got {positions!r}")
-    pad_id = config.get("pad_token_id", 0)
+    fields = Section("", config)
+    kind = fields.choice("model_type", dict(zip(KINDS, KINDS, strict=True)), None)
+    fields.choice("hidden_act", {"gelu": "gelu"}, "gelu")
+    fields.choice("position_embedding_type", {"absolute": "absolute"}, "absolute")
+    width, vocab_size = fields.count("hidden_size"), fields.count("vocab_size")
+    pad_id = 0 if fields.get("pad_token_id") is None else fields.index("pad_token_id", 0, vocab_size)
     return BertConfig(
-        width=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        mlp_ratio=config["intermediate_size"] / config["hidden_size"],
+        width=width,
+        layers=fields.count("num_hidden_layers", largest=LARGEST_DEPTH),
+        heads=fields.count("num_attention_heads"),
+        mlp_ratio=fields.count("intermediate_size") / width,
         activation="gelu",
-        norm_epsilon=config.get("layer_norm_eps", 1e-12),
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        token_types=config["type_vocab_size"],
-        position_offset=0 if config["model_type"] == "bert" else pad_id + 1,
+        norm_epsilon=fields.number("layer_norm_eps", 1e-12, 0, 1),
+        vocab_size=vocab_size,
+        max_positions=fields.count("max_position_embeddings"),
+        token_types=fields.count("type_vocab_size"),
+        position_offset=0 if kind == "bert" else pad_id + 1,
         pad_id=pad_id,
         context_length=text.context_length,
         pool=text.pool,

@@ -8,6 +8,7 @@ from typing import Any
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.convert import bert
 from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, Section, check_grid
 
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
@@ -54,24 +55,32 @@ def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], defa
         return dataclasses.replace(default, text=bert.read_config(config, default.text))
     if kind not in ("clip", "siglip"):
         raise ValueError(f"expected model_type clip, siglip, {', '.join(bert.KINDS)} in {CONFIG_FILE}, got {kind!r}")
-    vision, text = (_DEFAULTS[kind, tower] | config.get(f"{tower}_config", {}) for tower in ("vision", "text"))
-    shape = {"image_size": vision["image_size"], "patch_size": vision["patch_size"]}
-    words = {"vocab_size": text["vocab_size"], "context_length": text["max_position_embeddings"]}
+    fields = Section("", config)
+    vision, text = (fields.section(f"{tower}_config").defaults(_DEFAULTS[kind, tower]) for tower in ("vision", "text"))
+    shape: dict[str, Any] = {
+        "image_size": vision.count("image_size", largest=LARGEST_SIDE),
+        "patch_size": vision.count("patch_size"),
+    }
+    check_grid(shape["image_size"], shape["patch_size"], vision.count("hidden_size"))
+    words: dict[str, Any] = {
+        "vocab_size": text.count("vocab_size"),
+        "context_length": text.count("max_position_embeddings"),
+    }
     if kind == "clip":
-        end = text["eos_token_id"]
+        end = text.index("eos_token_id", 0, words["vocab_size"])
         return CLIPConfig(
-            embed_dim=config.get("projection_dim", 512),
+            embed_dim=fields.count("projection_dim", 512),
             vision=VisionConfig(**_tower(vision), **shape),
             text=TextConfig(
-                **_tower(text), **words, end_token=None if end in (_LEGACY_END, text["vocab_size"] - 1) else end
+                **_tower(text), **words, end_token=None if end in (_LEGACY_END, words["vocab_size"] - 1) else end
             ),
-            init_logit_scale=config.get("logit_scale_init_value", math.log(1 / 0.07)),
+            init_logit_scale=fields.number("logit_scale_init_value", math.log(1 / 0.07)),
             **_images(preprocessor, {}),
         )
-    if not vision.get("vision_use_head", True):
-        raise ValueError("expected vision_config.vision_use_head=True, got False; other values are not supported")
+    if not vision.flag("vision_use_head", True):
+        vision.refuse("vision_use_head", "true", False)
     return CLIPConfig(
-        embed_dim=vision["hidden_size"],
+        embed_dim=vision.count("hidden_size"),
         vision=VisionConfig(
             **_tower(vision), **shape, pool="map", class_token=False, ln_pre=False, patch_bias=True, projection="none"
         ),
@@ -151,25 +160,27 @@ def _module(path: str, name: str) -> tuple[Rule, Rule]:
     )
 
 
-def _tower(tower: Mapping[str, Any]) -> dict[str, Any]:
+def _tower(tower: Section) -> dict[str, Any]:
     """Return the fields of `TowerConfig` of a tower of transformers."""
-    if tower["hidden_act"] not in _ACTIVATIONS:
-        raise ValueError(f"expected hidden_act among {', '.join(_ACTIVATIONS)}, got {tower['hidden_act']!r}")
+    width = tower.count("hidden_size")
     return {
-        "width": tower["hidden_size"],
-        "layers": tower["num_hidden_layers"],
-        "heads": tower["num_attention_heads"],
-        "mlp_ratio": tower["intermediate_size"] / tower["hidden_size"],
-        "activation": _ACTIVATIONS[tower["hidden_act"]],
-        "norm_epsilon": tower["layer_norm_eps"],
+        "width": width,
+        "layers": tower.count("num_hidden_layers", largest=LARGEST_DEPTH),
+        "heads": tower.count("num_attention_heads"),
+        "mlp_ratio": tower.count("intermediate_size") / width,
+        "activation": tower.choice("hidden_act", _ACTIVATIONS, None),
+        "norm_epsilon": tower.number("layer_norm_eps", 0, 0, 1),
     }
 
 
 def _images(preprocessor: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `CLIPConfig` of the image preprocessing."""
-    fields = {name: tuple(preprocessor[name]) for name in ("image_mean", "image_std") if name in preprocessor}
-    interpolation = {"interpolation": _RESAMPLE[preprocessor["resample"]]} if "resample" in preprocessor else {}
-    size = preprocessor.get("size", {})
-    squashed = isinstance(size, Mapping) and "height" in size and not preprocessor.get("do_center_crop", False)
-    resizing = {"resize_mode": "squash" if squashed else "shortest"} if size else {}
-    return {**default, **fields, **interpolation, **resizing}
+    images, zeros = Section(PREPROCESSOR_FILE, preprocessor), (0.0, 0.0, 0.0)
+    names = [name for name in ("image_mean", "image_std", "resample", "size") if images.get(name) is not None]
+    changes: dict[str, Any] = {name: images.numbers(name, zeros) for name in names if name.startswith("image_")}
+    if "resample" in names:
+        changes["interpolation"] = images.choice("resample", _RESAMPLE, None)
+    if "size" in names:
+        is_square = not isinstance(images.get("size"), int) and images.section("size").get("height") is not None
+        changes["resize_mode"] = "squash" if is_square and not images.flag("do_center_crop") else "shortest"
+    return {**default, **changes}

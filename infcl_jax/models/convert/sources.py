@@ -1,13 +1,13 @@
 """Folders of pretrained models, local and on the Hugging Face Hub."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.convert import hugging_face, open_clip
-from infcl_jax.models.convert.tensor_files import Tensors, read_tensors
+from infcl_jax.models.convert.tensor_files import Tensors, read_index, read_tensors
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 
 HUB_PREFIX = "hf-hub:"
@@ -64,31 +64,16 @@ def open_source(path: str | Path) -> Source:
         if (weights := next((file for name in candidates if (file := find(name))), None)) is None:
             raise FileNotFoundError(f"expected one of {', '.join(candidates)} in {path}, got none")
         if weights.name.endswith(".index.json"):
-            for shard in set(read_json(weights)["weight_map"].values()):
+            for shard in dict.fromkeys(read_index(weights).values()):
                 if find(shard) is None:
                     raise FileNotFoundError(f"expected {shard} in {path}, which {weights.name} names, got none")
         preprocessor = find(hugging_face.PREPROCESSOR_FILE)
-        content = read_json(preprocessor) if preprocessor else {}
-        return Source(str(path), read_json(config), content, format, weights)
+        content = read_json(preprocessor, limit=CONFIG_BYTES) if preprocessor else {}
+        return Source(str(path), read_json(config, limit=CONFIG_BYTES), content, format, weights)
     if Path(path).is_file():
         return Source(str(path), None, {}, "open_clip", Path(path))
     names = " or ".join(name for _, name, _ in _FORMATS)
     raise FileNotFoundError(f"expected {names} in {path}, got neither; give the folder of an OpenCLIP or CLIP model")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-      ValueError: the file is something else.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON object in {path}, got {type(content).__name__}")
-    return content
 
 
 def _local_finder(path: Path) -> Callable[[str], Path | None]:

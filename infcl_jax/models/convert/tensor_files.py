@@ -1,14 +1,18 @@
 """Files of named tensors: safetensors and PyTorch checkpoints."""
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from infcl_jax.file_io import CONFIG_BYTES, open_regular, parse_json, read_json
 from infcl_jax.models.convert.torch_file import read_torch_file
+from infcl_jax.printable import printable
 
 Tensors = dict[str, np.ndarray]
 
@@ -24,8 +28,8 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-_MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_SHOWN = 100  # characters of a name in an error
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -57,45 +61,73 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, path, metadata={"format": "pt"})
 
 
+def read_index(path: Path) -> dict[str, str]:
+    """Read the index of a sharded file of tensors.
+
+    Args:
+      path: an `.index.json`.
+
+    Returns:
+      Names of the shards, files in the folder of the index, by names of their tensors.
+
+    Raises:
+      ValueError: the file is no index, or a shard is outside of its folder.
+    """
+    shards = read_json(path, limit=CONFIG_BYTES).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"expected a weight_map with names of files in {path}, got {type(shards).__name__}")
+    for shard in shards.values():
+        is_plain = isinstance(shard, str) and os.path.basename(shard) == shard and "\\" not in shard
+        if not is_plain or not shard.endswith((".safetensors", *_TORCH_SUFFIXES)) or "\0" in shard:
+            raise ValueError(
+                f"expected shards to be files .safetensors, {', '.join(_TORCH_SUFFIXES)} in the folder of {path}, got "
+                f"{printable(str(shard)[:_SHOWN])}"
+            )
+    return shards
+
+
 def _read_shards(index: Path) -> Tensors:
     """Read the shards of an index."""
-    files: dict[str, str] = _parse(index.read_bytes(), index)["weight_map"]
+    files = read_index(index)
     shards = {file: read_tensors(index.parent / file) for file in dict.fromkeys(files.values())}
     for name, file in files.items():
         if name not in shards[file]:
-            raise ValueError(f"expected the tensor {name} in {index.parent / file}, got none; download it again")
+            shown = printable(name[:_SHOWN])
+            raise ValueError(f"expected the tensor {shown} in {index.parent / file}, got none; download it again")
     return {name: shards[file][name] for name, file in files.items()}
 
 
 def _read_safetensors(path: Path) -> Tensors:
-    """Map a safetensors file into memory; `safetensors.numpy` has no bfloat16."""
-    size = path.stat().st_size
-    length = int.from_bytes(path.read_bytes()[:8] if size < 8 else _head(path, 8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER):
-        raise ValueError(f"expected a safetensors file, got {path} with a truncated header; download it again")
-    header = _parse(_head(path, 8 + length)[8:], path)
-    header.pop("__metadata__", None)
-    start = 8 + length
-    data = np.memmap(path, np.uint8, "r", start) if size > start else np.empty(0, np.uint8)
-    tensors = {}
-    for name, entry in header.items():
-        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"expected a dtype among {', '.join(_DTYPES)}, got {entry['dtype']} of {name} in {path}")
-        dtype = jnp.dtype(_DTYPES[entry["dtype"]])
-        if not 0 <= begin <= end <= data.size or end - begin != dtype.itemsize * int(np.prod(shape)):
-            raise ValueError(f"expected {name} inside {path}, got a truncated file; download it again")
-        tensors[name] = np.frombuffer(data[begin:end], dtype).reshape(shape) if end > begin else np.empty(shape, dtype)
-    return tensors
+    """Map a safetensors file into memory; `safetensors.numpy` reads it at once.
+
+    `safe_open` checks the whole header: JSON, names, dtypes, shapes and the bytes of each tensor.
+    """
+    with open_regular(path) as file:
+        try:
+            with safe_open(path, "numpy"):
+                pass
+        except (SafetensorError, UnicodeError) as error:
+            reason = printable(str(error))[:_SHOWN]
+            raise ValueError(f"expected a safetensors file, got {path}: {reason}; download it again") from error
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(start - 8), path)
+        header.pop("__metadata__", None)
+        data = np.memmap(file, np.uint8, "r", start) if file.seek(0, os.SEEK_END) > start else np.empty(0, np.uint8)
+    return {name: _map_tensor(printable(name[:_SHOWN]), entry, data, path) for name, entry in header.items()}
 
 
-def _head(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(size)
-
-
-def _parse(text: bytes, path: Path) -> dict:
+def _map_tensor(name: str, entry: Mapping[str, Any], data: np.ndarray, path: Path) -> np.ndarray:
+    """Return a tensor as a view of the data of its file."""
+    if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):  # other spellings that the library accepts
+        raise ValueError(f"expected an object with dtype and shape of {name} in {path}, got another")
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"expected a dtype among {', '.join(_DTYPES)}, got {entry['dtype']} of {name} in {path}")
+    (begin, end), dtype = entry["data_offsets"], jnp.dtype(_DTYPES[entry["dtype"]])
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got {error}; download it again") from error
+        return (
+            np.frombuffer(data[begin:end], dtype).reshape(entry["shape"])
+            if end > begin
+            else np.empty(entry["shape"], dtype)
+        )
+    except ValueError as error:  # NumPy has at most 64 dimensions
+        raise ValueError(f"expected {name} inside {path}, got a truncated file: {error}; download it again") from error

@@ -9,9 +9,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from infcl_jax.models.convert.tensor_files import Tensors
+from infcl_jax.printable import printable
 
 Layout = Literal["same", "linear", "conv", "unit_axis", "unit_axes", "scalar"]
-_SHOWN = 4  # names listed in an error
+_SHOWN, _LENGTH = 4, 400  # names listed in an error, and characters of each
 
 
 class Rule(NamedTuple):
@@ -181,5 +182,5 @@ def _default_layout(path: str, array: Any) -> Layout:
 
 def _listed(names: Collection[str]) -> str:
     """Format the first few names and the count."""
-    shown = ", ".join(list(names)[:_SHOWN])
+    shown = ", ".join(printable(name[:_LENGTH]) for name in list(names)[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown}, ... ({len(names)} in all)"

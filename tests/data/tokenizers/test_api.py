@@ -1,6 +1,7 @@
 """Contract that all tokenizers share, and mistakes in specs."""
 
 import concurrent.futures
+import gzip
 import importlib.util
 import json
 import logging
@@ -190,10 +191,54 @@ def test_wrong_files(kind, name, files):
     assert str(files / name) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("settings", ["", "[]", "{}", '{"kind": "x", "context_length": 77, "clean": "none"}'])
+SETTINGS = {"kind": "bytes", "context_length": 77, "clean": "none"}
+WRONG = [{"kind": "x"}, {"kind": ["bytes"]}, *({"context_length": n} for n in (None, "77", 0, True, 7.5, 10**9))]
+
+
+@pytest.mark.parametrize("settings", ["", "[]", "{}", "[" * 100_000, *WRONG, {"clean": 3}, {"clean": ["none"]}])
 def test_damaged_settings(settings, tmp_path):
-    (tmp_path / "tokenizer_settings.json").write_text(settings)
+    text = settings if isinstance(settings, str) else json.dumps(SETTINGS | settings)
+    (tmp_path / "tokenizer_settings.json").write_text(text)
     with pytest.raises(ValueError, match=r"^expected the settings of a tokenizer in .*, got .*; save it again$"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("token", [3, [], {"content": 3}, True])
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
+def test_a_padding_token_is_a_string(kind, token, specs, tmp_path):
+    load_tokenizer(specs[kind]).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": token}))
+    with pytest.raises(ValueError, match=r"^expected the pad_token in .*tokenizer_config.json to be a string, got "):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["strings", "floats", "booleans", "foreign"])
+def test_ids_of_a_vocabulary_are_numbers(change, specs, tmp_path):
+    load_tokenizer(specs["clip"]).save(tmp_path)
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    kinds = {"strings": str, "floats": float, "booleans": lambda index: index == 1 or index}
+    ids = ids | {"東": len(ids)} if change == "foreign" else {token: kinds[change](n) for token, n in ids.items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match=r"^expected (tokens with the ids|all bytes, merges) .*vocab.json, got "):
+        load_tokenizer(tmp_path)
+
+
+def test_a_small_file_of_merges_takes_little_memory(tmp_path):
+    with gzip.open(tmp_path / "merges.txt.gz", "wb") as file:
+        for _ in range(32):
+            file.write(bytes(2**20))
+    with pytest.raises(ValueError, match=r"^expected at most 16 MiB of merges in .*merges.txt.gz, got more$"):
+        load_tokenizer(f"clip:{tmp_path / 'merges.txt.gz'}")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": {"type": "WordLevel", "vocab": {"[PAD]": 0, "a": 2**31}, "unk_token": "a"}}, {"model": None}]
+)
+def test_ids_of_a_hugging_face_vocabulary_are_bounded(change, specs, tmp_path):
+    load_tokenizer(specs["hf"]).save(tmp_path)
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file | change))
+    with pytest.raises(ValueError, match=r"^expected (ids of tokens below|the JSON of a tokenizer) .*, got [^\n]*$"):
         load_tokenizer(tmp_path)
 
 
@@ -226,7 +271,7 @@ def test_padding_token_of_a_hugging_face_folder(specs, tmp_path):
     with pytest.raises(ValueError, match=r"^expected a padding token in the vocabulary of .*, got <pad>; name one"):
         load_tokenizer(f"hf:{tmp_path}")
     config.write_text("{")
-    with pytest.raises(ValueError, match=r"^expected a JSON object in .*tokenizer_config\.json, got "):
+    with pytest.raises(ValueError, match=r"^expected JSON in .*tokenizer_config\.json, got "):
         load_tokenizer(f"hf:{tmp_path}")
 
 

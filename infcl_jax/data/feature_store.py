@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source, bad_record, describe
+from infcl_jax.file_io import open_regular, parse_json, replacing
 
 # Dtypes of safetensors that segments have.
 _DTYPES: dict[str, Any] = {"F32": "<f4", "F16": "<f2", "BF16": np.dtype(jnp.bfloat16), "I64": "<i8", "U8": "u1"}
@@ -83,23 +83,20 @@ class FeatureStore:
             return f"damaged: {error}"
         if metadata.get("key") != self.key:
             return "foreign: of other weights or data"
-        if len(arrays["starts"]) != len(self.segment_range(segment)) + 1:
+        if metadata.get("checksum") != _checksum(arrays):
+            return "damaged: wrong checksum"
+        starts, features = arrays.get("starts"), arrays.get("features")
+        if starts is None or features is None or starts.shape != (len(self.segment_range(segment)) + 1,):
             return "foreign: of another number of samples"
-        return None if metadata.get("checksum") == _checksum(arrays) else "damaged: wrong checksum"
+        in_order = starts[0] == 0 and starts[-1] == len(features) and bool(np.all(np.diff(starts) >= 0))
+        return None if in_order else "damaged: wrong first rows of the samples"
 
     def write(self, segment: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a segment; it gets its name only when it is complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         data = save(dict(arrays), {"key": self.key, "checksum": _checksum(arrays)})
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".segment-")
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.path(segment))
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replacing(self.path(segment)) as temporary:
+            temporary.write_bytes(data)
 
     def features(self, index: int) -> np.ndarray:
         """Read the features of a sample, [images or captions, D], memory-mapped."""
@@ -128,14 +125,18 @@ class FeatureStore:
 
 def _map_arrays(path: Path) -> dict[str, np.ndarray]:
     """Memory-map the arrays of a safetensors file; `safe_open` would copy each slice."""
-    data = np.asarray(np.memmap(path, np.uint8, "r"))
-    size = int(data[:8].view("<u8")[0])
-    header, data = json.loads(data[8 : 8 + size].tobytes()), data[8 + size :]
-    return {
-        name: data[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    with open_regular(path) as file:
+        data = np.asarray(np.memmap(file, np.uint8, "r"))
+    try:
+        size = int(data[:8].view("<u8")[0])
+        header, data = parse_json(data[8 : 8 + size].tobytes(), path), data[8 + size :]
+        return {
+            name: data[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"expected a segment of features at {path}, got {error!r}") from error
 
 
 def pack_strings(name: str, strings: Sequence[str]) -> dict[str, np.ndarray]:

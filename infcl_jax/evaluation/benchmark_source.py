@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from infcl_jax.data import Classes, Example, Source, load_source
-from infcl_jax.data.sources import captions, files, splits, tar_scan
+from infcl_jax.data.sources import captions, files, paths, splits, tar_scan
 from infcl_jax.data.sources.base import bad_record, check_index
 from infcl_jax.data.sources.tar_index import TarIndex, load_index
 from infcl_jax.evaluation.class_data import read_class_names, read_templates
@@ -20,7 +18,7 @@ from infcl_jax.evaluation.class_data import read_class_names, read_templates
 SHARD_COUNT = "nshards.txt"
 
 _TYPES = {"classification": ("cls",), "multilabel": ("npy",), "retrieval": ("txt", "json")}
-_FOLDER_OPTION = re.compile(r"\?folder=(?P<folder>.+)$")
+_MAX_SHARDS = 2**20
 
 
 def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
@@ -36,7 +34,7 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
 
         - a folder in the layout of clip_benchmark, see `WebdatasetSource`;
         - a JSON file of Karpathy's splits, see `KarpathySource`, with the folder of the images as
-          "dataset_coco.json?folder=/images" if it is not that of the file;
+          "dataset_coco.json?folder=/images" if it is not that of the file, and with the option "outside" of tables;
         - a dataset of `infcl_jax.data.load_source`.
       split: name of the split.
       data_dir: directory of the prepared datasets.
@@ -51,12 +49,14 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
         raise FileNotFoundError(
             f"{folder} has no split {split!r}: expected {split}/{SHARD_COUNT}, as in its split test"
         )
-    path = _FOLDER_OPTION.sub("", folder)
+    path, options = paths.split_options(folder)
     if path.endswith(".json") and files.is_file(path):
-        content = _read_json(path)
+        content = files.read_json(path, object)
         if isinstance(content, dict) and "images" in content:
-            option = _FOLDER_OPTION.search(folder)
-            return KarpathySource(path, split, content["images"], option["folder"] if option else None)
+            if set(options) - {"folder", paths.OUTSIDE}:
+                raise ValueError(f"expected the options folder, {paths.OUTSIDE} of {path}, got {', '.join(options)}")
+            outside = paths.outside_option(options)
+            return KarpathySource(path, split, content["images"], options.get("folder"), outside)
     return load_source(dataset, split, data_dir)
 
 
@@ -90,8 +90,8 @@ class WebdatasetSource:
         if self.type not in _TYPES:
             raise ValueError(f"expected dataset_type.txt of {folder} to be one of {', '.join(_TYPES)}, got {self.type}")
         shards = self._text(f"{split}/{SHARD_COUNT}")
-        if not shards.isdecimal() or int(shards) < 1:
-            raise ValueError(f"expected a number of shards in {folder}/{split}/{SHARD_COUNT}, got {shards!r}")
+        if not shards.isdecimal() or len(shards) > 9 or not 1 <= int(shards) <= _MAX_SHARDS:
+            raise ValueError(f"expected a number of shards in {folder}/{split}/{SHARD_COUNT}, got {shards[:40]!r}")
         self._shards = [f"{folder}/{split}/{number}.tar" for number in range(int(shards))]
         self._index = self._complete_index(_TYPES[self.type])
         self._files = files.Files(self._index.shards)
@@ -110,9 +110,9 @@ class WebdatasetSource:
                 return {"image": image, "caption": "", "captions": (), "label": label}
             if self.type == "multilabel":
                 return {"image": image, "caption": "", "captions": (), "label": -1}
-            text = captions.text(self._member(self._index, index))
+            data = self._member(self._index, index)
             is_json = _TYPES[self.type][int(entry["caption_member"])] == "json"
-            texts = captions.json_captions(json.loads(text)) if is_json else text.splitlines()
+            texts = captions.json_captions(data) if is_json else captions.text(data).splitlines()
             return captions.example(image, [text.strip() for text in texts])
         except Exception as error:  # remote file systems raise any exception
             raise bad_record(self.describe(index), error) from error
@@ -154,8 +154,13 @@ class WebdatasetSource:
         index = self._index if self.type == "multilabel" else self._complete_index(("npy",))
         if not np.array_equal(index.entries["image_block"], self._index.entries["image_block"]):
             raise ValueError(f"expected an npy member in every sample of {self.name}, split {self.split}")
-        rows = [np.load(io.BytesIO(self._member(index, row)), allow_pickle=False) for row in range(len(self))]
-        return np.stack(rows)
+        return np.stack([self._array(index, row) for row in range(len(self))])
+
+    def _array(self, index: TarIndex, row: int) -> np.ndarray:
+        try:
+            return np.lib.format.read_array(io.BytesIO(self._member(index, row)), allow_pickle=False)
+        except Exception as error:  # of damaged headers, up to MemoryError
+            raise ValueError(f"{self.describe(row)}: expected an array, got {error}") from error
 
     def _complete_index(self, members: tuple[str, ...]) -> TarIndex:
         index = load_index(self._shards, members, self.name)
@@ -169,12 +174,13 @@ class WebdatasetSource:
 
     def _member(self, index: TarIndex, row: int) -> bytes:
         shard, entry = index.locate(row)
-        return self._files.read(shard, int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"]))
+        offset, size = int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"])
+        return self._files.read(shard, offset, size, captions.LARGEST_JSON)
 
     def _text(self, name: str, default: str | None = None) -> str:
         path = f"{self._folder}/{name}"
         if files.is_file(path):
-            return captions.text(files.read_file(path))
+            return captions.text(files.read_file(path, captions.LARGEST))
         if default is None:
             raise FileNotFoundError(f"{path} does not exist; it is part of the layout of clip_benchmark")
         return default
@@ -191,20 +197,28 @@ class KarpathySource:
       split: "train", "val", "test" or "restval".
       images: value of "images".
       folder: folder of the images; None: that of the JSON file.
+      outside: whether images are also on other file systems, or only in the folder; see `paths.resolve`.
 
     Raises:
-      ValueError: the split is unknown, or an image lacks a field.
+      ValueError: the split is unknown, an image lacks a field, or paths leave the folder and must not.
       FileNotFoundError: the first image does not exist.
     """
 
-    def __init__(self, path: str, split: str, images: list[dict[str, Any]], folder: str | None = None):
-        self.name, self.split = path, split
-        folder = folder or path.rpartition("/")[0] or "."
+    def __init__(
+        self,
+        path: str,
+        split: str,
+        images: list[dict[str, Any]],
+        folder: str | None = None,
+        outside: bool | None = None,
+    ):
+        self.name, self.split, self._outside = path, split, outside
+        self._folder = folder or path.rpartition("/")[0] or "."
         try:
-            known = sorted({image["split"] for image in images})
+            known = sorted({str(image["split"]) for image in images})
             self._rows = [
                 (
-                    "/".join(filter(None, (folder, image.get("filepath"), image["filename"]))),
+                    "/".join(filter(None, (image.get("filepath"), image["filename"]))),
                     tuple(sentence["raw"].strip() for sentence in image["sentences"]),
                 )
                 for image in images
@@ -214,19 +228,22 @@ class KarpathySource:
             raise ValueError(f"expected images with filename, split and sentences in {path}, got {error!r}") from error
         if not self._rows:
             raise ValueError(f"split of {path} must be one of {', '.join(known)}, got {split!r}")
-        if not files.is_file(self._rows[0][0]):
-            raise FileNotFoundError(
-                f"{self._rows[0][0]} does not exist; name the folder of the images, {path}?folder=DIR"
-            )
+        first = paths.resolve(self._rows[0][0], self._folder, outside)
+        if not files.is_file(first):
+            raise FileNotFoundError(f"{first} does not exist; name the folder of the images, {path}?folder=DIR")
+        if outside is not True:
+            names = paths.column([key for key, _ in self._rows])
+            paths.report_outside(path, [names], self._folder, refuse=outside is False)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
-        path, texts = self._rows[index]
+        key, texts = self._rows[index]
         try:
-            return captions.example(files.read_file(path), texts)
+            path = paths.resolve(key, self._folder, self._outside)
+            return captions.example(files.read_file(path, files.LARGEST_IMAGE), texts)
         except Exception as error:  # remote file systems raise any exception
             raise bad_record(self.describe(index), error) from error
 
@@ -237,10 +254,3 @@ class KarpathySource:
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""
         return self.name
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(files.read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None

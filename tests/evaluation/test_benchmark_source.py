@@ -46,6 +46,38 @@ def test_arrays_are_in_the_order_of_the_samples(tmp_path, kind):
     np.testing.assert_array_equal(source.arrays(), arrays[list(ORDER)])
 
 
+@pytest.mark.parametrize("shape", ["(2,", "(10**12,)", "(1000000000000,)", "('a',)"])
+def test_damaged_arrays_name_the_sample(tmp_path, shape):
+    samples = layout.classified(LABELS, np.arange(10).reshape(5, 2))
+    samples[1]["npy"] = samples[1]["npy"].replace(b"(2,)", shape.encode())
+    source = load_benchmark(str(layout.write_benchmark(tmp_path / "x", samples)), "test", "nowhere")
+    with pytest.raises(ValueError, match=r"^record \d of .*: expected an array, got "):
+        source.arrays()
+
+
+@pytest.mark.parametrize("count", ["0", "9" * 5000, "99999999", "-1", "1.0", "\u0662" * 10])
+def test_numbers_of_shards(tmp_path, count):
+    folder = layout.write_benchmark(tmp_path / "x", layout.classified(LABELS))
+    (folder / "test" / "nshards.txt").write_text(count)
+    with pytest.raises(ValueError, match=r"expected a number of shards in .*nshards\.txt, got .{1,50}$"):
+        load_benchmark(str(folder), "test", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "images", [3, {"a": 1}, [3], [[]], [{"split": [], "filename": "a"}], [{"split": 1, "filename": 2}]]
+)
+def test_wrong_types_of_karpathy(tmp_path, images):
+    (tmp_path / "a.json").write_text(json.dumps({"images": images}))
+    with pytest.raises(ValueError, match=r"^(expected images with filename|split of .* must be one of)"):
+        load_benchmark(f"{tmp_path}/a.json", "test", "nowhere")
+
+
+def test_options_of_karpathy(tmp_path):
+    path = layout.write_karpathy(tmp_path, [("test", None, ["a"])])
+    with pytest.raises(ValueError, match=r"expected the options folder, outside of .*\.json, got split"):
+        load_benchmark(f"{path}?split=a", "test", "nowhere")
+
+
 def test_a_benchmark_can_be_remote(tmp_path):
     folder = layout.write_benchmark(tmp_path / "x", layout.classified(LABELS))
     fsspec.filesystem("memory").put(str(folder), "/benchmarks/x", recursive=True)

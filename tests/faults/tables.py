@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
@@ -77,3 +78,52 @@ def _write(path: Path, columns: list[str], names: list, captions: list, files: l
         separator = "\t" if path.suffix == ".tsv" else ","
         lines = [separator.join(map(str, row)) for row in (columns, *zip(names, captions, strict=True))]
         path.write_text("\n".join(lines) + "\n")
+
+
+_ELSEWHERE = (
+    "file://{0}/0.png", "local://{0}/0.png", "FILE://{0}/0.png", "images/file://{0}/0.png",
+    "simplecache::file://{0}/0.png", "filecache::file://{0}/0.png", "blockcache::{0}/0.png", "simplecache::{0}/0.png",
+    "dir://0.png::file://{0}", "zip://0.png::file://{0}/a.csv", "tar://0.png::{0}/a.csv", "reference://0.png", "reference://::{0}/a.jsonl",
+    "memory://faults/0.png", "memory:///faults/0.png", "ftp://127.0.0.1:1/0.png", "sftp://127.0.0.1:1/0.png",
+    "ssh://127.0.0.1:1/0.png", "http://127.0.0.1:1/0.png", "https://127.0.0.1:1/0.png", "github://a:b@/0.png",
+    "git://{0}:0.png", "gs://bucket/0.png", "gcs://bucket/0.png", "s3://bucket/0.png", "az://bucket/0.png",
+    "abfs://bucket/0.png", "hdfs://host/0.png", "webhdfs://127.0.0.1:1/0.png", "smb://127.0.0.1:1/0.png",
+    "hf://datasets/a/b/0.png", "jupyter://127.0.0.1:1/0.png", "asynclocal://{0}/0.png", "generic://{0}/0.png",
+    "0.png::1.png", "::0.png", "file:{0}/0.png", "data:image/png;base64,AAAA",
+)  # fmt: skip
+_DAMAGED = (
+    "~/0.png", "~root/0.png", "a\0b.png", "0.png\0.png", "0.png/", "0.png/..", ".", "..", "/", " ", "*.png",
+    "{{0,1}}.png", "%30.png", "0.png?outside=true", "\\\\host\\0.png", "C:\\0.png", "/dev/zero", "/dev/stdin",
+    "/dev/null", "/dev/tty", "/proc/self/mem", "/proc/self/fd/0", "/proc/kmsg", "/proc/self/environ",
+    "/sys/kernel/notes",
+)  # fmt: skip
+_LONG = ("x" * 5000, "a/" * 3000 + "0.png", "../" * 2000 + "0.png")
+HOSTILE = (*_ELSEWHERE, *_DAMAGED, *_LONG)
+
+
+def draw_paths(rng: np.random.Generator, folder: Path) -> Case:
+    """Write a table that names an image inside its folder, one outside, and hostile paths."""
+    extension, pixels = choose(("csv", "tsv", "jsonl", "parquet"), rng), [images.rgb(rng) for _ in range(2)]
+    (folder / "set").mkdir()
+    for path, data in ((folder / "set/0.png", pixels[0]), (folder / "outside.png", pixels[1])):
+        path.write_bytes(images.encoded(images.Image.fromarray(data), "PNG"))
+    fsspec.filesystem("memory").pipe("/faults/0.png", (folder / "set/0.png").read_bytes())
+    (folder / "set/link.png").symlink_to(folder / "outside.png")
+    hostile = [path.format(folder / "set") for path in rng.choice(HOSTILE, 4, replace=False)]
+    outside = [choose(("../outside.png", f"{folder}/outside.png", "x/../../outside.png", "../set/../outside.png"), rng)]
+    option = choose(("", "?outside=false", "?outside=true"), rng)
+    if option == "?outside=true":
+        hostile, outside = [path for path in hostile if "://" not in path], [str(folder / "outside.png")]
+    elif option == "?outside=false" and rng.random() < 0.5:
+        hostile, outside = [], []
+    names = ["0.png", "link.png", *outside, *hostile]
+    captions = ["inside", "link", *(["outside"] * len(outside)), *(f"hostile {i}" for i in range(len(hostile)))]
+    path = folder / "set" / f"a.{extension}"
+    _write(path, ["path", "caption"], names, captions, None)
+    refused = [caption for caption in captions if caption.startswith("hostile")]
+    if option == "?outside=false":
+        refused += ["link", "outside"]
+        expected = {} if outside else {"inside": pixels[0]}
+        return Case(f"paths {extension}{option}", f"{path}{option}", expected, refused, may_be_refused=bool(outside))
+    expected = {"inside": pixels[0], "link": pixels[1]} | ({} if outside[0][0] == "x" else {"outside": pixels[1]})
+    return Case(f"paths {extension}{option}", f"{path}{option}", expected, refused)

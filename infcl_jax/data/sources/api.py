@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qsl
 
-from infcl_jax.data.sources import files, splits, table
+from infcl_jax.data.sources import files, paths, splits, table
 from infcl_jax.data.sources.base import Source
 from infcl_jax.data.sources.builtin import DIGITS, DigitsSource
 from infcl_jax.data.sources.folder import folder_source
@@ -22,7 +20,6 @@ SOURCES: dict[str, Callable[[str], Source]] = {DIGITS: DigitsSource}
 
 _TAR, _MIXTURE = ".tar", ".json"
 _FILES = (_TAR, _MIXTURE, *table.EXTENSIONS)
-_OPTIONS = re.compile(r"\?(\w+=[^&]*(?:&\w+=[^&]*)*)$")
 
 
 def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Source:
@@ -39,6 +36,9 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
     "labels.csv?label=kind". With "?caption=none", the images of a path need no captions or labels, for features alone.
+
+    A path in a table or mixture stays on the file system of its folder, unless the option is "?outside=true". With
+    "?outside=false", it stays in the folder.
 
     Examples:
       >>> source = load_source("photos", "train")
@@ -72,7 +72,7 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
 
 def _is_path(dataset: str, data_dir: str | Path) -> bool:
-    path = _OPTIONS.sub("", dataset)
+    path, _ = paths.split_options(dataset)
     if dataset in BUILT_IN:
         return False
     if path.endswith(_FILES) or files.is_remote(path) or files.has_pattern(path):
@@ -83,19 +83,21 @@ def _is_path(dataset: str, data_dir: str | Path) -> bool:
 
 
 def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Source:
-    match = _OPTIONS.search(dataset)
-    options = dict(parse_qsl(match[1])) if match else {}
-    path = os.path.expanduser(_OPTIONS.sub("", dataset)).rstrip("/")
+    path, options = paths.split_options(dataset)
+    path, outside = os.path.expanduser(path).rstrip("/"), paths.outside_option(options)
     if path.endswith(_MIXTURE):
         _check_exists(path)
         if split.start is not None or split.stop is not None:
             raise ValueError(
                 f'expected a split without bounds for {path}; give its components bounds, as their "split"'
             )
-        if options:
+        if set(options) - {paths.OUTSIDE}:
             raise ValueError(f"expected no options for the mixture {path}, got {', '.join(options)}")
         return load_mixture(
-            path, split.name, lambda component, component_split: load_source(component, component_split, data_dir)
+            path,
+            split.name,
+            lambda component, component_split: load_source(component, component_split, data_dir),
+            outside,
         )
     if files.has_pattern(path) or path.endswith(_FILES):
         splits.check_only_split(path, split.name)
@@ -103,26 +105,26 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
     _check_exists(path)
     if not os.path.isdir(path):
         raise ValueError(f"expected a folder or a file with one of the extensions {', '.join(_FILES)}, got {path}")
-    paths = splits.split_folder(path, split.name, (_TAR, *table.EXTENSIONS))
-    if paths[0] != path and os.path.isdir(paths[0]):  # a split's subfolder, of tar files, tables or images
-        paths = splits.split_folder(paths[0], splits.WHOLE, (_TAR, *table.EXTENSIONS))
-    if os.path.isdir(paths[0]):
-        return folder_source(paths[0], dataset, split.name, options)
-    return _load_files(paths, dataset, split.name, options)
+    names = splits.split_folder(path, split.name, (_TAR, *table.EXTENSIONS))
+    if names[0] != path and os.path.isdir(names[0]):  # a split's subfolder, of tar files, tables or images
+        names = splits.split_folder(names[0], splits.WHOLE, (_TAR, *table.EXTENSIONS))
+    if os.path.isdir(names[0]):
+        return folder_source(names[0], dataset, split.name, options)
+    return _load_files(names, dataset, split.name, options)
 
 
-def _load_files(paths: list[str], dataset: str, split: str, options: dict[str, str]) -> Source:
-    if all(path.endswith(_TAR) for path in paths):
-        if set(options) - {"caption"}:
+def _load_files(names: list[str], dataset: str, split: str, options: dict[str, str]) -> Source:
+    if all(name.endswith(_TAR) for name in names):
+        if set(options) - {"caption", paths.OUTSIDE}:
             raise ValueError(f"expected the option caption of tar files, got {', '.join(options)} in {dataset}")
-        return TarSource(paths, dataset, split, options.get("caption"))
-    if all(path.endswith(table.EXTENSIONS) for path in paths):
-        for path in paths:
-            _check_exists(path)
-        return table.TableSource(paths, dataset, split, options)
+        return TarSource(names, dataset, split, options.get("caption"))
+    if all(name.endswith(table.EXTENSIONS) for name in names):
+        for name in names:
+            _check_exists(name)
+        return table.TableSource(names, dataset, split, options)
     raise ValueError(
-        f"expected {dataset} to be tar files, or tables ({', '.join(table.EXTENSIONS)}), got {files.name_of(paths[0])}"
-        + (f" to {files.name_of(paths[-1])}" if len(paths) > 1 else "")
+        f"expected {dataset} to be tar files, or tables ({', '.join(table.EXTENSIONS)}), got {files.name_of(names[0])}"
+        + (f" to {files.name_of(names[-1])}" if len(names) > 1 else "")
     )
 
 

@@ -6,12 +6,18 @@ import collections
 import glob
 import os
 import re
+import stat
 import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from infcl_jax.file_io import open_regular, parse_json
+
+LARGEST_IMAGE = 2**30  # bytes of an image file: the default of max_image_pixels at 8 bytes a pixel, and a quarter more
+LARGEST_TEXT = 2**28  # bytes of a file of class names, templates or JSON
+_MAX_FILES = 2**20  # of a pattern with braces
 _MAX_OPEN = 64  # files per `Files`; a process has 1024 file descriptors by default
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -49,7 +55,7 @@ def expand(path: str) -> list[str]:
     """
     files: list[str] = []
     for pattern in path.split("::"):
-        for name in [pattern] if not is_remote(pattern) and os.path.exists(pattern) else _expand_braces(pattern):
+        for name in [pattern] if not is_remote(pattern) and os.path.exists(pattern) else expand_braces(pattern):
             if not any(character in name for character in "*?[") or (not is_remote(name) and os.path.exists(name)):
                 files.append(name)
                 continue
@@ -60,7 +66,12 @@ def expand(path: str) -> list[str]:
     return files
 
 
-def _expand_braces(path: str) -> list[str]:
+def expand_braces(path: str) -> list[str]:
+    """List the paths that braces stand for.
+
+    Raises:
+      ValueError: braces are damaged, or stand for more than 2^20 paths.
+    """
     match = _BRACES.search(path)
     if match is None:
         return [path]
@@ -71,11 +82,15 @@ def _expand_braces(path: str) -> list[str]:
         low, high = int(span[1]), int(span[2])
         if high < low:
             raise ValueError(f"expected an ascending range in braces, got {match[0]} in {path}")
+        if high - low >= _MAX_FILES:
+            raise ValueError(f"expected at most {_MAX_FILES} files in braces, got {match[0][:100]}")
         width = max(map(len, span.groups())) if any(text[0] == "0" for text in span.groups()) else 0
         names = [f"{number:0{width}d}" for number in range(low, high + 1)]
     else:
         names = match[1].split(",")
-    tails = _expand_braces(path[match.end() :])
+    tails = expand_braces(path[match.end() :])
+    if len(names) * len(tails) > _MAX_FILES:
+        raise ValueError(f"expected at most {_MAX_FILES} files in braces, got more in {path[:100]}")
     return [path[: match.start()] + name + tail for name in names for tail in tails]
 
 
@@ -99,6 +114,7 @@ def stamp(path: str) -> FileStamp:
 
     Raises:
       FileNotFoundError: the file does not exist.
+      ValueError: it is a folder, FIFO, socket or device.
     """
     if is_remote(path):
         system, name = _file_system(path)
@@ -108,15 +124,22 @@ def stamp(path: str) -> FileStamp:
         )
         return FileStamp(int(info["size"]), str(modified))
     status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        open_regular(path).close()  # raises
     return FileStamp(status.st_size, str(status.st_mtime_ns))
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a local or remote file for reading."""
+    """Open a local regular file or a remote file for reading.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      ValueError: it is a folder, FIFO, socket or device.
+    """
     if is_remote(path):
         system, name = _file_system(path)
         return system.open(name, "rb")
-    return open(path, "rb")
+    return open_regular(path)
 
 
 def is_file(path: str) -> bool:
@@ -127,10 +150,36 @@ def is_file(path: str) -> bool:
     return os.path.isfile(path)
 
 
-def read_file(path: str) -> bytes:
-    """Read a whole file."""
+def read_file(path: str, limit: int = LARGEST_TEXT) -> bytes:
+    """Read a whole file of at most `limit` bytes.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      ValueError: it is larger, or it is a folder, FIFO, socket or device.
+    """
     with open_file(path) as file:
-        return file.read()
+        if not is_remote(path):
+            size = os.fstat(file.fileno()).st_size  # 0 for files of the kernel, some of which never end
+            check_size(size, limit, path)
+            return file.read(size)
+        data = file.read(limit + 1)
+    check_size(len(data), limit, path)
+    return data
+
+
+def read_json(path: str, kind: type = dict) -> Any:
+    """Read a local or remote JSON file, see `infcl_jax.file_io.parse_json`."""
+    return parse_json(read_file(path), path, kind)
+
+
+def check_size(size: int, limit: int, name: str) -> None:
+    """Check a size before it is read.
+
+    Raises:
+      ValueError: it is above the limit.
+    """
+    if size > limit:
+        raise ValueError(f"expected at most {limit} bytes in {name}, got {size}")
 
 
 def name_of(path: str) -> str:
@@ -142,7 +191,8 @@ class _Descriptor:
     """File descriptor that closes with its last reference, so never during a read."""
 
     def __init__(self, path: str):
-        self.number = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.number).atexit = False
 
 
@@ -164,18 +214,21 @@ class Files:
     def __reduce__(self) -> tuple[type[Files], tuple[list[str]]]:
         return Files, (self.paths,)
 
-    def read(self, file: int, offset: int, size: int) -> bytes:
+    def read(self, file: int, offset: int, size: int, limit: int = LARGEST_IMAGE) -> bytes:
         """Read a byte range.
 
         Args:
           file: index into `paths`.
           offset: first byte.
           size: number of bytes.
+          limit: largest size.
 
         Raises:
           OSError: the file cannot be read, or it ends before the range does.
+          ValueError: the range is larger than the limit.
         """
         path = self.paths[file]
+        check_size(size, limit, f"a part of {path}")
         if is_remote(path):
             system, name = _file_system(path)
             data = system.cat_file(name, start=offset, end=offset + size)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infcl_jax.data.sources import captions
+from infcl_jax.data.sources import captions, files, paths
 from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.labels import CLASS_FILES, TEMPLATE_FILE, UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
@@ -35,12 +35,14 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     for table in METADATA:
         if (Path(folder) / table).is_file():
             return TableSource([f"{folder}/{table}"], name, split, options)
-    if options and dict(options) != {"caption": captions.NONE}:
+    outside = paths.outside_option(options or {})
+    others = {key: value for key, value in (options or {}).items() if key != paths.OUTSIDE}
+    if others and others != {"caption": captions.NONE}:
         raise ValueError(
             f"expected no options for the folder {name} without {METADATA[0]}, or caption={captions.NONE}, got"
-            f" {', '.join(options)}"
+            f" {', '.join(others)}"
         )
-    return FolderSource(folder, name, split, images_only=bool(options))
+    return FolderSource(folder, name, split, images_only=bool(others), outside=outside)
 
 
 class FolderSource:
@@ -55,25 +57,27 @@ class FolderSource:
       name: name of the dataset.
       split: name of the split.
       images_only: whether the samples are all images, without captions and classes.
+      outside: False: links to files outside the folder are bad records.
 
     Raises:
       ValueError: the folder has no image with a caption or class, or a class has no name.
     """
 
-    def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False):
+    def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False, outside: bool | None = None):
         self.name, self.split, self._folder, self._images_only = name, split, folder, images_only
-        paths, images, unpaired = _list_images(folder)
-        self.captioned = bool(paths) and not images_only
+        self._outside = outside
+        keys, images, unpaired = _list_images(folder)
+        self.captioned = bool(keys) and not images_only
         if images_only:
-            paths, unpaired = images, 0
+            keys, unpaired = images, 0
         elif not self.captioned:
-            paths = [path for path in images if _class_of(path)]
-        self._paths = paths
+            keys = [key for key in images if _class_of(key)]
+        self._keys = keys
         reason = "no caption" if self.captioned else "no class"
-        counts = {"no image": unpaired, reason: len(images) - len(paths)}
+        counts = {"no image": unpaired, reason: len(images) - len(keys)}
         self.dropped = {reason: count for reason, count in counts.items() if count}
         warn_dropped(self)
-        if not paths:
+        if not keys:
             raise ValueError(
                 f"{name} has {len(images)} images and none with a caption; put KEY.txt beside KEY.jpg, a metadata.csv "
                 "with the columns file_name and text into the folder, or the images of each class into a subfolder;"
@@ -84,7 +88,7 @@ class FolderSource:
         try:
             if images_only:
                 raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
-            values = {value for path in paths if (value := _class_of(path))}
+            values = {value for key in keys if (value := _class_of(key))}
             if not values:
                 raise ValueError(f"{name} has no classes; put the images of each class into a subfolder named after it")
             self._labels, self._classes = label_values(values, folder, name)
@@ -94,21 +98,28 @@ class FolderSource:
             self._classes = str(error)  # training on captions does not need the labels
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._keys)
 
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
-        path = Path(self._folder, self._paths[index])
-        label = self._labels.get(_class_of(self._paths[index]), UNLABELED)
+        key = self._keys[index]
+        label = self._labels.get(_class_of(key), UNLABELED)
         try:
+            image = self._read(key, files.LARGEST_IMAGE)
             if self._images_only:
-                return captions.uncaptioned_example(path.read_bytes())
+                return captions.uncaptioned_example(image)
             if not self.captioned:
-                return captions.example(path.read_bytes(), prompts(self.classes(), label), label)
-            caption = path.with_suffix(_CAPTION).read_bytes()
-            return captions.example(path.read_bytes(), [captions.text(caption)], label)
+                return captions.example(image, prompts(self.classes(), label), label)
+            caption = self._read(_stem(key) + _CAPTION, captions.LARGEST)
+            return captions.example(image, [captions.text(caption)], label)
         except Exception as error:  # file systems raise any exception
             raise bad_record(self.describe(index), error) from error
+
+    def _read(self, key: str, limit: int) -> bytes:
+        path = os.path.join(self._folder, key)
+        if self._outside is False:
+            paths.check_inside(path, self._folder)
+        return files.read_file(path, limit)
 
     def classes(self) -> Classes:
         """Return the classes of the subfolders.
@@ -122,7 +133,7 @@ class FolderSource:
 
     def key(self, index: int) -> str:
         """Return the path of an image, relative to the folder."""
-        return self._paths[index]
+        return self._keys[index]
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index and path."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -210,10 +209,7 @@ def _lines(path: str) -> list[str]:
 
 def _json_pairs(path: str) -> list[tuple[str, str]]:
     """Read (value, name) pairs in label order."""
-    try:
-        content: Any = json.loads(files.read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; expected a list of class names") from None
+    content: Any = files.read_json(path, object)
     if isinstance(content, list):
         pairs = [(name, name) for name in content]
     elif isinstance(content, dict):

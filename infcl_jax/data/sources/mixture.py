@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+from urllib.parse import urlencode
 
 import grain
 import numpy as np
 
-from infcl_jax.data.sources import files
+from infcl_jax.data.sources import files, paths
 from infcl_jax.data.sources.base import (
     Classes,
     DroppingSource,
@@ -166,7 +166,9 @@ def _integers(weights: Sequence[float]) -> list[int]:
     return [max(1, int(share * denominator)) for share in shares]
 
 
-def load_mixture(path: str, split: str, load: Callable[[str, str], Source]) -> MixtureSource:
+def load_mixture(
+    path: str, split: str, load: Callable[[str, str], Source], outside: bool | None = None
+) -> MixtureSource:
     """Open the mixture of a JSON file.
 
     The file is a list of {"path": dataset, "weight": rate, "max_samples": count, "split": split, "name": name}.
@@ -177,35 +179,39 @@ def load_mixture(path: str, split: str, load: Callable[[str, str], Source]) -> M
       path: path of the JSON file.
       split: split of the components.
       load: `load(dataset, split)` opens a component.
+      outside: whether components are also on other file systems, or only in the folder of the file; see
+        `paths.resolve`.
 
     Raises:
       FileNotFoundError: the file or a component does not exist.
-      ValueError: the file is damaged, or a component is wrong.
+      ValueError: the file is damaged, or a component is wrong or out of bounds.
     """
     entries = _entries(path)
     components: dict[str, Source] = {}
+    named: list[str] = []
     for number, entry in enumerate(entries):
         name = entry.get("name", entry["path"])
         if name in components:
             raise ValueError(f'{path}: expected different names, got {name!r} twice; give each component a "name"')
         try:
-            source = load(_resolve(entry["path"], path), entry.get("split", split))
+            dataset, names = _resolve(entry["path"], path.rpartition("/")[0], outside)
+            source = load(dataset, entry.get("split", split))
         except (ValueError, FileNotFoundError) as error:
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
             raise kind(f"{path}, component {number}: {error}") from error
+        named += names
         limit = entry.get("max_samples")
         components[name] = source if limit is None else SampleRange(source, 0, min(limit, len(source)), source.split)
     weights = [
         entry.get("weight", len(component)) for entry, component in zip(entries, components.values(), strict=True)
     ]
+    if named and outside is None:
+        paths.report_outside(path, [paths.column(named)], path.rpartition("/")[0])
     return MixtureSource(components, weights, path, split)
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    try:
-        entries = json.loads(files.read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'{path} is not JSON: {error}; expected a list of {{"path": ..., "weight": ...}}') from None
+    entries = files.read_json(path, object)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f'{path}: expected a list of {{"path": ..., "weight": ...}}, got {str(entries)[:40]}')
     for number, entry in enumerate(entries):
@@ -221,7 +227,7 @@ def _check_entry(entry_name: str, entry: Any) -> None:
     if set(entry) - set(_KEYS):
         unknown = ", ".join(sorted(set(entry) - set(_KEYS)))
         raise ValueError(f"{entry_name}: expected the keys {', '.join(_KEYS)}, got {unknown}")
-    if entry["path"].partition("?")[0].endswith(".json"):
+    if entry["path"].partition("?")[0].rstrip("/").endswith(".json"):
         raise ValueError(
             f"{entry_name}: expected a dataset that is no mixture, got {entry['path']}; list its components here"
         )
@@ -235,18 +241,39 @@ def _check_entry(entry_name: str, entry: Any) -> None:
         raise ValueError(f"{entry_name}: expected max_samples >= 1, got {limit!r}")
 
 
-def _resolve(dataset: str, mixture: str) -> str:
-    """Make relative paths of existing files relative to the mixture's folder."""
-    folder = mixture.rpartition("/")[0]
-    if not folder or files.is_remote(dataset) or os.path.isabs(dataset):
-        return dataset
-    return "::".join(
-        component if not _is_relative_path(folder, component) else f"{folder}/{component}"
-        for component in dataset.split("::")
-    )
+def _resolve(dataset: str, folder: str, outside: bool | None) -> tuple[str, list[str]]:
+    """Make relative paths of a component relative to the mixture's folder; return all paths that it names."""
+    path, options = paths.split_options(dataset)
+    pieces = path.split("::")
+    if len(pieces) == 1 and not _is_path(folder, path):
+        return dataset, []
+    if paths.outside_option(options) and not outside:
+        raise ValueError(f"expected {paths.OUTSIDE}=true at the mixture, got it in {dataset}")
+    named = []
+    for piece in pieces:
+        named += [piece] if os.path.exists(_join(folder, piece)) else files.expand_braces(piece)
+    for name in named:
+        paths.resolve(name, folder, outside)
+    joined = "::".join(_join(folder, piece) for piece in pieces)
+    if outside is False:
+        for file in files.expand(joined) if files.has_pattern(joined) else ():
+            paths.check_inside(file, folder)
+    if "folder" in options:
+        named.append(options["folder"] + "/")
+        options["folder"] = paths.resolve(options["folder"], folder, outside)
+    if outside is not None:
+        options.setdefault(paths.OUTSIDE, str(outside).lower())
+    return joined + (f"?{urlencode(options, safe='/,:')}" if options else ""), named
 
 
-def _is_relative_path(folder: str, dataset: str) -> bool:
-    path = dataset.partition("?")[0]
-    is_path = files.has_pattern(path) or os.path.splitext(path)[1] != "" or path.startswith(".")
-    return is_path or (not files.is_remote(folder) and os.path.exists(os.path.join(folder, path)))
+def _join(folder: str, path: str) -> str:
+    return path if not folder or files.is_remote(path) or os.path.isabs(path) else f"{folder}/{path}"
+
+
+def _is_path(folder: str, dataset: str) -> bool:
+    """Tell a path from the name of a dataset."""
+    if files.is_remote(dataset) or dataset.startswith(("/", ".", "~")) or ".." in dataset.split("/"):
+        return True
+    if files.has_pattern(dataset) or os.path.splitext(dataset)[1] != "":
+        return True
+    return not files.is_remote(folder) and os.path.exists(os.path.join(folder, dataset))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from csv import Error as CSVError
 from csv import reader
@@ -16,7 +15,10 @@ from pyarrow import csv, json, parquet
 
 from infcl_jax.data.sources import captions, files
 from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, locate, starts_of, warn_dropped
+from infcl_jax.data.sources.columns import RowGroups, as_string, first_known, has_bytes, is_filled, is_text
 from infcl_jax.data.sources.labels import UNLABELED, column_labels, label_strings, prompts
+from infcl_jax.data.sources.paths import OUTSIDE, outside_option, report_outside, resolve
+from infcl_jax.file_io import open_regular
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
 IMAGE_COLUMNS = (
@@ -25,18 +27,19 @@ IMAGE_COLUMNS = (
 )  # fmt: skip
 CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
 LABEL_COLUMNS = ("label", "class")
-_OPTIONS = ("image", "caption", "label", "folder")
+_OPTIONS = ("image", "caption", "label", "folder", OUTSIDE)
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
+_HEADER = 2**20  # bytes of the first line of a CSV file
+_SHOWN = 1000  # characters of the columns in messages
 _CHECKED = 16  # images whose existence is checked
-_ROW_GROUPS = 2  # decoded parquet row groups in memory
 
 
 class TableSource:
     """Captioned images of the rows of tables.
 
-    The image column has paths or encoded images (bytes, or {"bytes", "path"} as Hugging Face writes them). A caption
-    column has texts or lists of texts. Rows without image or caption are dropped. Samples are numbered in the order of
-    the files and rows.
+    The image column has paths or encoded images (bytes, or {"bytes", "path"} as Hugging Face writes them). Paths on
+    other file systems than the folder of the images are bad records, see `paths.resolve`. A caption column has texts or
+    lists of texts. Rows without image or caption are dropped. Samples are numbered in the order of the files and rows.
 
     A label column has class names, or integers and `classes.txt` next to the table; see `label_values`. Without caption
     column, the captions are prompts of the class.
@@ -49,14 +52,15 @@ class TableSource:
       name: name of the dataset.
       split: name of the split.
       options: "image": column of the images, "caption": columns of the captions separated by commas, or "none" for rows
-        without captions and labels, "label": column of
-        the labels, "folder": base of relative image paths. By default, the first column named in `IMAGE_COLUMNS`,
-        `CAPTION_COLUMNS` and `LABEL_COLUMNS`, in any capitalization, and the folder of each file.
+        without captions and labels, "label": column of the labels, "folder": base of relative image paths, "outside":
+        "false" refuses tables with paths outside that folder, and links to files outside, "true" allows other file
+        systems. By default, the first column named in `IMAGE_COLUMNS`, `CAPTION_COLUMNS` and `LABEL_COLUMNS`, in any
+        capitalization, and the folder of each file.
 
     Raises:
       FileNotFoundError: a table does not exist.
       ValueError: a table is damaged, a column is missing, no row has an image and a caption, the first images do not
-        exist, or rows without captions have wrong labels.
+        exist, paths leave the folder and must not, or rows without captions have wrong labels.
     """
 
     def __init__(self, paths: Sequence[str], name: str, split: str, options: Mapping[str, str] | None = None):
@@ -66,6 +70,7 @@ class TableSource:
         if unknown:
             raise ValueError(f"expected the options {', '.join(_OPTIONS)} of {name}, got {', '.join(sorted(unknown))}")
         tables = [_Table(path, options) for path in paths]
+        self._report_outside(tables)
         self._tables, self._starts = tables, starts_of(map(len, tables))
         self.dropped: dict[str, int] = {}
         for reason in ("damaged row", "no image", "no caption", "no label"):
@@ -90,6 +95,13 @@ class TableSource:
             if not (self.captioned or self._images_only):
                 raise
             self._classes = str(error)  # training on captions does not need the labels
+
+    def _report_outside(self, tables: Sequence[_Table]) -> None:
+        """Log or refuse image paths outside the folders of the images."""
+        outside = outside_option(self._options)
+        for folder in {} if outside else dict.fromkeys(table.images_folder for table in tables):
+            columns = [table.paths for table in tables if table.paths is not None and table.images_folder == folder]
+            report_outside(self.name, columns, folder, refuse=outside is False)
 
     def __reduce__(self) -> Any:
         return TableSource, (self._paths, self.name, self.split, self._options)
@@ -150,10 +162,12 @@ class _Table:
     Attributes:
       path: path of the file.
       folder: folder of the file.
+      images_folder: base of relative image paths.
       columns: names of all columns.
       captioned: whether there is a caption column.
       label_column: description of the label column.
       labels: int32 [rows], -1 without label.
+      paths: paths of the images [rows], or None for images in the table.
       dropped: number of rows that are left out, by reason.
     """
 
@@ -161,8 +175,9 @@ class _Table:
         self.path = path
         self.dropped: dict[str, int] = {}
         self.folder = path.rpartition("/")[0]
-        self._images_folder = options.get("folder") or self.folder
-        self._groups: _RowGroups | None = None
+        self.images_folder = options.get("folder") or self.folder
+        self._outside = outside_option(options)
+        self._groups: RowGroups | None = None
         read = self._read_parquet if path.endswith(".parquet") else self._read_text
         table = read(path, options)
         self._label_values = table.column(self._label) if self._label else None
@@ -173,18 +188,18 @@ class _Table:
         self._texts = [table.column(name) for name in self._captions]
         self._label_values = table.column(self._label) if self._label else None
         self.labels = np.full(len(self._rows), UNLABELED, np.int32)
-        self._images = None if self._groups else table.column(self._image)
+        self.paths = None if self._groups or not len(self) else table.column(self._image)
         self._check_paths()
 
     def _choose_columns(self, columns: Sequence[str], options: Mapping[str, str]) -> None:
-        self.columns = ", ".join(columns)
+        self.columns = ", ".join(columns)[:_SHOWN]
         requested = [column for column in options.get("caption", "").split(",") if column]
         self._image = options.get("image") or self._detect(columns, "image", IMAGE_COLUMNS)
-        self._label = options.get("label") or _first(columns, LABEL_COLUMNS)
+        self._label = options.get("label") or first_known(columns, LABEL_COLUMNS)
         self._images_only = requested == [captions.NONE]
         if self._images_only:
             requested, self._label = [], None
-        elif not requested and (_first(columns, CAPTION_COLUMNS) or not self._label):
+        elif not requested and (first_known(columns, CAPTION_COLUMNS) or not self._label):
             requested = [self._detect(columns, "caption", CAPTION_COLUMNS)]
         self._captions, self.captioned = requested, bool(requested)
         self.label_column = f"{self.path}, column {self._label!r}"
@@ -196,7 +211,7 @@ class _Table:
                 raise ValueError(f"{self.path} has no {option} column {column!r}; its columns are {self.columns}")
 
     def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
-        column = _first(columns, known)
+        column = first_known(columns, known)
         if column is None:
             raise ValueError(
                 f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
@@ -205,11 +220,13 @@ class _Table:
 
     def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
         try:
+            if not files.is_remote(path):
+                open_regular(path).close()  # Arrow reads local files itself, and waits for FIFOs
             file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
             schema = file.schema_arrow
             self._choose_columns(schema.names, options)
-            if _has_bytes(schema.field(self._image).type):
-                self._groups = _RowGroups(file, self._image)
+            if has_bytes(schema.field(self._image).type):
+                self._groups = RowGroups(file, self._image)
             return file.read(columns=[name for name in self._used() if not self._groups or name != self._image])
         except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
             reason = " ".join(str(error).split())[:200]
@@ -219,14 +236,11 @@ class _Table:
         try:
             with files.open_file(path) as file:
                 if path.endswith(".jsonl"):
-                    # Arrow 26 crashes where a block of lines starts with null.
-                    if any(line.lstrip().startswith(b"null") for line in file):
-                        raise ValueError(f"expected an object in every line of {path}, got null; remove such lines")
-                    file.seek(0)
+                    _check_lines(file, path)
                     table = json.read_json(file, json.ReadOptions(block_size=_BLOCK))
                     self._choose_columns(table.column_names, options)
                     return table.select(self._used())
-                header = file.readline()
+                header = file.readline(_HEADER)
                 file.seek(0)
                 return self._read_csv(file, header, options)
         except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
@@ -255,11 +269,16 @@ class _Table:
 
     def _complete(self, table: pa.Table) -> np.ndarray:
         """Return a mask of the complete rows, and count the others."""
-        images = np.ones(table.num_rows, bool) if self._groups else _is_filled(table.column(self._image))
+        images = np.ones(table.num_rows, bool)
+        if not self._groups:
+            kind = table.column(self._image).type
+            if not (is_text(kind) or pa.types.is_null(kind)):
+                raise ValueError(f"expected paths in the image column {self._image!r} of {self.path}, got {kind}")
+            images = is_filled(table.column(self._image))
         if self._images_only:
             texts = np.ones(table.num_rows, bool)
         elif self.captioned:
-            texts = np.any([_is_filled(table.column(name)) for name in self._captions], axis=0)
+            texts = np.any([is_filled(table.column(name)) for name in self._captions], axis=0)
         else:
             texts = np.asarray(pc.not_equal(self.label_strings(), ""))
         for reason, mask in (("no image", ~images), ("no caption" if self.captioned else "no label", images & ~texts)):
@@ -269,19 +288,25 @@ class _Table:
 
     def _check_paths(self) -> None:
         keys = [self.key(row) for row in range(min(_CHECKED, len(self)))]
-        if self._images is None or not keys:
+        if self.paths is None or not keys:
             return
         if keys[0].startswith(("http://", "https://")):
             raise ValueError(
                 f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
                 "for example with img2dataset, or name another column with ?image=COLUMN"
             )
-        paths = [_join(self._images_folder, key) for key in keys]
-        if not any(files.is_remote(path) or os.path.exists(path) for path in paths):
-            raise ValueError(
-                f"{self.path}: none of the first {len(paths)} images exists, the first is {paths[0]}; name their "
-                "folder with ?folder=FOLDER, or their column with ?image=COLUMN"
-            )
+        first = ""
+        for key in keys:
+            try:
+                path = resolve(key, self.images_folder, self._outside or None)  # all paths outside are counted later
+                if files.is_remote(path) or os.path.exists(path):
+                    return
+                first = first or f"none of the first {len(keys)} images exists, the first is {path}"
+            except ValueError as error:
+                first = first or str(error)
+        raise ValueError(
+            f"{self.path}: {first}; name their folder with ?folder=FOLDER, or their column with ?image=COLUMN"
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -290,7 +315,8 @@ class _Table:
         """Read the encoded image of a row."""
         if self._groups is not None:
             return self._groups.read(int(self._rows[row]))
-        return files.read_file(_join(self._images_folder, self.key(row)))
+        path = resolve(self.key(row), self.images_folder, self._outside)
+        return files.read_file(path, files.LARGEST_IMAGE)
 
     def captions(self, row: int) -> list[str]:
         """Return the captions of a row."""
@@ -315,63 +341,14 @@ class _Table:
 
     def key(self, row: int) -> str:
         """Return the image path of a row, or "" for images in the table."""
-        return "" if self._images is None else _string(self._images[row])
+        return "" if self.paths is None else as_string(self.paths[row])
 
 
-class _RowGroups:
-    """Images of a parquet file, read by row group."""
-
-    def __init__(self, file: parquet.ParquetFile, column: str):
-        self._file, self._column, self._lock = file, column, threading.Lock()
-        self._starts = starts_of(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
-        self._decoded: dict[int, pa.Array] = {}
-
-    def read(self, row: int) -> bytes:
-        """Read the encoded image of a row of the file."""
-        group, row = locate(self._starts, row)
-        with self._lock:
-            if group not in self._decoded:
-                while len(self._decoded) >= _ROW_GROUPS:
-                    del self._decoded[next(iter(self._decoded))]
-                table = self._file.read_row_group(group, columns=[self._column])
-                self._decoded[group] = table.column(0).combine_chunks()
-            value = self._decoded[group][row].as_py()
-        if isinstance(value, dict):
-            value = value.get("bytes")
-        if not value:
-            raise ValueError("the image is empty")
-        return value
-
-
-def _has_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def _is_filled(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Tell which values are neither null nor empty."""
-    if pa.types.is_null(column.type):
-        return np.zeros(len(column), bool)
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        lengths = pc.list_value_length(column)
-    elif pa.types.is_string(column.type) or _has_bytes(column.type) or pa.types.is_large_string(column.type):
-        lengths = pc.binary_length(column)
-    else:
-        raise ValueError(f"expected texts or lists of texts in a column, got {column.type}")
-    return np.asarray(pc.fill_null(lengths, 0)) > 0
-
-
-def _first(columns: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return the first column with a known name, in any capitalization."""
-    lower = {column.lower(): column for column in reversed(columns)}
-    return next((lower[name] for name in known if name in lower), None)
-
-
-def _string(value: pa.Scalar) -> str:
-    value = value.as_py()
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
-
-
-def _join(folder: str, path: str) -> str:
-    if files.is_remote(path) or os.path.isabs(path) or not folder:
-        return path
-    return f"{folder}/{path}"
+def _check_lines(file: BinaryIO, path: str) -> None:
+    """Check for lines that Arrow cannot read."""
+    for line in iter(lambda: file.readline(_BLOCK), b""):
+        if line.lstrip().startswith(b"null"):  # Arrow 26 crashes where a block of lines starts with it
+            raise ValueError(f"expected an object in every line of {path}, got null; remove such lines")
+        if len(line) == _BLOCK:
+            raise ValueError(f"expected lines of less than {_BLOCK} bytes in {path}, got a longer one")
+    file.seek(0)

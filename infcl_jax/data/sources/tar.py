@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from infcl_jax.data.sources import captions, files, tar_scan
 from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, warn_dropped
 from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, prompts, read_class_names, read_templates
 from infcl_jax.data.sources.tar_index import load_index
+from infcl_jax.file_io import parse_json
 
 _CAPTIONS = ("txt", "json")
 _LABELS = ("cls", "json")
@@ -110,15 +110,16 @@ class TarSource:
         if len(self._index.entries) == 0:
             return False
         shard, entry = self._index.locate(0)
-        member = self._members[int(entry["caption_member"])]
-        with contextlib.suppress(ValueError, OSError):  # a damaged caption is an error where it is read
-            content = json.loads(captions.text(self._read_member(shard, entry))) if member == "json" else None
+        with contextlib.suppress(Exception):  # a damaged caption is an error where it is read
+            member = self._members[int(entry["caption_member"])]
+            content = parse_json(self._read_member(shard, entry, member), member, object) if member == "json" else None
             return not isinstance(content, dict) or any(content.get(field) for field in self._fields)
         return True
 
-    def _read_member(self, shard: int, entry: np.void) -> bytes:
-        """Read the caption or label member of an entry."""
-        return self._files.read(shard, int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"]))
+    def _read_member(self, shard: int, entry: np.void, member: str) -> bytes:
+        """Read the caption or label member of an entry, which has the given extension."""
+        offset, size = int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"])
+        return self._files.read(shard, offset, size, captions.largest(member))
 
     def _label(self, shard: int, entry: np.void) -> int:
         """Read the label of the sample with the image of an entry."""
@@ -130,12 +131,13 @@ class TarSource:
         if len(matches) == 0:
             return UNLABELED
         labeled = entries[matches[0]]
-        text = captions.text(self._read_member(shard, labeled))
-        if _LABELS[int(labeled["caption_member"])] == "json":
-            content = json.loads(text)
+        member = _LABELS[int(labeled["caption_member"])]
+        data = self._read_member(shard, labeled, member)
+        if member == "json":
+            content = parse_json(data, "the label", object)
             value = content.get("label") if isinstance(content, dict) else None
             return UNLABELED if value is None else self._names.label(str(value))
-        return self._names.label(text)
+        return self._names.label(captions.text(data))
 
     def _read(self, shard: int, entry: np.void) -> Example:
         label = self._label(shard, entry)
@@ -145,20 +147,22 @@ class TarSource:
         if not self.captioned:
             image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
             return captions.example(image, prompts(self.classes(), label), label)
+        member = self._members[int(entry["caption_member"])]
+        files.check_size(int(entry["image_size"]), files.LARGEST_IMAGE, "an image")
+        files.check_size(int(entry["caption_size"]), captions.largest(member), "a caption")
         image_start, caption_start = (int(entry[key]) * tar_scan.BLOCK for key in ("image_block", "caption_block"))
         image_stop, caption_stop = image_start + int(entry["image_size"]), caption_start + int(entry["caption_size"])
         start, stop = min(image_start, caption_start), max(image_stop, caption_stop)
         gap = max(image_start, caption_start) - min(image_stop, caption_stop)
         if gap <= _READ_BETWEEN:
-            data = self._files.read(shard, start, stop - start)
+            data = self._files.read(shard, start, stop - start, 2 * files.LARGEST_IMAGE)
             image = data[image_start - start : image_stop - start]
             caption = data[caption_start - start : caption_stop - start]
         else:
             image = self._files.read(shard, image_start, image_stop - image_start)
             caption = self._files.read(shard, caption_start, caption_stop - caption_start)
-        if self._members[int(entry["caption_member"])] == "json":
-            texts = captions.json_captions(json.loads(captions.text(caption)), self._fields)
-            return captions.example(image, texts, label)
+        if member == "json":
+            return captions.example(image, captions.json_captions(caption, self._fields), label)
         return captions.example(image, [captions.text(caption)], label)
 
     def key(self, index: int) -> str:

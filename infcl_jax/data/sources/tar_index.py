@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -13,17 +14,18 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from infcl_jax.data.sources import files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.tar_scan import ShardScan
+from infcl_jax.file_io import open_regular, parse_json, replacing
 from infcl_jax.user_cache import user_cache
 
 ENTRY_DTYPE = np.dtype(
@@ -37,7 +39,7 @@ ENTRY_DTYPE = np.dtype(
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar2"
+_MAGIC = b"infcltar3"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _PROGRESS_SECONDS = 10.0
@@ -81,7 +83,8 @@ def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> Tar
     """Load the cached index of tar files, or build it.
 
     The cache is a hidden file next to the first shard, or in `~/.cache/infcl_jax` where that folder is not writable or
-    not local. Shards whose size or modification time changed are scanned again.
+    not local. Shards whose size or modification time changed are scanned again; without an intact cache, all are. A
+    cache that comes with the shards can name no other files than these.
 
     Args:
       shards: paths of the tar files.
@@ -90,14 +93,20 @@ def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> Tar
 
     Raises:
       FileNotFoundError: shards do not exist.
+      ValueError: a shard is no regular file.
     """
     stamps = _stamps(shards, name)
     for cache in _cache_files(shards, captions):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        try:
             header, entries = _read(cache)
-            if [tuple(shard[:2]) for shard in header["shards"]] == stamps:
-                return _index(shards, header, entries, cache)
-            return _build(shards, stamps, captions, name, header, entries)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            _logger.warning("%s: the index is built again: %s", name, error)
+            continue
+        if [tuple(shard[:2]) for shard in header["shards"]] == stamps:
+            return _index(shards, header, entries, cache)
+        return _build(shards, stamps, captions, name, header, entries)
     return _build(shards, stamps, captions, name, {"shards": []}, np.zeros(0, ENTRY_DTYPE))
 
 
@@ -108,6 +117,8 @@ def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
             return size, modified
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ValueError(f"a shard of {name} cannot be read: {error}") from error
 
     with concurrent.futures.ThreadPoolExecutor(16) as threads:  # waits for network file systems
         stamps = list(threads.map(stamp_or_none, shards))
@@ -141,23 +152,44 @@ def _absolute(path: str) -> str:
     return path if files.is_remote(path) else os.path.abspath(path)
 
 
-def _read(path: str) -> tuple[dict[str, Any], np.ndarray]:
-    with open(path, "rb") as file:
-        magic, size = file.read(len(_MAGIC)), int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size)) if magic == _MAGIC else {}
-        start = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-    count = sum(shard[2] for shard in header["shards"])
-    if os.path.getsize(path) != start + count * ENTRY_DTYPE.itemsize:
-        raise ValueError(f"the tar index {path} is damaged; delete it")
-    if count == 0:
-        return header, np.zeros(0, ENTRY_DTYPE)
-    return header, np.memmap(path, ENTRY_DTYPE, "r", offset=start, shape=(count,))
+def _read(path: str, *, checksum: bool = True) -> tuple[dict[str, Any], np.ndarray]:
+    """Read and check the header, and map the entries."""
+    with open_regular(path) as file:
+        end = os.fstat(file.fileno()).st_size
+        magic, size, expected = file.read(len(_MAGIC)), _integer(file, 8), _integer(file, 4)
+        start = -(-(file.tell() + size) // _ALIGNMENT) * _ALIGNMENT
+        if magic != _MAGIC or start > end:
+            raise ValueError(f"expected a tar index at {path}, got another file or version")
+        text = file.read(start - file.tell())
+        header = parse_json(text[:size], path)
+        shards = header.get("shards")
+        if not isinstance(shards, list) or not all(map(_is_shard, shards)):
+            raise ValueError(f"expected the shards of a tar index in {path}, got other JSON")
+        count = sum(shard[2] for shard in shards)
+        if end != start + count * ENTRY_DTYPE.itemsize:
+            raise ValueError(f"expected {count} samples in the tar index {path}, got {end} bytes")
+        entries = np.memmap(file, ENTRY_DTYPE, "r", start, (count,)) if count else np.zeros(0, ENTRY_DTYPE)
+    if checksum and zlib.crc32(entries.view(np.uint8), zlib.crc32(text)) != expected:
+        raise ValueError(f"expected another checksum of the tar index {path}; it is damaged")
+    return header, entries
+
+
+def _integer(file: BinaryIO, size: int) -> int:
+    return int.from_bytes(file.read(size), "little")
+
+
+def _is_shard(shard: Any) -> bool:
+    """Check the header of a shard: size, modification time, samples, dropped samples by reason, problem."""
+    match shard:
+        case [int(size), str(), int(count), dict(dropped), str() | None]:
+            return 0 <= count <= size // tar_scan.BLOCK and all(isinstance(n, int) for n in dropped.values())
+    return False
 
 
 def _reopen(path: str, shards: tuple[str, ...], count: int) -> TarIndex:
     """Open the index of another process."""
-    header, entries = _read(path)
-    if len(entries) != count:
+    header, entries = _read(path, checksum=False)  # the other process has checked it
+    if (len(header["shards"]), len(entries)) != (len(shards), count):
         raise ValueError(
             f"expected {count} samples in the tar index {path}, got {len(entries)}; it changed, start again"
         )
@@ -207,18 +239,13 @@ def _build(
 def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     text = json.dumps(header).encode()
-    start = _MAGIC + len(text).to_bytes(8, "little") + text
+    size, start = len(text), len(_MAGIC) + 12
+    text += bytes(-(start + size) % _ALIGNMENT)
+    checksum = functools.reduce(lambda value, data: zlib.crc32(data, value), contents, zlib.crc32(text))
     # Processes that build the same index at the same time each rename a complete file.
-    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".tar_index_tmp_")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(start + bytes(-len(start) % _ALIGNMENT))
-            file.writelines(contents)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(_MAGIC + size.to_bytes(8, "little") + checksum.to_bytes(4, "little") + text)
+        file.writelines(contents)
 
 
 def _scan_all(shards: Sequence[str], captions: Sequence[str], name: str) -> list[ShardScan]:

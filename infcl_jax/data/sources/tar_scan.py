@@ -119,7 +119,7 @@ def _check_end(read: Read, offset: int) -> None:
 
 def _next_header(read: Read, offset: int, end: int) -> int | None:
     """Return the byte of the first intact header from `offset` on, or None."""
-    for start in range(offset, end, _SEARCH_WINDOW):
+    for start in range(offset, min(end, offset + _LARGEST), _SEARCH_WINDOW):  # no member that is read is larger
         data = read(start, _SEARCH_WINDOW)
         position = data.find(_FORMAT)
         while position >= 0:
@@ -173,13 +173,13 @@ def _pax(records: bytes) -> tuple[str | None, int | None]:
     values = {}
     while records:
         length, space, _ = records.partition(b" ")
-        if not space or not length.isdigit() or not len(length) < int(length) <= len(records):
+        if not space or len(length) > 9 or not length.isdigit() or not len(length) < int(length) <= len(records):
             break
         key, _, value = records[len(length) + 1 : int(length) - 1].partition(b"=")
         values[key] = value
         records = records[int(length) :]
     size = values.get(b"size", b"")
-    return _text(values.get(b"path", b"")) or None, int(size) if size.isdigit() else None
+    return _text(values.get(b"path", b"")) or None, int(size) if size.isdigit() and len(size) < 20 else None
 
 
 def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardScan:
@@ -205,8 +205,8 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
         for name, offset, size in members(read, end, window, problems):
             key, extension = split_name(name)
             field = fields.get(extension)
-            if field is None or not key or not 0 < size <= _LARGEST:
-                continue
+            if field is None or not key or not 0 < size <= _LARGEST or offset // BLOCK > _LARGEST:
+                continue  # an entry has 32 bits for each
             sample = samples.setdefault(key, [0] * (2 + 2 * len(captions)))
             if sample[field + 1]:
                 dropped["duplicate member"] = dropped.get("duplicate member", 0) + 1

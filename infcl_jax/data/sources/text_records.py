@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import numpy as np
 
+from infcl_jax.data.sources.files import check_size
+from infcl_jax.file_io import open_regular, parse_json
+
 _BLOCK = 2**24  # bytes of a file scanned at once
+_LARGEST = 2**26  # bytes of a record; a query with hundreds of passages has less than one MiB
 _NEWLINE, _QUOTE, _BACKSLASH = (ord(character) for character in '\n"\\')
 
 
@@ -29,7 +32,7 @@ class RecordFile:
 
     def __init__(self, path: str | os.PathLike):
         self.path = os.fspath(path)
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             self.is_array = file.read(_BLOCK).lstrip()[:1] == b"["
         self._starts, self._stops = _array_offsets(self.path) if self.is_array else _line_offsets(self.path)
         if not len(self):
@@ -43,12 +46,15 @@ class RecordFile:
 
         Raises:
           IndexError: the index is negative or too large.
+          ValueError: the record is too large.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
         start = int(self._starts[index])
-        with open(self.path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), int(self._stops[index]) - start, start)
+        size = int(self._stops[index]) - start
+        check_size(size, _LARGEST, f"record {index} of {self.path}")
+        with open_regular(self.path) as file:
+            return os.pread(file.fileno(), size, start)
 
     def json(self, index: int) -> dict[str, Any]:
         """Parse a record as a JSON object.
@@ -56,16 +62,13 @@ class RecordFile:
         Raises:
           ValueError: the record is something else.
         """
-        value = json.loads(self[index])
-        if not isinstance(value, dict):
-            raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-        return value
+        return parse_json(self[index], f"record {index} of {self.path}")
 
 
 def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each line that is not blank."""
     newlines, size, blank = [], os.path.getsize(path), b"\r\n\t "
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         position = 0
         while block := file.read(_BLOCK):
             newlines.append(position + np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
@@ -84,7 +87,7 @@ def _array_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each object of a JSON array."""
     starts, stops, carry, position = [], [], b"", 0
     quoted, depth = 0, 0  # state at the start of a block
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while data := carry + (read := file.read(_BLOCK)):
             # A run of backslashes and the character that it escapes must be in the same block.
             carry = data[len(data.rstrip(b"\\")) :] if read else b""

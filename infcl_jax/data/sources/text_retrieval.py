@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from infcl_jax.data.sources.base import bad_record
 from infcl_jax.data.sources.text_records import RecordFile
+from infcl_jax.file_io import open_regular
 
 # Names of the fields in DPR's JSON, and in the JSON lines of tevatron and of MS MARCO's hard negatives.
 _QUERY = ("question", "query")
@@ -18,6 +19,7 @@ _NEGATIVES = ("hard_negative_ctxs", "negative_passages", "negatives", "neg")
 _FALLBACK = "negative_ctxs"  # of DPR, for a question without hard negatives
 _IDS = ("docid", "passage_id", "psg_id", "_id", "id", "pid")
 _TEXTS = ("text", "contents", "body")
+_LONGEST_LINE = 2**16  # bytes of a relevance judgment
 
 
 class Passage(NamedTuple):
@@ -181,24 +183,32 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
       ValueError: a line is damaged.
     """
     records = RecordFile(path)
-    if records.is_array or records[0].lstrip()[:1] == b"{":
-        parsed = (records.json(row) for row in range(len(records)))
-        return [
-            Question(str(_field(r, _QUERY)), str(r.get("query_id", r.get("_id", ""))), tuple(r.get("answers", ())))
-            for r in parsed
-        ]
+    is_json = records.is_array or records[0].lstrip()[:1] == b"{"
     questions = []
     for row in range(len(records)):
-        line = records[row].decode().rstrip("\r")
-        fields = line.split("\t")
-        if len(fields) != 2:
-            raise ValueError(f"expected two columns in line {row + 1} of {path}, got {len(fields)}")
-        if fields[1].lstrip('"').startswith("["):  # only these files quote their columns
-            text, answers = next(csv.reader([line], delimiter="\t"))
-            questions.append(Question(text, answers=tuple(map(str, ast.literal_eval(answers)))))
-        else:
-            questions.append(Question(fields[1], key=fields[0]))
+        try:
+            questions.append(_json_question(records.json(row)) if is_json else _question(records[row].decode()))
+        except Exception as error:  # `ast` raises any exception, up to MemoryError for deep nesting
+            raise ValueError(f"line {row + 1} of {os.fspath(path)}: {type(error).__name__}: {error}") from error
     return questions
+
+
+def _json_question(record: Mapping[str, Any]) -> Question:
+    key, answers = str(record.get("query_id", record.get("_id", ""))), record.get("answers", ())
+    if not isinstance(answers, list | tuple):
+        raise ValueError(f"expected a list of answers, got {type(answers).__name__}")
+    return Question(str(_field(record, _QUERY)), key, tuple(map(str, answers)))
+
+
+def _question(line: str) -> Question:
+    line = line.rstrip("\r")
+    fields = line.split("\t")
+    if len(fields) != 2:
+        raise ValueError(f"expected two columns, got {len(fields)}")
+    if not fields[1].lstrip('"').startswith("["):
+        return Question(fields[1], key=fields[0])
+    text, answers = next(csv.reader([line], delimiter="\t"))  # only these files quote their columns
+    return Question(text, answers=tuple(map(str, ast.literal_eval(answers))))
 
 
 def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
@@ -216,13 +226,15 @@ def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
       ValueError: a line has other columns.
     """
     judgments: dict[str, set[str]] = {}
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            fields = line.split()
-            if len(fields) != 4:
-                raise ValueError(f"expected four columns in line {number + 1} of {path}, got {len(fields)}")
-            if int(fields[3]) > 0:
-                judgments.setdefault(fields[0], set()).add(fields[2])
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b"")):
+            try:
+                query, _, passage, relevance = line.decode().split()
+                relevant = int(relevance) > 0
+            except ValueError as error:
+                raise ValueError(f"expected four columns in line {number + 1} of {path}, got {error}") from error
+            if relevant:
+                judgments.setdefault(query, set()).add(passage)
     return judgments
 
 

@@ -234,7 +234,7 @@ def test_classes_of_a_mixture(tmp_path):
         (KINDS, {"classes.txt": "a\n\nb"}, r"classes\.txt, line 2: expected a text, got an empty line"),
         (KINDS, {"classes.txt": b"caf\xe9"}, r"classes\.txt is not UTF-8: byte 3"),
         (KINDS, {"classes.txt": ""}, r"classes\.txt, line 1: expected a text, got an empty line"),
-        (KINDS, {"classes.json": "{"}, r"classes\.json is not JSON: .*; expected a list of class names"),
+        (KINDS, {"classes.json": "{"}, r"expected JSON in .*classes\.json, got Expecting property name"),
         (KINDS, {"classes.json": "[]"}, r"classes\.json: expected a list of class names, or an object .* got \[\]"),
         (KINDS, {"classes.json": '{"0": ["n1", "cat"]}'}, r"classes\.json: expected a list of class names"),
         (KINDS, {"classes.json": "3"}, r"classes\.json: expected a list of class names, .* got 3"),

@@ -127,7 +127,11 @@ def test_damaged_rows_name_the_table_and_the_image(folder):
             r"a\.csv has no image column; its columns are where, caption: name one with \?image=",
         ),
         ("path,caption\na,b\n", "?caption=x", r"a\.csv has no caption column 'x'; its columns are path, caption"),
-        ("path,caption\na,b\n", "?images=x", "expected the options image, caption, label, folder of .*, got images"),
+        (
+            "path,caption\na,b\n",
+            "?images=x",
+            "expected the options image, caption, label, folder, outside of .*, got images",
+        ),
         ("path,caption,path\na,b,c\n", "", "a.csv has several columns named 'path'"),
         ("path,caption\n", "", "a.csv has no row with an image and a caption"),
         ("path,caption\n,b\n", "", "a.csv has no row with an image and a caption"),

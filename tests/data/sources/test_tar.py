@@ -3,6 +3,7 @@ import os
 import pickle
 import tarfile
 import time
+import zlib
 
 import captioned
 import numpy as np
@@ -213,13 +214,113 @@ def test_index_is_built_once_and_again_for_changed_shards(tmp_path, monkeypatch)
     assert len(scanned) == 7
 
 
-@pytest.mark.parametrize("damage", [b"", b"infcltar2", b"garbage" * 100, None])
-def test_damaged_index_is_rebuilt(tmp_path, damage):
+def index_file(header, entries):
+    """Index with the right checksum."""
+    text = header + bytes(-(len(header) + 21) % 64)
+    checksum = zlib.crc32(text + entries)
+    return tar_index._MAGIC + len(header).to_bytes(8, "little") + checksum.to_bytes(4, "little") + text + entries
+
+
+def changed(field, value):
+    """Function that changes a field of the first shard."""
+
+    def change(header, entries):
+        content = json.loads(header)
+        content["shards"][0][field] = value
+        return index_file(json.dumps(content).encode(), entries)
+
+    return change
+
+
+DAMAGE = {
+    "empty": lambda header, entries: b"",
+    "magic alone": lambda header, entries: tar_index._MAGIC,
+    "other file": lambda header, entries: b"garbage" * 100,
+    "older version": lambda header, entries: b"infcltar2" + len(header).to_bytes(8, "little") + header + entries,
+    "cut": lambda header, entries: index_file(header, entries)[:-5],
+    "flipped": lambda header, entries: index_file(header, entries)[:-5] + b"\xff" + index_file(header, entries)[-4:],
+    "header of 2^64 bytes": lambda header, entries: tar_index._MAGIC + b"\xff" * 8 + bytes(100),
+    "not UTF-8": lambda header, entries: index_file(b"\xff\xfe", entries),
+    "nested": lambda header, entries: index_file(b"[" * 100_000, entries),
+    "list": lambda header, entries: index_file(b"[]", entries),
+    "no shards": lambda header, entries: index_file(b"{}", entries),
+    "empty shard": lambda header, entries: index_file(b'{"shards": [[]]}', entries),
+    "count": changed(2, 10**30),
+    "negative": changed(2, -1),
+    "another count": changed(2, 2),
+    "dropped": changed(3, ["no image"]),
+    "dropped count": changed(3, {"no image": "1"}),
+    "problem": changed(4, 3),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_index_is_rebuilt(tmp_path, caplog, damage):
     path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(3)))
     load(path)
     (cache,) = tmp_path.glob(".tar_index_*")
-    cache.write_bytes(cache.read_bytes()[:-5] if damage is None else damage)
-    assert captions(load(path)) == ["caption 0", "caption 1", "caption 2"]
+    data = cache.read_bytes()
+    header, entries = data[21:].partition(b"\0")[0], data[-3 * tar_index.ENTRY_DTYPE.itemsize :]
+    assert index_file(header, entries) == data
+    cache.write_bytes(DAMAGE[damage](header, entries))
+    for _ in range(2):
+        assert captions(load(path)) == ["caption 0", "caption 1", "caption 2"]
+    assert [f"{path}: the index is built again: " in message for message in caplog.messages] == [True]
+    assert cache.read_bytes() == data
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_special_files_in_place_of_an_index(tmp_path, make):
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
+    load(path)
+    (cache,) = tmp_path.glob(".tar_index_*")
+    cache.unlink()
+    make(cache)
+    assert captions(load(path)) == ["caption 0", "caption 1"]
+
+
+@pytest.mark.parametrize("field", tar_index.ENTRY_DTYPE.names)
+def test_wrong_entries_of_an_index_give_bad_records(tmp_path, field):
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
+    load(path)
+    (cache,) = tmp_path.glob(".tar_index_*")
+    data = cache.read_bytes()
+    entries = np.frombuffer(data[-2 * tar_index.ENTRY_DTYPE.itemsize :], tar_index.ENTRY_DTYPE).copy()
+    entries[field][0] = np.iinfo(entries[field].dtype).max
+    cache.write_bytes(index_file(data[21:].partition(b"\0")[0], entries.tobytes()))
+    source = load(path)
+    with pytest.raises(BadRecordError, match="bad record 0 "):
+        source[0]
+    assert source[1]["caption"] == "caption 1"
+
+
+@pytest.mark.parametrize("extension,size", [("txt", 2**20), ("json", 2**23), ("jpg", 2**30)])
+@pytest.mark.parametrize("gap", [0, 2**17])
+def test_members_beyond_the_limits_are_not_read(tmp_path, extension, size, gap):
+    other = "jpg" if extension != "jpg" else "txt"
+    with open(tmp_path / "a.tar", "wb") as file:  # sparse
+        for name, length in ((f"0.{other}", 3), ("gap", gap), (f"0.{extension}", size + 1)):
+            info = tarfile.TarInfo(name)
+            info.size = length
+            file.write(info.tobuf(tarfile.GNU_FORMAT))
+            file.seek(-(-length // 512) * 512, os.SEEK_CUR)
+        file.truncate(file.tell() + 1024)
+    with pytest.raises(BadRecordError, match=f"expected at most {size} bytes in .*, got {size + 1}"):
+        load(tmp_path / "a.tar")[0]
+
+
+@pytest.mark.parametrize("record", [b"size", b"length"])
+def test_pax_numbers_of_thousands_of_digits(tmp_path, record):
+    digits = b"9" * 5000
+    text = b" size=" + digits + b"\n" if record == b"size" else digits + b" size=3\n"
+    if record == b"size":
+        text = str(len(text) + 4).encode() + text
+    extended = tarfile.TarInfo("pax")
+    extended.size, extended.type = len(text), tarfile.XHDTYPE
+    block = extended.tobuf(tarfile.USTAR_FORMAT) + text + bytes(-len(text) % 512)
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
+    path.write_bytes(block + path.read_bytes())
+    assert captions(load(path)) == ["caption 0", "caption 1"]
 
 
 def test_index_goes_to_the_cache_folder_or_stays_in_memory(tmp_path, monkeypatch):

@@ -133,6 +133,39 @@ def test_questions_and_judgments(tmp_path):
     np.testing.assert_raises(ValueError, read_judgments, tmp_path / "qa.csv")
 
 
+@pytest.mark.parametrize(
+    "name,line,match",
+    [
+        ("a.jsonl", b'{"query": "a", "answers": 3}', "expected a list of answers, got int"),
+        ("a.jsonl", b'{"answers": ["a"]}', "expected one of the fields"),
+        ("a.jsonl", b'{"query": ' + b"[" * 100_000, "got one that is nested too deeply"),
+        ("a.csv", b"a\t[" + b"(" * 300, "SyntaxError|MemoryError"),
+        ("a.csv", b"a\t[b]", "malformed"),
+        ("a.csv", b"a\xff\tb", "codec"),
+        ("a.csv", b"a\t['\0']", "."),
+    ],
+)
+def test_damaged_questions_are_named(tmp_path, name, line, match):
+    first = b'{"query": "a"}' if name == "a.jsonl" else b"1\ta"
+    (tmp_path / name).write_bytes(first + b"\n" + line)
+    with pytest.raises(ValueError, match=rf"^line 2 of .*{name}: .*({match})"):
+        read_questions(tmp_path / name)
+
+
+@pytest.mark.parametrize("line", [b"7 0 3", b"7 0 3 yes", b"7 0 \xff 1", b"7 0 3 " + b"1" * 5000])
+def test_damaged_judgments_are_named(tmp_path, line):
+    (tmp_path / "qrels").write_bytes(b"7 0 3 1\n" + line)
+    with pytest.raises(ValueError, match=r"^expected four columns in line 2 of .*qrels, got "):
+        read_judgments(tmp_path / "qrels")
+
+
+def test_huge_records_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_records, "_LARGEST", 100)
+    (tmp_path / "a.jsonl").write_text('{"query": "a", "pos": ["b"]}\n{"query": "a", "pos": ["' + "b" * 100 + '"]}')
+    with pytest.raises(BadRecordError, match=r"record 1 of .*: expected at most 100 bytes in record 1 of .*, got 127"):
+        QuerySource(tmp_path / "a.jsonl")[1]
+
+
 def test_queries_are_cut_with_one_warning(caplog):
     texts = pickle.loads(pickle.dumps(PairTexts(load_tokenizer("bytes", 12), query_length=6)))
     for _ in range(2):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax import jax_start, process_watch
+from infcl_jax import jax_start, process_watch, rendezvous
 from infcl_jax.checks import check_choice
 
 DATA_AXIS = "data"
@@ -60,8 +60,10 @@ def initialize(
         JAX aborts the other processes with native stack traces.
 
     Raises:
-      ValueError: some but not all of the three variables are set, or `PROCESS_ID` and `NUM_PROCESSES` are not integers
-        with `0 <= PROCESS_ID < NUM_PROCESSES`.
+      ValueError: some but not all of the three variables are set, `PROCESS_ID` and `NUM_PROCESSES` are not integers
+        with `0 <= PROCESS_ID < NUM_PROCESSES`, or `COORDINATOR_ADDRESS` is not HOST:PORT. Also if its port is in use
+        by another run or program, or its host has no address.
+      TimeoutError: not all processes have started in time, and `log_dir` is None.
     """
     jax_start.set_variables(gpu_decode=gpu_decode)
     if jax.distributed.is_initialized():
@@ -70,22 +72,35 @@ def initialize(
     names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
     given = {name: environ[name] for name in names if environ.get(name)}
     cluster: dict[str, Any] = {}
+    address = None
     if given:
-        address, count, rank = _explicit_cluster(names, given)
-        cluster = {"coordinator_address": address, "num_processes": count, "process_id": rank}
+        text, count, rank = _explicit_cluster(names, given)
+        cluster = {"coordinator_address": text, "num_processes": count, "process_id": rank}
+        address = rendezvous.parse_address(text)
     else:
         count, rank = _cluster_tasks(environ)
     if count == 1:
         return
-    watch = None
-    if log_dir is not None:
-        timeouts = {"start_timeout": start_timeout, "lost_process_timeout": lost_process_timeout}
-        watch = process_watch.start(Path(log_dir), rank, count, **timeouts)
-    jax.distributed.initialize(
-        **cluster, initialization_timeout=start_timeout, heartbeat_timeout_seconds=lost_process_timeout
-    )
-    if watch is not None:
-        watch.joined(coordination_client())
+    timeouts = {"start_timeout": start_timeout, "lost_process_timeout": lost_process_timeout}
+    watch = None if log_dir is None else process_watch.start(Path(log_dir), rank, count, **timeouts)
+    with process_watch.failures():
+        address = address or _detected_address(start_timeout)
+        if address is not None:  # JAX says why it finds none
+            rendezvous.meet(address, rank, count, watch=watch, **timeouts)
+        jax.distributed.initialize(
+            **cluster, initialization_timeout=start_timeout, heartbeat_timeout_seconds=lost_process_timeout
+        )
+        if watch is not None:
+            watch.joined(coordination_client())
+
+
+def _detected_address(start_timeout: int) -> rendezvous.Address | None:
+    """Return the address of the coordinator that JAX chooses on SLURM and Open MPI."""
+    from jax._src.clusters import ClusterEnv
+
+    text = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    text, *_ = ClusterEnv.auto_detect_unset_distributed_params(text, None, None, None, None, start_timeout)
+    return None if text is None else rendezvous.parse_address(text, "JAX_COORDINATOR_PORT")
 
 
 def coordination_client() -> Any:

@@ -63,6 +63,25 @@ def set_variables(*, gpu_decode: bool = False) -> None:
         )
 
 
+def start_platforms() -> None:
+    """Start JAX's devices.
+
+    Raises:
+      ValueError: `JAX_PLATFORMS` names a platform that JAX does not know, or one without a device.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform has started
+        platforms = jax.config.jax_platforms
+        if not platforms:
+            raise
+        reason = str(error).partition("(set JAX_PLATFORMS=")[0].strip() or "no such device"
+        raise ValueError(
+            f"expected JAX_PLATFORMS to name a platform of this machine, got {platforms!r}: {reason.rstrip('.')}; "
+            "cpu is always available, and JAX chooses if the variable is unset"
+        ) from error
+
+
 def memory_share() -> float:
     """Fraction of GPU memory that JAX preallocates.
 

@@ -20,7 +20,15 @@ CLUSTER = {"coordinator_address": "host:1234", "num_processes": 4, "process_id":
 
 
 @pytest.fixture
-def joined(monkeypatch):
+def met(monkeypatch):
+    """Address, rank and number of processes of every rendezvous."""
+    calls = []
+    monkeypatch.setattr(distributed.rendezvous, "meet", lambda *arguments, **_: calls.append(arguments))
+    return calls
+
+
+@pytest.fixture
+def joined(monkeypatch, met):
     """The arguments of every call of `jax.distributed.initialize`."""
     calls = []
     monkeypatch.setattr(distributed.jax_start, "set_variables", lambda **_: None)
@@ -61,6 +69,23 @@ def test_a_process_joins_once(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     distributed.initialize(EXPLICIT)
     assert joined == []
+
+
+def test_processes_meet_before_they_join(joined, met, monkeypatch):
+    slurm = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    for name, value in (slurm | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize()
+    distributed.initialize(EXPLICIT)
+    assert [(address.text, *ranks) for address, *ranks in met] == [("n3:61441", 1, 2), ("host:1234", 3, 4)]
+    assert "JAX_COORDINATOR_PORT" in str(met[0][0].in_use())
+
+
+@pytest.mark.parametrize("address", ["host", "host:0", "host:abc", "::1:80"])
+def test_a_wrong_address_is_an_error_before_anything_starts(joined, met, tmp_path, address):
+    with pytest.raises(ValueError, match=r"^expected COORDINATOR_ADDRESS as HOST:PORT [^\n]*$"):
+        distributed.initialize(EXPLICIT | {"COORDINATOR_ADDRESS": address}, log_dir=tmp_path / "logs")
+    assert (met, joined, list(tmp_path.iterdir())) == ([], [], [])
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))

@@ -113,3 +113,18 @@ def test_initialize_sets_the_variables_and_does_not_start_jax():
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
     printed = subprocess.check_output(command, env=environment, text=True).split()
     assert printed == [*GPU_FLAGS, *CPU_FLAGS, "--xla_gpu_enable_command_buffer=", "32", "3"]
+
+
+@pytest.mark.parametrize(
+    ("platforms", "reason"),
+    [("gpuu", "'gpuu' is not in the list"), ("cuda", ""), ("cpu,gpuu", "'gpuu' is not in the list")],
+)
+def test_a_platform_without_devices_is_named(platforms, reason):
+    code = "from infcl_jax import jax_start; jax_start.start_platforms()"
+    environment = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(
+        f"ValueError: expected JAX_PLATFORMS to name a platform of this machine, got '{platforms}': "
+    )
+    assert reason in line and line.endswith("; cpu is always available, and JAX chooses if the variable is unset")

@@ -1,5 +1,6 @@
 """Lost, failed and missing processes: one line and an exit status from each of the others."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ REGISTER = (
 def watch(tmp_path):
     """The watch of process 1 of 4, without its effects on this process."""
     watch = ProcessWatch.__new__(ProcessWatch)
-    watch._folder, watch._rank, watch._count = tmp_path, 1, 4
+    watch.folder, watch._rank, watch._count = tmp_path, 1, 4
+    watch.log, watch._client = tmp_path / "process-1.err", None
     watch._start_timeout = watch._lost_process_timeout = 120
     watch._hosts, watch._failing, watch._started = {0: "a", 1: "a", 2: "b"}, False, time.time()
     return watch
@@ -66,6 +68,37 @@ def test_processes_that_never_start_are_those_without_a_fresh_log(watch, tmp_pat
     assert watch._reason(FATAL + REGISTER).endswith(f"got fewer; without a start in {tmp_path}: process 2, 3")
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_failure_of_a_missing_process_is_named(watch, tmp_path, rank):
+    for other in range(4):
+        start = f"process {other} of 4 on a started at {watch._started:.0f}\n"
+        (tmp_path / f"process-{other}.err").write_text(start + f"process {rank} left: failed: why\n" * (other == rank))
+    assert watch._incomplete().endswith(f"within 120 s, got fewer; process {rank} left: failed: why")
+    assert process_watch._is_failure(watch._incomplete())
+    assert watch.lead_may_run() == (rank != 0)
+
+
+@pytest.mark.parametrize("target", ["link", "fifo"])
+def test_a_planted_log_is_not_written(tmp_path, target):
+    log, victim = tmp_path / "process-0.err", tmp_path / "victim"
+    victim.write_text("kept")
+    if target == "link":
+        log.symlink_to(victim)
+    else:
+        os.mkfifo(log)
+    with pytest.raises(OSError, match=r"process-0\.err"):
+        process_watch._redirect_stderr(log)
+    assert victim.read_text() == "kept"
+
+
+def test_a_failure_before_joining_is_noted(watch, monkeypatch):
+    monkeypatch.setattr(process_watch, "_watch", watch)
+    monkeypatch.setattr(process_watch.threading, "Timer", lambda *arguments: Timer())
+    with pytest.raises(ValueError, match="two"), failures():
+        raise ValueError("two\nlines \x1b[2J")
+    assert watch.log.read_text() == "process 1 left: failed: two lines \\x1b[2J\n"
+
+
 def test_failures_are_published_once(watch, monkeypatch):
     published = []
     monkeypatch.setattr(process_watch, "_watch", watch)
@@ -73,7 +106,7 @@ def test_failures_are_published_once(watch, monkeypatch):
     watch._client = type("Client", (), {"key_value_set": staticmethod(lambda *pair: published.append(pair))})
     with pytest.raises(ValueError, match="two"), failures(), failures():
         raise ValueError("two\nlines")
-    assert published == [("infcl_jax/process_watch/failure", "1 two lines")]
+    assert published == [("infcl_jax/process_watch/failure", "1 1 two lines")]
 
 
 class Timer:
@@ -137,6 +170,28 @@ def test_a_failure_ends_the_others(tmp_path):
     assert statuses == [1, 1]
     assert errors[1].endswith("ValueError: expected a test, got an error\n")
     assert errors[0].count("\n") == 1 and errors[0].startswith("process 0: process 1 on ")
+
+
+CRASH = "import os, sys, threading, ctypes; from pathlib import Path; from infcl_jax import process_watch; "
+CRASH += "process_watch.start(Path(sys.argv[1]), 1, 2, start_timeout=9, lost_process_timeout=9); "
+CRASH += "os.write(2, b'native \\x1b[2J\\n@ 0x7f main\\n'); "
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("SIGSEGV", "ctypes.string_at(0)"),
+        ("SIGSEGV", "t = threading.Thread(target=ctypes.CDLL(None).strlen, args=(None,)); t.start(); t.join()"),
+        *((name, f"os.kill(os.getpid(), {getattr(signal, name)})") for name in ("SIGBUS", "SIGILL", "SIGFPE")),
+        ("SIGABRT", "os.abort()"),
+    ],
+)
+def test_a_crash_is_named(tmp_path, name, code):
+    done = subprocess.run([sys.executable, "-c", CRASH + code, tmp_path], capture_output=True, text=True, cwd=runs.ROOT)
+    log = tmp_path / "process-1.err"
+    assert done.returncode == -getattr(signal, name)
+    assert done.stderr == f"process 1: native code crashed ({name}): native \\x1b[2J; native log: {log}\n"
+    assert "most recent call first" in log.read_text()  # the stack of Python
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax import compilation_cache, distributed
+from infcl_jax import compilation_cache, distributed, jax_start
 from infcl_jax.console import say
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.process_watch import LOGS
@@ -23,7 +23,8 @@ def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh
 
     Raises:
       ValueError: a batch size is not a multiple of the device count, or the cluster settings are incomplete. Also if
-        JAX has started with another number of simulated devices, or the folder `compilation_cache` is not writable.
+        JAX has started with another number of simulated devices, `JAX_PLATFORMS` names a platform without a device, or
+        the folder `compilation_cache` is not writable.
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)
@@ -33,6 +34,7 @@ def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh
         lost_process_timeout=config.lost_process_timeout,
         log_dir=None if workdir is None else Path(workdir, LOGS),
     )
+    jax_start.start_platforms()
     mesh = distributed.training_mesh(config.mesh)
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:

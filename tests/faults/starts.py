@@ -1,0 +1,264 @@
+"""Start runs on ports in use, with wrong addresses and platforms, and with processes that end while they start.
+
+python -m tests.faults.starts [--count=N]
+
+Each row shows the exit status and the last line of every process. A row is wrong if a status differs from the expected
+one, a process prints more than one line on stderr, or the run that had the port first is disturbed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tests import runs
+
+RESUME = 75  # the documented status, not that of the code
+IN_USE = "the coordinator's port is in use by another run or program: "
+LIMIT = 400  # seconds for one row, on a busy machine
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """End of a process.
+
+    Attributes:
+      status: exit status, negative for a signal.
+      lines: lines on stderr.
+    """
+
+    status: int
+    lines: list[str]
+
+
+def start(workdir: Path, port: int | str, ranks: Sequence[int], *, steps: int = 20, count: int = 2, **changes):
+    """Start processes of a training run."""
+    environ = {name: changes.pop(name) for name in list(changes) if name.isupper()}
+    address = port if isinstance(port, str) else f"localhost:{port}"
+    settings = runs.flags(
+        runs.config(**{"total_steps": steps, "start_timeout": 180, "lost_process_timeout": 10} | changes)
+    )
+    cluster = {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": str(count)} | environ
+    arguments = ["experiments.train", f"--workdir={workdir}", *settings]
+    return [runs.start(*arguments, PROCESS_ID=str(rank), **cluster) for rank in ranks]
+
+
+def end(processes: Sequence[subprocess.Popen]) -> list[End]:
+    """Wait for processes."""
+    return [End(done.returncode, done.stderr.splitlines()) for done in runs.finish(*processes, seconds=LIMIT)]
+
+
+@contextlib.contextmanager
+def running(workdir: Path, port: int, ranks: Sequence[int] = (0, 1)) -> Iterator[list[subprocess.Popen]]:
+    """Run a job that goes on until it is asked to stop, training or, with some ranks only, waiting for the others."""
+    job = start(workdir, port, ranks, steps=1_000_000, log_every=100)
+    try:
+        ready = workdir / "metrics.jsonl" if len(ranks) == 2 else None
+        wait_for(lambda: ready.exists() if ready else listens(port), job)
+        yield job
+    finally:
+        for process in job:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen]) -> None:
+    """Wait for a condition while processes run."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        ended = [process.communicate() for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, ended
+        time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    """Return whether a program listens on a port."""
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+        return True
+    return False
+
+
+def newcomer(folder: Path, first: str, order: Sequence[int], same: bool = False) -> list[End]:
+    """Start a second job on the port of a first one, and finish the first.
+
+    Args:
+      folder: folder of both runs.
+      first: "training", or "waiting" for its process 1.
+      order: ranks of the second job, in the order of their starts.
+      same: whether both jobs have the same work directory.
+
+    Returns:
+      Ends of the processes of the second job, then of the first, which SIGTERM stops.
+    """
+    port = runs.free_port()
+    with running(folder / "a", port, (0, 1) if first == "training" else (0,)) as job:
+        second = []
+        for rank in order:
+            second += start(folder / ("a" if same else "b"), port, [rank])
+            time.sleep(2.0)
+        ends = end(second)
+        if first == "waiting":
+            job += start(folder / "a", port, [1], steps=1_000_000, log_every=100)
+            wait_for((folder / "a" / "metrics.jsonl").exists, job)
+        job[1].terminate()
+        return ends + end(job)
+
+
+def program(folder: Path, ranks: Sequence[int] = (0, 1)) -> list[End]:
+    """Start a job on the port of a program that listens and never answers."""
+    with socket.create_server(("", 0)) as listener:
+        return end(start(folder, listener.getsockname()[1], ranks))
+
+
+def restart(folder: Path) -> list[End]:
+    """Kill a job and start it again at once on the same port."""
+    port = runs.free_port()
+    with running(folder, port) as job:
+        for process in job:
+            process.kill()
+    return end(start(folder, port, (1, 0), steps=latest(folder) + 20))
+
+
+def replaced(folder: Path) -> list[End]:
+    """Kill process 1 of a job, and start it again while process 0 still runs, which then starts again too."""
+    port = runs.free_port()
+    with running(folder, port) as job:
+        job[1].kill()
+        again = start(folder, port, [1], steps=20)
+        ends = end(job[:1])
+    return ends + end([*again, *start(folder, port, [0], steps=20)])
+
+
+def latest(folder: Path) -> int:
+    """Return the step of the latest checkpoint, 0 without one."""
+    return max((int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
+
+
+def signaled(folder: Path, number: signal.Signals, seconds: float, ranks: Sequence[int] = (0,)) -> list[End]:
+    """Send a signal to the last process of a job while it imports its packages."""
+    processes = start(folder, runs.free_port(), ranks, start_timeout=20)
+    time.sleep(seconds)
+    processes[-1].send_signal(number)
+    return end(processes)
+
+
+def crash(folder: Path, number: signal.Signals, *, joined: bool) -> list[End]:
+    """Send the signal of a crash to process 1 of a job, before or after the processes have joined."""
+    port = runs.free_port()
+    if joined:
+        with running(folder, port) as job:
+            job[1].send_signal(number)
+            return end(job[1:])
+    (process,) = start(folder, port, [1])
+    wait_for((folder / "logs" / "process-1.err").exists, [process])
+    time.sleep(0.5)
+    process.send_signal(number)
+    return end([process])
+
+
+def judge(ends: Sequence[End], statuses: Sequence[int], *texts: str) -> str:
+    """Return what is wrong: other statuses, other than one line, or lines without a text; empty if nothing is."""
+    if [e.status for e in ends] != list(statuses):
+        return f"expected {list(statuses)}"
+    for e, text in zip(ends, texts, strict=False):
+        if len(e.lines) != 1 or text not in e.lines[0]:
+            return f"expected one line with {text!r}"
+    return ""
+
+
+Case = tuple[Callable[[Path], list[End]], list[int], list[str]]
+
+
+def cases() -> dict[str, Case]:
+    """Return the rows by name: their start, the expected statuses, and a text of each line."""
+    rows: dict[str, Case] = {}
+    stopped = [1, 1, RESUME, RESUME]
+    for first in ("training", "waiting"):
+        for order in ((0, 1), (1, 0)):
+            name = f"second job, ranks {order}, first {first}"
+            rows[name] = (lambda f, a=first, o=order: newcomer(f, a, o), stopped, [IN_USE, IN_USE])
+        name = f"rank 1 of a second job, first {first}"
+        rows[name] = (lambda f, a=first: newcomer(f, a, [1]), stopped[1:], [IN_USE])
+    same = (lambda f: newcomer(f, "training", (0, 1), same=True), stopped, [IN_USE, IN_USE])
+    rows["same command twice"] = same
+    rows["port of a program"] = (program, [1, 1], [IN_USE, IN_USE])
+    rows["killed and started again"] = (restart, [0, 0], [])
+    rows["process 1 replaced"] = (replaced, [RESUME, 0, 0], ["lost process 1"])
+    for address in ("localhost", "localhost:0", "localhost:70000", "localhost:abc", "::1:1234", ":1234"):
+        expected = (
+            f"expected COORDINATOR_ADDRESS as HOST:PORT or [IPV6]:PORT with a port from 1 to 65535, got '{address}'"
+        )
+        rows[f"address {address}"] = (lambda f, a=address: end(start(f, a, [0])), [1], [expected])
+    rows["unknown host"] = (
+        lambda f: end(start(f, "no.such.host.invalid:1234", [1], start_timeout=5)),
+        [1],
+        ["expected a host that has an address in COORDINATOR_ADDRESS=no.such.host.invalid:1234: "],
+    )
+    rows["IPv6 address"] = (lambda f: end(start(f, f"[::1]:{runs.free_port()}", (0, 1))), [0, 0], [])
+    for platform in ("gpuu", "cuda", "cpu,gpuu"):
+        expected = f"expected JAX_PLATFORMS to name a platform of this machine, got '{platform}': "
+        rows[f"JAX_PLATFORMS={platform}"] = (
+            lambda f, p=platform: end(start(f, 1234, [0], count=1, JAX_PLATFORMS=p)),
+            [1],
+            [expected],
+        )
+    for number, seconds in ((signal.SIGTERM, 0.3), (signal.SIGTERM, 1.5), (signal.SIGUSR1, 0.7), (signal.SIGINT, 1.0)):
+        rows[f"{number.name} {seconds} s after the start"] = (
+            lambda f, n=number, s=seconds: signaled(f, n, s),
+            [RESUME],
+            ["asked to stop: nothing to save"],
+        )
+    missing = "process 0: expected 2 processes within 20 s, got fewer; without a start in "
+    both = (
+        lambda f: signaled(f, signal.SIGTERM, 0.3, (0, 1)),
+        [RESUME] * 2,
+        [missing, "asked to stop: nothing to save"],
+    )
+    rows["SIGTERM to process 1 while it imports"] = both
+    for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        for joined in (False, True):
+            if joined and number == signal.SIGABRT:  # waits for a report of the coordination service
+                continue
+            rows[f"{number.name} {'after' if joined else 'before'} joining"] = (
+                lambda f, n=number, j=joined: crash(f, n, joined=j),
+                [-number],
+                [f"process 1: native code crashed ({number.name}): "],
+            )
+    return rows
+
+
+def main() -> int:
+    """Print a table of the rows, and return 1 if any is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1, help="tries of each row")
+    parser.add_argument("--only", default="", help="text in the names of the rows")
+    given = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGHUP):  # jobs in the background of a shell ignore it
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    wrong = 0
+    os.environ.update(JAX_COMPILATION_CACHE_DIR=tempfile.mkdtemp(), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    print("| start | seconds | exit statuses | lines | wrong |\n| --- | --- | --- | --- | --- |")
+    for name, (run, statuses, texts) in cases().items():
+        for _ in range(given.count if given.only in name else 0):
+            with tempfile.TemporaryDirectory() as folder:
+                begun = time.monotonic()
+                ends = run(Path(folder, "run"))
+            fault = judge(ends, statuses, *texts)
+            wrong += bool(fault)
+            seconds, lines = time.monotonic() - begun, [len(e.lines) for e in ends]
+            print(f"| {name} | {seconds:.0f} | {[e.status for e in ends]} | {lines} | {fault} |", flush=True)
+            for line in dict.fromkeys(line for e in ends for line in e.lines[-1:]):
+                print(f"    {line[:300]}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

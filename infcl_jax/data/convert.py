@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import logging
-import os
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
 from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
 from infcl_jax.data.sources.splits import parse_split
+from infcl_jax.file_io import read_json, replace_text, replacing
 
 FILE_FORMATS = ("tar", "array_record")
 
@@ -125,14 +125,16 @@ def convert(
 
 
 def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
-    if path.exists() and json.loads(path.read_text()) != settings:
-        raise ValueError(f"expected an output folder for {settings}, got one of {path.read_text()}; choose another")
-    path.write_text(json.dumps(settings))
+    if path.exists() and (former := read_json(path, list)) != settings:
+        raise ValueError(f"expected an output folder for {settings}, got one of {former}; choose another")
+    replace_text(path, json.dumps(settings))
 
 
 def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], limits: _Limits) -> None:
     """Write the missing tar files and log the progress."""
     start = last = time.monotonic()
+    for rest in output.glob(f".{split}-{'?' * 5}.{'?' * 32}.tar"):  # of a killed conversion
+        rest.unlink()
     for number, samples in enumerate(shards):
         path = output / f"{split}-{number:05d}.tar"
         if not path.exists():
@@ -144,14 +146,12 @@ def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range
 
 def _write_shard(path: Path, source: Source, samples: range, limits: _Limits) -> None:
     """Write one tar file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with replacing(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index, example in _good_examples(source, samples, limits):
             for extension, data in _members(example):
                 member = tarfile.TarInfo(f"{index:09d}.{extension}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-    os.replace(temporary, path)
 
 
 def _good_examples(source: Source, samples: range, limits: _Limits) -> Iterator[tuple[int, Example]]:

@@ -19,7 +19,7 @@ from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.iterator import STATS, Batch, chunk_size, prefetched_batches
-from infcl_jax.data.parallelism import Parallelism, choose_parallelism
+from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.tokenizers import Tokenizer
@@ -159,7 +159,9 @@ def eval_batches(
       With `skip_bad`, "bad_records" has the index and message of each bad record.
 
     Raises:
-      ValueError: batch_size is not a multiple of the number of processes, or another argument is out of range.
+      ValueError: batch_size is not a multiple of the number of processes, another argument is out of range,
+        or the workers of `parallelism` have too little shared memory.
+      infcl_jax.data.workers.WorkerLost: a worker is killed; raised during iteration.
       BadRecordError: a record cannot be decoded; raised during iteration.
     """
     local_size = process_rows(batch_size, process_index, process_count)
@@ -167,6 +169,8 @@ def eval_batches(
     check_at_least(1, image_size=image_size)
     if parallelism is None:
         parallelism = choose_parallelism(batch_bytes=local_size * 3 * (image_size or 1) ** 2, num_workers=0)
+    rows = chunk_size(local_size)
+    check_shared_memory(parallelism, rows * 3 * (image_size or 0) ** 2, local_size // rows)
     return EvalBatches(
         _EvalChunk(source, skip_bad, tokenizer, image_size, resize, max_image_pixels),
         range(first_batch, math.ceil(len(source) / batch_size)),

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import gc
-import logging
-import multiprocessing
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +12,12 @@ from typing import Any, Protocol
 
 import grain
 import numpy as np
-from absl import flags
 
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.data.sample_order import ArrivedChunks, SampleOrder
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
+from infcl_jax.data.workers import WorkerLost, worker_dataset
 
 Batch = dict[str, np.ndarray]
 
@@ -33,8 +26,6 @@ _CHUNK = 64  # maximum rows per chunk; a thread or worker prepares one chunk at 
 STATS = "stats"
 # Key of a chunk for encoded images, uint8. A batch has the list of its chunks' arrays, which saves a copy.
 ENCODED = "encoded"
-# Signals that schedulers and terminals send to all processes of a job, see `infcl_jax.training.Preemption`.
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
 Stats = dict[str, float]
 
@@ -261,6 +252,10 @@ class TrainIterator(grain.DatasetIterator):
         self.bad_records.restore(state.get("bad_records", ()))  # absent in older checkpoints
         self._open()
 
+    def batches_ahead(self, error: WorkerLost) -> int:
+        """Return how many batches after the awaited one a lost worker may have read."""
+        return -(-error.chunks_ahead // self._chunks_per_batch)
+
     def start_prefetch(self) -> None:
         """Start to prepare batches before the first `next`."""
         self._assert_not_closed()
@@ -293,16 +288,13 @@ def prefetched_batches(
       parallelism: number of reading threads or workers and of prefetched batches.
       finish: part of the last stage of each batch that runs ahead.
       arrived: counter of the chunks that have been read.
+
+    Raises:
+      WorkersCannotStart: see `infcl_jax.data.workers.worker_dataset`.
     """
     if parallelism.num_workers:
-        # grain reads its flags to start workers. Notebooks and tests do not parse them.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        atexit.unregister(_free_shared_memory)
-        atexit.register(_free_shared_memory)
-        options = grain.MultiprocessingOptions(num_workers=parallelism.num_workers, per_worker_buffer_size=2)
         read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        dataset = _StartTogether(chunks.to_iter_dataset(read).mp_prefetch(options, _start_worker))
+        dataset = worker_dataset(chunks.to_iter_dataset(read), parallelism.num_workers)
     else:
         threads = parallelism.num_threads
         read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
@@ -320,54 +312,6 @@ def prefetched_batches(
 def chunk_size(local_size: int) -> int:
     """Return the largest divisor of `local_size` that is at most `_CHUNK`."""
     return max(size for size in range(1, min(_CHUNK, local_size) + 1) if local_size % size == 0)
-
-
-class _StartTogether(grain.IterDataset):
-    """Dataset whose worker processes start together at the first element.
-
-    Grain creates the workers when `ThreadPrefetchIterDataset` asks for the state of its parent. It starts each one when
-    it needs an element of that worker, after it has waited for the worker before.
-    """
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StartTogetherIterator(iter(self.parents[0]))
-
-
-class _StartTogetherIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator) -> None:
-        super().__init__(parent)
-        self._workers = parent
-
-    def __next__(self) -> Any:
-        self._workers.start_prefetch()
-        return next(self._workers)
-
-    def get_state(self) -> Any:
-        return self._workers.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._workers.set_state(state)
-
-
-def _start_worker(worker: int, workers: int) -> None:
-    """Ignore stop signals in a worker process, end with the training process, and limit warnings.
-
-    Schedulers and terminals signal all processes, but the training process may need another batch before it saves. Only
-    the first worker warns of truncated captions.
-    """
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if worker:
-        logging.getLogger("infcl_jax.data.tokenizers").setLevel(logging.ERROR)
-
-
-def _end_with_parent() -> None:
-    """End this worker when the training process has ended, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(0)
 
 
 def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -392,18 +336,6 @@ def _sums(stats: Sequence[Stats]) -> Stats:
     """Add numbers of the same name."""
     names = dict.fromkeys(name for numbers in stats for name in numbers)
     return {name: sum(numbers.get(name, 0) for numbers in stats) for name in names}
-
-
-def _free_shared_memory() -> None:
-    """Free the shared memory of the workers' last arrays, which Python would report as leaked at exit.
-
-    Grain's iterators are in reference cycles with these arrays, and its thread that frees them ends before the process.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
-
-        SharedMemoryArray._disable_async_del()  # frees at once
-    gc.collect()
 
 
 def _close_all(iterators: list[grain.DatasetIterator]) -> None:

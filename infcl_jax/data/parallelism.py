@@ -9,6 +9,11 @@ from pathlib import Path
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, READ, TOKENIZE
 
 _CGROUP = Path("/sys/fs/cgroup")  # limits of a container, cgroup version 2
+_MEMINFO = Path("/proc/meminfo")
+_SHARED_MEMORY = "/dev/shm"
+# Chunks of a worker that wait there: 2 in its queue, 2 in a thread of the training process, and 1 at each end. A batch
+# of one chunk is not copied: the prefetched batches, the returned one and the next one are there too.
+_WORKER_CHUNKS = 6
 _PREFETCH_BATCHES = 2  # hides the variation between batches; more would only delay the first lack of data
 # A batch is in host memory this many times besides the prefetched ones: returned, concatenated, and as chunks.
 _OTHER_BATCHES = 3
@@ -101,6 +106,29 @@ def choose_parallelism(
     return Parallelism(num_workers, num_threads or cores, prefetch_batches, cores)
 
 
+def check_shared_memory(parallelism: Parallelism, chunk_bytes: int, chunks: int, processes: int = 1) -> None:
+    """Check that the chunks of workers fit into /dev/shm.
+
+    Args:
+      parallelism: parallel reading of each process.
+      chunk_bytes: bytes of a chunk.
+      chunks: chunks of a batch of each process.
+      processes: training processes that share the host memory.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    if not parallelism.num_workers:
+        return
+    waiting = _WORKER_CHUNKS * parallelism.num_workers + (parallelism.prefetch_batches + 2 if chunks == 1 else 0)
+    needed, (free, _) = waiting * chunk_bytes * processes, shared_memory_left()
+    if needed > free:
+        raise ValueError(
+            f"expected {-(-needed // 2**20)} MiB free in {_SHARED_MEMORY} for {parallelism.num_workers} data workers, "
+            f"got {free // 2**20}; set num_workers=0, or fewer, or give the container more (docker run --shm-size=8g)"
+        )
+
+
 def usable_cores() -> int:
     """Count the CPU cores in this process's affinity mask and container quota."""
     cores = len(os.sched_getaffinity(0))
@@ -113,6 +141,23 @@ def host_memory() -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read_cgroup("memory.max") or "max"
     return memory if limit == "max" else min(memory, int(limit))
+
+
+def free_host_memory() -> int:
+    """Return the free memory of the machine or of its container, in bytes."""
+    lines = _MEMINFO.read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    used, limit = _read_cgroup("memory.current"), _read_cgroup("memory.max") or "max"
+    return available if used is None or limit == "max" else min(available, max(0, int(limit) - int(used)))
+
+
+def shared_memory_left() -> tuple[int, int]:
+    """Return the free and all bytes of /dev/shm, through which workers send their chunks."""
+    try:
+        system = os.statvfs(_SHARED_MEMORY)
+    except FileNotFoundError:
+        return 0, 0
+    return system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
 
 
 def _read_cgroup(name: str) -> str | None:

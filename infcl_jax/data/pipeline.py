@@ -29,7 +29,7 @@ from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImag
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
 from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
-from infcl_jax.data.parallelism import choose_parallelism
+from infcl_jax.data.parallelism import check_shared_memory, choose_parallelism
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sample_order import SampleOrder
@@ -291,8 +291,9 @@ def train_iterator(
       devices. Close the iterator to stop its threads and workers.
 
     Raises:
-      ValueError: batch_size is not a multiple of the number of processes or exceeds the source, or another argument is
-        out of range.
+      ValueError: batch_size is not a multiple of the number of processes or exceeds the source, another argument is
+        out of range, or worker processes have too little shared memory or cannot import the main script.
+      infcl_jax.data.workers.WorkerLost: raised during iteration, for a worker that is killed.
       BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
     local_size = process_rows(batch_size, process_index, process_count)
@@ -338,6 +339,17 @@ def train_iterator(
         positives=positives,
         teacher=teacher,
     )
+    row_bytes = 3 * image_size**2 + 4 * tokenizer.context_length
+    parallelism = choose_parallelism(
+        batch_bytes=local_size * row_bytes,
+        num_workers=num_workers,
+        num_threads=num_threads,
+        prefetch_batches=prefetch_batches,
+        cores=cores,
+        processes=processes_per_host,
+    )
+    if decoders is None and "image" not in features:
+        check_shared_memory(parallelism, chunk * row_bytes, local_size // chunk, processes_per_host)
     make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
@@ -347,12 +359,5 @@ def train_iterator(
         bad_records=BadRecords(source, max_bad_records),
         order=SampleOrder(source, order, batch_size, process_index * local_size, local_size),
         finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
-        parallelism=choose_parallelism(
-            batch_bytes=local_size * (3 * image_size**2 + 4 * tokenizer.context_length),
-            num_workers=num_workers,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-            cores=cores,
-            processes=processes_per_host,
-        ),
+        parallelism=parallelism,
     )

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import jax
 
+from infcl_jax.training.lost_workers import LostWorkers
 from infcl_jax.training.nonfinite import NonfiniteSteps
 from infcl_jax.training.outputs import Outputs, print_line
 from infcl_jax.training.watchdog import DataStall, LossSpikes, SlowSteps
@@ -40,6 +41,7 @@ class Safeguards:
       data_stall: warning of a batch that does not arrive.
       slow_steps: warning of slow steps.
       loss_spikes: warning of loss spikes.
+      lost_workers: steps at which data workers were killed.
     """
 
     outputs: Outputs = dataclasses.field(default_factory=Outputs)
@@ -47,6 +49,7 @@ class Safeguards:
     data_stall: DataStall = dataclasses.field(default_factory=DataStall)
     slow_steps: SlowSteps = dataclasses.field(default_factory=SlowSteps)
     loss_spikes: LossSpikes = dataclasses.field(default_factory=LossSpikes)
+    lost_workers: LostWorkers = dataclasses.field(default_factory=LostWorkers)
 
     @classmethod
     def create(
@@ -82,6 +85,7 @@ class Safeguards:
             ),
             DataStall(data.awaited, process=process),
             SlowSteps(start, process=process),
+            lost_workers=LostWorkers(workdir, outputs),
         )
 
     def next_batch(self, read: Callable[[], Any]) -> Any:
@@ -99,6 +103,7 @@ class Safeguards:
           FloatingPointError: the step is not finite, see `NonfiniteSteps.check`.
         """
         self.nonfinite.check(step, metrics)
+        self.lost_workers.passed(step)
         line = self.loss_spikes.update(step, float(metrics["loss"]))
         if line is not None and jax.process_index() == 0:
             print_line(line)

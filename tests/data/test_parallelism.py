@@ -1,7 +1,10 @@
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 from infcl_jax.data import parallelism
-from infcl_jax.data.parallelism import Parallelism, choose_parallelism
+from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
 from infcl_jax.data.stages import (
     CONCATENATE,
     DECODE,
@@ -121,3 +124,29 @@ def test_limits_of_a_container_count(monkeypatch, tmp_path, limits, cores, memor
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 8 * GIB // 4096)
     assert (parallelism.usable_cores(), parallelism.host_memory()) == (cores, memory)
+
+
+@pytest.mark.parametrize(
+    ("workers", "chunks", "processes", "needed"), [(0, 1, 1, 0), (2, 4, 1, 12), (2, 1, 1, 16), (3, 4, 2, 36)]
+)
+def test_chunks_of_workers_must_fit_into_shared_memory(monkeypatch, workers, chunks, processes, needed):
+    chosen = Parallelism(workers, num_threads=2, prefetch_batches=2, cores=2)
+    free = needed * 2**20 // 4096
+    for blocks in (free, free - 1):
+        status = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_blocks=2 * blocks)
+        monkeypatch.setattr("os.statvfs", lambda path, status=status: status)
+        refused = pytest.raises(ValueError, match=f"^expected {needed} MiB free in /dev/shm.*num_workers=0.*--shm-size")
+        with refused if workers and blocks < free else contextlib.nullcontext():
+            check_shared_memory(chosen, 2**20, chunks, processes)
+
+
+@pytest.mark.parametrize(
+    ("limits", "free"), [({}, 3), ({"memory.max": f"{5 * GIB}\n", "memory.current": f"{4 * GIB}\n"}, 1)]
+)
+def test_free_memory_is_that_of_the_container(monkeypatch, tmp_path, limits, free):
+    for name, text in limits.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(parallelism, "_CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {3 * 2**20} kB\n")
+    monkeypatch.setattr(parallelism, "_MEMINFO", tmp_path / "meminfo")
+    assert parallelism.free_host_memory() == free * GIB

@@ -124,13 +124,26 @@ def read_templates(path: str | Path) -> tuple[str, ...]:
       FileNotFoundError: there is no such file.
       ValueError: the file is not UTF-8, has no templates, or a template has no place or another placeholder.
     """
-    templates = []
-    for number, line in enumerate(_lines(path, "templates"), 1):
-        template = line.replace("{c}", "{}")
-        if "{}" not in template or any(brace in template.replace("{}", "") for brace in "{}"):
-            raise ValueError(f'{path}, line {number}: expected "{{c}}" or "{{}}" for the class name, got {line!r}')
-        templates.append(template)
-    return tuple(templates)
+    lines = enumerate(_lines(path, "templates"), 1)
+    return tuple(checked_template(line, f"{path}, line {number}") for number, line in lines)
+
+
+def checked_template(template: str, where: str) -> str:
+    """Return a prompt template with "{}" for the class name.
+
+    Args:
+      template: prompt with "{}" or "{c}" for the class name, and no other braces.
+      where: origin of the template, for messages.
+
+    Raises:
+      ValueError: the template is no such text.
+    """
+    checked = template.replace("{c}", "{}") if isinstance(template, str) else ""
+    if "{}" not in checked or any(brace in checked.replace("{}", "") for brace in "{}"):
+        raise ValueError(
+            f'{where}: expected "{{c}}" or "{{}}" for the class name and no other braces, got {template!r}'
+        )
+    return checked
 
 
 def _from_fields(

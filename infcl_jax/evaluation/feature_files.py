@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+
+from infcl_jax.file_io import replacing
 
 FEATURE_FILES = (".safetensors", ".npy", ".parquet")
 
@@ -105,7 +107,8 @@ def write_shard(path: Path, rows: FeatureRows, counts: dict[str, int]) -> None:
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
     }
     metadata = {name: str(count) for name, count in counts.items()}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
 
 
 def shard_counts(path: Path) -> dict[str, int]:
@@ -130,27 +133,28 @@ def merge_shards(path: str | os.PathLike[str], shards: Sequence[Path]) -> tuple[
     shapes = [_shapes(shard) for shard in shards]
     rows, width = sum(shape["feature"][0] for shape in shapes), shapes[0]["feature"][1]
     if path.suffix == ".parquet":
-        write_atomically(path, lambda temporary: _write_parquet(temporary, shards, width))
+        with _merging(path, shards) as temporary:
+            _write_parquet(temporary, shards, width)
     elif path.suffix == ".npy":
         # The features come last: where they exist, the keys are complete.
-        write_atomically(keys_path(path), lambda temporary: _write_parquet(temporary, shards, None))
-        write_atomically(path, lambda temporary: _write_npy(temporary, shards, rows, width))
+        with _merging(keys_path(path), shards) as temporary:
+            _write_parquet(temporary, shards, None)
+        with _merging(path, shards) as temporary:
+            _write_npy(temporary, shards, rows, width)
     else:
         sizes = {name: (sum(shape[name][0] for shape in shapes), *shapes[0][name][1:]) for name in shapes[0]}
-        write_atomically(path, lambda temporary: _write_safetensors(temporary, shards, sizes))
+        with _merging(path, shards) as temporary:
+            _write_safetensors(temporary, shards, sizes)
     return rows, width
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file that appears only when it is complete.
-
-    Args:
-      path: file.
-      write: function that writes the temporary file at a given path.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
+@contextlib.contextmanager
+def _merging(path: Path, shards: Sequence[Path]) -> Iterator[Path]:
+    """Write a file next to the shards, with which the rest of a killed command is deleted, and move it."""
+    merged = shards[0].with_name(f"merged{path.suffix}")
+    with replacing(merged) as temporary:
+        yield temporary
+    os.replace(merged, path)
 
 
 def _shapes(shard: Path) -> dict[str, tuple[int, ...]]:

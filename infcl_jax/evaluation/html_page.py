@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
+
+from infcl_jax.file_io import replace_text
+from infcl_jax.printable import printable
 
 # Browsers load nothing from elsewhere, whatever a caption contains.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -71,16 +73,18 @@ def new_page(title: str, *, style: str = "", script: str = "") -> tuple[Element,
 
 
 def write_html(path: str | Path, root: Element) -> None:
-    """Write a page; an existing file is replaced at once.
+    """Write a page with escaped control characters; an existing file is replaced at once.
 
     Args:
       path: output file.
       root: root of `new_page`.
     """
+    for element in root.iter():
+        if element.tag not in ("style", "script"):  # whose lines are our own
+            element.text = element.text and printable(element.text)
+            element.attrib.update({name: printable(value) for name, value in element.items()})
     text = ElementTree.tostring(root, encoding="unicode", method="html")
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(f"<!DOCTYPE html>\n{text}\n", encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    replace_text(path, f"<!DOCTYPE html>\n{text}\n")
 
 
 def add(parent: Element, tag: str, text: str, attributes: Mapping[str, str] | None = None) -> Element:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infcl_jax.file_io import replacing
 from infcl_jax.training.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -238,7 +239,8 @@ def _figure(width: float, height: float) -> Figure:
 def _save(figure: Figure, png_path: str | os.PathLike[str]) -> None:
     path = Path(png_path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI, format="png")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=_DPI, format="png")
 
 
 def _check_grid(

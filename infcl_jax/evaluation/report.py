@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from infcl_jax.evaluation.html_page import words
+from infcl_jax.printable import printable
 
 # Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")
@@ -65,8 +66,8 @@ def _format(name: str, value: float) -> str:
 
 
 def _words(name: str) -> str:
-    """Turn "retrieval/image_to_text" into "retrieval image to text"."""
-    return words(name).replace("/", " ")
+    """Turn "retrieval/image_to_text" into "retrieval image to text", in one line."""
+    return printable(words(name)).replace("/", " ")
 
 
 def _line(label: str, cells: list[str], width: int) -> str:

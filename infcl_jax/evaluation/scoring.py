@@ -23,6 +23,7 @@ from infcl_jax.evaluation.metrics import (
     mean_per_class_recall,
     worst_group_accuracy,
 )
+from infcl_jax.evaluation.probed import check_labels, check_records
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
@@ -72,6 +73,17 @@ class OpenTask:
         return isinstance(self.source, WebdatasetSource) and self.source.type == "multilabel"
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of all metrics."""
+        if self.task.kind == "few_shot":
+            return tuple(f"{shots}_shot{suffix}" for shots in self.task.shots for suffix in ("", "_std"))
+        if self.train is None and self.retrieval:
+            return _RETRIEVAL_METRICS
+        if self.multilabel:
+            return (self.main_metric,)
+        return tuple(dict.fromkeys(("top1", "top5", "mean_per_class_recall", self.main_metric)))
+
+    @property
     def main_metric(self) -> str:
         """Metric that a suite averages."""
         default = "mean_r1" if self.retrieval else "mean_average_precision" if self.multilabel else "top1"
@@ -87,9 +99,12 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
       train: training samples of a probe; None for other kinds.
 
     Raises:
-      ValueError: the dataset lacks captions, classes or groups, the classes of `source` and `train` differ, or the main
-        metric is unknown.
+      ValueError: the dataset lacks records, labels, captions, classes or groups, a label has no class name, the classes
+        of `source` and `train` differ, or the main metric is unknown.
+      BadRecordError: the records of a dataset cannot be read.
     """
+    for dataset in (source,) if train is None else (source, train):
+        check_records(dataset)
     if train is not None:
         _check_labels(task, source, train)
         opened = OpenTask(task, source, train=train)
@@ -104,6 +119,8 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
     else:
         opened = OpenTask(task, source, task_classes(task, source))
         known = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
+        if opened.classes is not None and not opened.multilabel:
+            check_labels(source, len(opened.classes.names), task.name)
     if opened.main_metric not in known:
         raise ValueError(f"expected main_metric of {task.name} to be one of {known}, got {task.main_metric!r}")
     if opened.main_metric in GROUP_METRICS and not isinstance(source, WebdatasetSource):
@@ -233,12 +250,11 @@ def average_results(average: Average, results: Mapping[str, TaskResult]) -> Task
       results: results by name; at least one is of the suite.
 
     Returns:
-      Result of the name "suite/NAME", with `average` if all tasks have results, else for example `average_of_30_of_38`.
+      Result of the name "suite/NAME", with the metric `average.metric`.
     """
     values = [result.metrics[result.main_metric] for name in average.tasks if (result := results.get(name))]
-    count, size = len(values), len(average.tasks)
-    name = "average" if count == size else f"average_of_{count}_of_{size}"
-    metrics = {name: float(np.mean(values))}
+    name = average.metric(results.keys())
+    metrics, count = {name: float(np.mean(values))}, len(values)
     return TaskResult(name=f"suite/{average.name}", kind="average", metrics=metrics, main_metric=name, images=count)
 
 

@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
 from infcl_jax.data.bad_records import BAD_RECORDS
+from infcl_jax.data.checks import process_rows
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.decode.api import ToImage, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.sources import Example
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
-from infcl_jax.distributed import is_lead
+from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
@@ -126,9 +127,10 @@ class Suite:
 
         Raises:
           FileNotFoundError: a dataset is not prepared.
-          ValueError: a dataset, split or task is unknown, the retrieval dataset has no captions, or the zero-shot
-            dataset has no classes.
+          ValueError: a dataset, split or task is unknown, a dataset lacks what `open_task` expects, or the batch size
+            is not a multiple of the number of processes.
         """
+        process_rows(config.batch_size, jax.process_index(), jax.process_count())
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
         self._image_size, self._resize = image_size, resize
@@ -156,6 +158,18 @@ class Suite:
             dataset, split = config.zero_shot_dataset, config.zero_shot_split
             tasks.append(Task(name="zero_shot", kind="zero_shot", dataset=dataset, split=split))
         return validation, tasks
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the results of all tasks and prefixes, sorted."""
+        names = {name for name in self.chance_losses if name.startswith("validation/")}
+        for opened in self._tasks:
+            sizes = [f"@{dim}" for dim in self._prefixes] if opened.train is None else []
+            names |= {f"{opened.task.name}{size}/{metric}" for size in ("", *sizes) for metric in opened.metrics}
+        if self._averages:
+            measured = {opened.task.name for opened in self._tasks}
+            names |= {f"suite/{average.name}/{average.metric(measured)}" for average in self._averages}
+        return sorted(names)
 
     @property
     def chance_losses(self) -> dict[str, float]:
@@ -288,18 +302,23 @@ class Suite:
 
     def _readable(self, source: Source, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Log and count the bad records of batches, up to their limit."""
-        bad = 0
+        bad, limit, first = 0, self._max_bad_records, ""  # the message of the first record beyond the limit
         for batch in batches:
             self._check()
             for message in batch[BAD_RECORDS]["message"].tolist():
                 bad += 1
-                if bad > self._max_bad_records:
-                    raise BadRecordError(
-                        f"{message}; more than the {self._max_bad_records} bad records of a split that max_bad_records"
-                        " allows, check the data"
-                    )
-                _logger.warning("%s; left out", message)
-            yield batch
+                if bad > limit:
+                    first = first or message
+                else:
+                    _logger.warning("%s; left out", message)
+            if first and jax.process_count() == 1:
+                break
+            yield batch  # to the end, since other processes wait in collectives; then all raise
+        if ranks := union([jax.process_index()] if first else []):
+            record = first or f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
+            raise BadRecordError(
+                f"{record}; more than the {limit} bad records of a split that max_bad_records allows, check the data"
+            )
         if bad:
             _logger.warning("%s, split %s: left out %d bad records", source.name, source.split, bad)
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import files
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.benchmark_source import SHARD_COUNT
-from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
+from infcl_jax.evaluation.class_data import checked_template, class_data, read_class_names, read_templates
 from infcl_jax.evaluation.few_shot import SHOTS, check_options
 from infcl_jax.evaluation.labeled import check_strength
 from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
@@ -105,8 +105,18 @@ class Task:
                 raise ValueError(
                     f"expected {field.name} of task {self.name} only with the kind {known}, got {self.kind}"
                 )
-        if self.gallery is not None and self.gallery < 1:
-            raise ValueError(f"expected gallery >= 1 in task {self.name}, got {self.gallery}")
+        for name in ("name", "dataset", "split", "train_split"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ValueError(f"expected a text as {name} of task {self.name!r}, got {value!r}")
+        for name in ("class_names", "templates"):
+            if not _are_texts(value := getattr(self, name)):
+                raise ValueError(
+                    f"expected {name} of task {self.name} to be texts, a file or a public data set, got {value!r}"
+                )
+        for template in self.templates if isinstance(self.templates, tuple) else ():
+            checked_template(template, f"templates of task {self.name}")
+        if self.gallery is not None and (not isinstance(self.gallery, int) or self.gallery < 1):
+            raise ValueError(f"expected an integer gallery >= 1 in task {self.name}, got {self.gallery!r}")
         if self.kind in PROBES and self.train_split == self.split:
             raise ValueError(f"expected train_split of task {self.name} to differ from split, got {self.split} twice")
         check_strength(self.regularization, f"regularization of task {self.name}", positive=self.classifier == "ridge")
@@ -128,6 +138,11 @@ class Average(NamedTuple):
 
     name: str
     tasks: tuple[str, ...]
+
+    def metric(self, measured: Set[str]) -> str:
+        """Return "average" if all tasks have results, else for example "average_of_30_of_38"."""
+        count, size = len(measured & set(self.tasks)), len(self.tasks)
+        return "average" if count == size else f"average_of_{count}_of_{size}"
 
 
 def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], list[Average]]:
@@ -233,8 +248,11 @@ def _task_of_file(path: str) -> Task:
     try:
         spec.loader.exec_module(module)
         task = module.get_task()
-    except (SyntaxError, ImportError, AttributeError, NameError, TypeError) as error:
-        raise ValueError(f"cannot load {path}: {error}; expected a function get_task()") from error
+    except ValueError as error:  # of a `Task`
+        raise ValueError(f"cannot load {path}: {error}") from error
+    except Exception as error:  # the code of the user raises any exception
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot load {path}: {reason}; expected a function get_task()") from error
     if not isinstance(task, Task):
         raise ValueError(f"expected get_task() of {path} to return an infcl_jax.evaluation.Task, got {task!r}")
     return task
@@ -255,7 +273,14 @@ def task_classes(task: Task, source: Source) -> Classes:
     if names is None or templates is None:
         own = classes(source)
         names, templates = names or own.names, templates or own.templates
-    return Classes(tuple(names), tuple(template.replace("{c}", "{}") for template in templates))
+    return Classes(tuple(names), tuple(checked_template(text, f"templates of {task.name}") for text in templates))
+
+
+def _are_texts(value: tuple[str, ...] | str | None) -> bool:
+    """Return whether class names or templates are texts, a name, or not given."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(text, str) for text in value)
+    return value is None or (isinstance(value, str) and bool(value))
 
 
 def _is_file_name(text: str) -> bool:

@@ -68,6 +68,13 @@ class TextRetrievalSuite:
         """Evaluate a model; return metrics such as `text_retrieval/top20`."""
         return {f"{result.name}/{name}": x for result in self.results(variables) for name, x in result.metrics.items()}
 
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of all results, sorted; none without a corpus."""
+        names = [f"top{k}" for k in HITS] if any(question.answers for question in self.questions) else []
+        names += [f"mrr{MRR}", f"recall{RECALL}"] if self.judgments is not None else []
+        return sorted(f"text_retrieval/{name}" for name in names) if self.corpus is not None else []
+
     def results(self, variables: Any, grid_path: Any = None, *, examples: bool = False) -> list[TaskResult]:
         """Evaluate a model; return one result, or none without a corpus.
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import datetime
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import jax
 
 from infcl_jax.evaluation.page import thumbnail
 from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.file_io import open_regular, open_writable, replace_text
 
 EXAMPLES_FILE = "examples.json"
 
@@ -80,7 +82,7 @@ def write_json(path: str | Path, results: Sequence[TaskResult], environment: Map
         for result in results
     ]
     content = json.dumps({"environment": dict(environment), "results": fields}, indent=2, allow_nan=False)
-    _write(path, content)
+    replace_text(path, f"{content}\n")
 
 
 def write_examples(path: str | Path, results: Sequence[TaskResult]) -> None:
@@ -102,7 +104,7 @@ def write_examples(path: str | Path, results: Sequence[TaskResult]) -> None:
         for result in results
         if result.examples
     }
-    _write(path, json.dumps(content, indent=1))
+    replace_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Mapping[str, str]) -> Path:
@@ -125,7 +127,8 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
       The file with the row.
 
     Raises:
-      ValueError: two results have the same name and metric.
+      OSError: the file cannot be written, or it is a link.
+      ValueError: two results have the same name and metric, or the file is not a regular one.
     """
     row = dict(environment)
     for result in results:
@@ -138,7 +141,7 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
     while target.exists() and _header(target) not in ([], header):
         number += 1
         target = Path(path).with_stem(f"{Path(path).stem}-{number}")
-    with target.open("a", newline="", encoding="utf-8") as file:
+    with open(open_writable(target, os.O_WRONLY | os.O_APPEND), "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, header)
         if file.tell() == 0:
             writer.writeheader()
@@ -146,16 +149,13 @@ def append_csv(path: str | Path, results: Sequence[TaskResult], environment: Map
     return target
 
 
-def _write(path: str | Path, content: str) -> None:
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(content + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def _header(path: Path) -> list[str]:
     """Read the first row of a CSV file; empty without one."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), [])
+    with io.TextIOWrapper(open_regular(path), "utf-8", "replace", newline="") as file:
+        try:
+            return next(csv.reader(file), [])
+        except csv.Error as error:  # such as a field above 128 KiB
+            return [str(error)]
 
 
 def _version(package: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
+from infcl_jax.evaluation.class_data import checked_template
 from infcl_jax.evaluation.features import Encode, encode_texts, l2_normalize
 from infcl_jax.evaluation.metrics import accuracies
 from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity
@@ -51,7 +52,8 @@ def class_embeddings(
         params: parameters of `encode_text`, on `mesh`.
         tokenizer: tokenizer of n texts as int32 [n, L].
         class_names: C class names.
-        templates: T prompt templates. A template is a string with "{}" for the class name, or a function of the name.
+        templates: T prompt templates. A template is a string with "{}" for the class name and no other braces, or
+            a function of the name.
         mesh: mesh with an axis "data"; prompts are encoded on all its devices.
         batch_size: prompts encoded at once, over all devices; rounded up to a multiple of the mesh size.
 
@@ -59,7 +61,7 @@ def class_embeddings(
         float32 [C, D], unit vectors, the same on every process.
 
     Raises:
-        ValueError: there is no class or no template, a template lacks "{}", or `batch_size` < 1.
+        ValueError: there is no class or no template, a template lacks "{}" or has other braces, or `batch_size` < 1.
     """
     if not class_names or not templates:
         raise ValueError(f"expected classes and templates, got {len(class_names)} and {len(templates)}")
@@ -67,7 +69,8 @@ def class_embeddings(
         raise ValueError("expected lists of class names and templates, got a single string; put it in a list")
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    prompts = [_fill(template, name) for name in class_names for template in templates]
+    texts = [template if callable(template) else checked_template(template, "template") for template in templates]
+    prompts = [_fill(template, name) for name in class_names for template in texts]
     features = encode_texts(encode_text, params, tokenizer, prompts, mesh, batch_size)
     unit = l2_normalize(features).reshape(len(class_names), len(templates), -1)
     return l2_normalize(unit.mean(axis=1))
@@ -135,11 +138,7 @@ def class_ranks(image_features: np.ndarray, labels: np.ndarray, class_embeddings
 
 def _fill(template: Template, name: str) -> str:
     """Fill a template with a class name."""
-    if callable(template):
-        return template(name)
-    if "{}" not in template:
-        raise ValueError(f'expected a template with "{{}}" where the class name goes, got {template!r}')
-    return template.replace("{}", name)
+    return template(name) if callable(template) else template.replace("{}", name)
 
 
 def _check(image: np.ndarray, labels: np.ndarray, classes: np.ndarray) -> None:

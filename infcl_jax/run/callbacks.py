@@ -12,7 +12,8 @@ class Callback:
 
     `infcl_jax.train` calls the hooks of each callback in the order of the list, on every process with the same steps.
     A hook that prints or writes files should do so where `infcl_jax.distributed.is_lead()` is true. An exception of a
-    hook ends the run like any other error; the run continues from its last checkpoint.
+    hook ends the run. If `on_step` or `on_evaluation` raises on all processes, the last step is saved first, and the
+    same call continues after it. The hook is not called again for the same step.
 
     The devices compute the next step while `on_step` runs, so a fast hook costs no time. `on_evaluation` and
     `on_checkpoint` run between two steps.
@@ -57,7 +58,8 @@ class Callback:
     def on_checkpoint(self, step: int, path: epath.Path) -> None:
         """Handle a complete checkpoint.
 
-        Checkpoints are written in the background. This hook is called before the next one is saved, or at the end.
+        Checkpoints are written in the background. This hook is called after an evaluation of the same step, before the
+        next checkpoint is saved, or at the end.
 
         Args:
           step: step of the checkpoint.

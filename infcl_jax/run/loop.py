@@ -1,6 +1,7 @@
 """Training and evaluation loop of a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
+from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.results import say_results
 from infcl_jax.training import (
     METRICS_FILE,
@@ -97,6 +99,7 @@ class TrainLoop:
         Raises:
           FloatingPointError: the loss, a gradient or the state is not finite.
           OSError: `max_failed_saves` checkpoints in a row could not be saved.
+          ValueError, OutOfMemory: an evaluation failed; the state is saved.
           Interrupted: a stop was requested; the state is saved.
         """
         config, first = self.config, start + 1
@@ -105,6 +108,7 @@ class TrainLoop:
             with progress.pause("evaluation"):
                 self.evaluate(start, state)
         pending: tuple[int, Metrics] | None = None
+        results: dict[str, float] = {}
         for step in range(first, config.total_steps + 1):
             batch = self.data_wait.batch(lambda: self.safeguards.next_batch(self.next_batch))
             self.profile.start(step)
@@ -114,26 +118,31 @@ class TrainLoop:
             self.data_wait.step(metrics)
             del batch  # its memory, which a worker may share, is free before the next batch
             if pending:  # read one step late, so that the device never waits for the host
-                self.report(*pending, progress, first)
+                scalars, report = self.report(*pending, progress, first), (step, metrics, progress, first)
+                with keep_step(step, functools.partial(self.saved, step, state, report)):
+                    self.callbacks.on_step(pending[0], scalars)
             pending = (step, metrics)
             last, stop = step == config.total_steps, self.preemption.noticed(step)
-            save, evaluate_now = last or _due(step, config.checkpoint_every), last or _due(step, config.eval_every)
+            evaluate_now = last or _due(step, config.eval_every)
+            save = last or _due(step, config.checkpoint_every) or (evaluate_now and self.saves_evaluated)
             if not (save or evaluate_now or stop):
                 continue
             self.data.bad_records.add(union(self.data.bad_records.indices()))
-            self.report(*pending, progress, first)  # raises before a state that is not finite is saved or evaluated
+            scalars = self.report(*pending, progress, first)  # raises before a state that is not finite is saved
             pending = None
             self.checkpoints.check_finite(step, state)
-            results: dict[str, float] = {}
-            if evaluate_now and not stop:  # before the checkpoint, so that a resumed run has these metrics
+            if save or stop:  # before callbacks and the evaluation, whose failure must not lose the step
+                with progress.pause("checkpoint"):
+                    self.checkpoints.save(step, state, self.data)
+            with keep_step(step, functools.partial(self.saved, step, state)):
+                self.callbacks.on_step(step, scalars)
+            if evaluate_now and not stop:
                 try:
                     with progress.pause("evaluation"):
                         results = self.evaluate(step, state)
                 except Interrupted:  # the resumed run repeats it
                     stop = True
-            if save or stop or (results and config.keep_best):
-                with progress.pause("checkpoint"):
-                    self.checkpoints.save(step, state, self.data, results)
+                    self.checkpoints.save(step, state, self.data)
             self.data_wait.resume()
             if stop:
                 self.checkpoints.wait()
@@ -144,20 +153,13 @@ class TrainLoop:
 
     def progress(self) -> TrainProgress:
         """Return the measurement of the run's progress."""
-        config, evaluation = self.config, self.config.evaluation
+        config = self.config
         pauses = Pauses(
             total_steps=config.total_steps,
             eval_every=config.eval_every,
             checkpoint_every=config.checkpoint_every,
-            saves_evaluated=config.keep_best is not None,
-            evaluates=any(
-                (
-                    *config.evaluations,
-                    evaluation.retrieval_dataset,
-                    evaluation.zero_shot_dataset,
-                    config.text_retrieval.corpus,
-                )
-            ),
+            saves_evaluated=self.saves_evaluated,
+            evaluates=self.evaluates,
         )
         return TrainProgress(
             self.console,
@@ -168,6 +170,18 @@ class TrainLoop:
             utilization=self.utilization,
             unit="queries" if isinstance(self.suite, TextRetrievalSuite) else "images",
         )
+
+    @property
+    def evaluates(self) -> bool:
+        """True if there is anything to evaluate on."""
+        config, data = self.config, self.config.evaluation
+        names = data.retrieval_dataset, data.zero_shot_dataset, config.text_retrieval.corpus
+        return any((*config.evaluations, *names))
+
+    @property
+    def saves_evaluated(self) -> bool:
+        """True if each evaluated step is saved."""
+        return self.evaluates and self.config.keep_best is not None
 
     def next_batch(self) -> dict[str, Any]:
         """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
@@ -188,8 +202,8 @@ class TrainLoop:
             if is_lead():
                 export_weights(self.workdir, variables)
 
-    def report(self, step: int, metrics: Metrics, progress: TrainProgress, first: int) -> None:
-        """Check, print and record the metrics of one step.
+    def report(self, step: int, metrics: Metrics, progress: TrainProgress, first: int) -> dict[str, float]:
+        """Check, print, record and return the metrics of one step.
 
         The first finite step of the process saves the settings.
 
@@ -221,7 +235,7 @@ class TrainLoop:
             scalars |= measured | waits | self.safeguards.metrics()
             self.safeguards.outputs.retry()
             self.writer.write(step, scalars)
-        self.callbacks.on_step(step, scalars)
+        return scalars
 
     def take_data_wait(self, steps: int) -> dict[str, float]:
         """Return the fraction of time since the last call spent waiting.
@@ -263,14 +277,40 @@ class TrainLoop:
         return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
 
     def evaluate(self, step: int, state: TrainState, record: bool = True) -> dict[str, float]:
-        """Evaluate, print the results and record them, unless the metrics have them."""
-        results = self.suite(state.evaluated_variables)
+        """Evaluate, print the results and record them, unless the metrics have them.
+
+        Raises:
+          ValueError, OutOfMemory: the evaluation failed; the state is saved.
+        """
+        save = functools.partial(self.saved, step, state)
+        with keep_step(step, save, self.config.evaluation.batch_size):
+            results = self.suite(state.evaluated_variables)
         if results:
             if record:
+                self.checkpoints.record(step, results)  # before the metrics, which say that the step is evaluated
                 self.writer.write(step, results)
             say_results(step, results)
-            self.callbacks.on_evaluation(step, results)
+            with keep_step(step, save):
+                self.callbacks.on_evaluation(step, results)
         return results
+
+    def saved(self, step: int, state: TrainState, report: tuple[Any, ...] = ()) -> bool:
+        """Report a step and save it, where that has not been done; return whether it is on disk.
+
+        Args:
+          step: finished step.
+          state: its train state.
+          report: arguments of `report`; empty for a reported step.
+        """
+        try:
+            if report:
+                self.report(*report)
+            self.data.bad_records.add(union(self.data.bad_records.indices()))
+            self.checkpoints.save(step, state, self.data)
+            return self.checkpoints.latest_step() == step
+        except (ValueError, OSError, FloatingPointError) as error:
+            print_line(f"step {step} is not saved: {error}")
+            return False
 
 
 def _due(step: int, every: int) -> bool:

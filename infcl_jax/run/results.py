@@ -20,4 +20,4 @@ def save_curves(workdir: Path, suite: Suite | TextRetrievalSuite) -> None:
 def say_results(step: int, results: Mapping[str, float]) -> None:
     """Print the table of results, on the leading process only."""
     nothing = "nothing to evaluate on; evaluation.retrieval_dataset and evaluation.zero_shot_dataset name data"
-    say(f"step {step}:\n{format_table(results)}" if results else f"step {step}: {nothing}")
+    say(*[f"step {step}:", *format_table(results).split("\n")] if results else [f"step {step}: {nothing}"])

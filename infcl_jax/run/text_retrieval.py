@@ -112,9 +112,12 @@ def pair_suite(
             f"expected answers in {settings.questions}, or judgments of its queries, got neither; set "
             "text_retrieval.judgments"
         )
+    corpus = Corpus(settings.corpus)
+    for row in (0, len(corpus) - 1):
+        corpus[row]  # raises before the first step if the file is no corpus
     return dataclasses.replace(
         suite,
-        corpus=Corpus(settings.corpus),
+        corpus=corpus,
         questions=questions,
         judgments=judgments,
         batch_size=config.evaluation.batch_size,

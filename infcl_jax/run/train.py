@@ -14,6 +14,7 @@ from infcl_jax import run
 from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.pipeline import TRUNCATED
+from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.distributed import is_lead
 from infcl_jax.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.exit_codes import Interrupted
@@ -27,7 +28,7 @@ from infcl_jax.planner import (
     plan_memory,
     utilization,
 )
-from infcl_jax.process_watch import failures
+from infcl_jax.process_watch import fail, failures
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
@@ -87,21 +88,23 @@ def train(
       Results of the final evaluation, see `infcl_jax.evaluation.Suite`.
 
     Raises:
-      ValueError: a setting is wrong, a resumed run changes a fixed setting or a shape of its state, or `workdir` is not
-        writable.
+      ValueError: a setting is wrong, a resumed run changes a fixed setting or a shape of its state, `workdir` is not
+        writable, or an evaluation failed; the message says whether the step before it is saved.
       FileNotFoundError: a dataset is not prepared.
       ImportError: a package of the tokenizer or of a writer is not installed.
       FloatingPointError: the loss, a gradient or the state is not finite.
       OSError: the last checkpoint, or `max_failed_saves` in a row, could not be saved.
       OutOfMemory: a device ran out of memory; the message says which settings to change.
       KeyboardInterrupt: the user stopped the run.
-      Interrupted: another signal stopped the run, or another run uses `workdir`.
+      Interrupted: another signal stopped the run, another run uses `workdir`, or a data worker was killed.
+      SystemExit: data workers cannot import the script, such as one without `if __name__ == "__main__":`.
 
     Examples:
       >>> settings = {"dataset": "digits", "model": "tiny", "batch_size": 64, "total_steps": 200}
       >>> results = infcl_jax.train(settings, "runs/two_hundred")
       >>> encoder = infcl_jax.load("runs/two_hundred")
     """
+    check_guard()
     config = make_config(config)
     hooks = Callbacks(callbacks)
     preemption = Preemption(config.stop_timeout, workdir, interactive=True)
@@ -113,6 +116,8 @@ def train(
             raise KeyboardInterrupt(interrupted.message) from None
         print(interrupted, file=sys.stderr)  # Python prints no message of a SystemExit with a status
         raise
+    except WorkersCannotStart as error:
+        sys.exit(f"error: {error}")  # only scripts are at fault, so no traceback
 
 
 def train_process(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -172,6 +177,8 @@ def _train_on(
             loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
         )
         suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
+        if config.keep_best is not None and (names := suite.metric_names) and config.keep_best not in names:
+            raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
         init, batch = state_init(config, mesh, source), batch_shapes(config, mesh, tokenizer)
         if batch is not None:
             step_fn = CompiledAhead(step_fn, init.shapes, batch)
@@ -241,6 +248,11 @@ def _train_on(
             callbacks.on_start(config, workdir, start)
             try:
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
+            except WorkerLost as error:
+                first = data.get_state()["next_batch"] + 1
+                end = safeguards.lost_workers.end(error, first, first + data.batches_ahead(error))
+                fail(end)
+                raise end from None
             except jax.errors.JaxRuntimeError as error:
                 if (explained := explain_out_of_memory(error, plan)) is error:
                     raise
@@ -277,7 +289,7 @@ def announce(
         f"{config.model}, {parameters}, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
-    say(describe_plan(plan))
+    say(*describe_plan(plan).split("\n"))
     say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
     if int(state.step):
         say(f"resumed from step {int(state.step)} in {workdir}")

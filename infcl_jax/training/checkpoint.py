@@ -23,10 +23,10 @@ from infcl_jax.training.checkpoint_folder import (
     split_checkpoint,
 )
 from infcl_jax.training.finite import first_nonfinite_norm
-from infcl_jax.training.manifest import ANNOUNCEMENT, write_manifest
+from infcl_jax.training.manifest import ANNOUNCEMENT, add_results, write_manifest
 from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
 from infcl_jax.training.outputs import print_line
-from infcl_jax.training.restore import array_fields, check_array_types
+from infcl_jax.training.restore import array_fields, check_array_types, readable
 
 # Seconds until processes give up waiting for the write of another one, such as one whose disk is full.
 _SAVE_SECONDS = 600
@@ -154,7 +154,7 @@ class Checkpointer:
                 "with a lower learning rate, a longer warm-up or a smaller clip_norm"
             )
 
-    def save(self, step: int, state: Any, data: DataIterator, results: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, state: Any, data: DataIterator) -> None:
         """Start to save `state` and the position of `data`.
 
         Does nothing if the latest checkpoint already has this step.
@@ -163,17 +163,11 @@ class Checkpointer:
           step: step under which the checkpoint is saved.
           state: train state.
           data: data iterator.
-          results: results of the evaluation at this step, for `keep_best`.
 
         Raises:
           FloatingPointError: the norm of an array of the state is not finite.
           OSError: `max_failed_saves` saves in a row failed.
-          ValueError: `results` lacks the metric of `keep_best`.
         """
-        results = dict(results or {})
-        best = self._retention.best
-        if results and best is not None and best not in results:
-            raise ValueError(f"expected keep_best to be one of {', '.join(sorted(results))}, got {best!r}")
         self._settle()
         if step == self.latest_step():
             return
@@ -195,8 +189,35 @@ class Checkpointer:
                 raise  # other processes wait in a collective of orbax
             self._fail(save, error)
             return
-        save.thread = threading.Thread(target=self._finish, args=(save, folder, results))
+        save.thread = threading.Thread(target=self._finish, args=(save, folder))
         save.thread.start()
+
+    def record(self, step: int, results: Mapping[str, float]) -> None:
+        """Add results to the checkpoint of their step, for `keep_best`, and delete what was kept for worse ones.
+
+        Waits until the checkpoint is on disk. Without a checkpoint of the step in this work directory it does nothing.
+
+        Args:
+          step: step of the evaluated state.
+          results: results by name.
+
+        Raises:
+          OSError: `max_failed_saves` saves in a row failed.
+          ValueError: `results` lacks the metric of `keep_best`.
+        """
+        best = self._retention.best
+        if best is not None and best not in results:
+            raise ValueError(f"expected keep_best to be one of {', '.join(sorted(results))}, got {best!r}")
+        if self._find_source() != (self._own, step):
+            return
+        newest = self._own.steps()[-1] == step  # others are an abandoned future until the first save
+        if is_lead():
+            try:
+                add_results(self._own.path / str(step), results)
+                if newest:
+                    self._own.delete_old(self._retention)
+            except (OSError, ValueError) as error:
+                self._say(f"cannot record the results of checkpoint {step}: {failure_reason(error)}")
 
     def restore_latest(self, state: Any, data: DataIterator | None = None) -> Any:
         """Restore the checkpoint that `resume` names, or return `state` if there is none.
@@ -210,7 +231,7 @@ class Checkpointer:
 
         Raises:
           ValueError: an array of the checkpoint differs from `state` in shape or dtype, or `data` rejects the position.
-            Also if all checkpoints are damaged.
+            Also if orbax cannot read the checkpoint, or all checkpoints are damaged.
         """
         source = self._find_source()
         if source is None:
@@ -218,10 +239,12 @@ class Checkpointer:
         path = source[0].path / str(source[1])
         template = jax.tree.map(ocp.utils.to_shape_dtype_struct, array_fields(state))
         # Checked before the restore, so that orbax reads no array of another run.
-        saved = self._checkpointer.metadata(path).item_metadata["state"].tree
+        with readable(path):
+            saved = self._checkpointer.metadata(path).item_metadata["state"].tree
         check_array_types(source[1], saved, template)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-        fields = self._checkpointer.restore(path, args)["state"]
+        with readable(path):
+            fields = self._checkpointer.restore(path, args)["state"]
         if data is not None:
             self.restore_position(data)
         if state.samples is not None:
@@ -236,8 +259,10 @@ class Checkpointer:
         """
         source = self._find_source()
         if source is not None:
-            args = ocp.args.Composite(data=ocp.args.JsonRestore())
-            data.set_state(self._checkpointer.restore(source[0].path / str(source[1]), args)["data"])
+            args, path = ocp.args.Composite(data=ocp.args.JsonRestore()), source[0].path / str(source[1])
+            with readable(path):
+                position = self._checkpointer.restore(path, args)["data"]
+            data.set_state(position)
 
     def wait(self) -> None:
         """Wait until all checkpoints are on disk.
@@ -299,17 +324,18 @@ class Checkpointer:
             if not self._prepared:
                 self._own.prepare(self._source[1] if self._source and self._source[0] is self._own else None)
                 self._prepared = True
+            probe.unlink(missing_ok=True)  # a link would be followed
             probe.write_text("x" * 4096)
             probe.unlink()
         except OSError as error:
             self._fail(save, error)
 
-    def _finish(self, save: _Save, folder: epath.Path, results: Mapping[str, float]) -> None:
+    def _finish(self, save: _Save, folder: epath.Path) -> None:
         """Wait for the write, add the manifest and delete old checkpoints, in a thread."""
         try:
             self._checkpointer.wait_until_finished()
             if is_lead():
-                write_manifest(folder, results)
+                write_manifest(folder, {})
         except Exception as error:  # orbax and TensorStore raise any exception
             self._fail(save, error)
             return

@@ -3,6 +3,7 @@
 import concurrent.futures
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 from etils import epath
 
 from infcl_jax.distributed import union
+from infcl_jax.file_io import open_regular, parse_json
 
 MANIFEST = "manifest.json"
 # Custom metadata that announces a manifest. A folder with it and without the manifest was not completed.
@@ -48,9 +50,21 @@ def write_manifest(folder: epath.Path, results: Mapping[str, float]) -> None:
             path: {"size": (folder / path).stat().length, "sha256": checksum}
             for path, checksum in zip(paths, checksums, strict=True)
         }
-    temporary = folder / f"{MANIFEST}.new"
-    temporary.write_text(_format(files, results))
-    temporary.replace(folder / MANIFEST)
+    _replace(folder, files, results)
+
+
+def add_results(folder: epath.Path, results: Mapping[str, float]) -> None:
+    """Replace the results in the manifest of a checkpoint.
+
+    Args:
+      folder: folder of the checkpoint.
+      results: results of the evaluation at its step, by name.
+
+    Raises:
+      OSError: the manifest cannot be read or written.
+      ValueError: the manifest is damaged.
+    """
+    _replace(folder, _read(folder)["files"], results)
 
 
 def read_results(folder: epath.Path) -> dict[str, float]:
@@ -102,15 +116,29 @@ def _read(folder: epath.Path) -> dict[str, Any]:
       FileNotFoundError: there is none.
       ValueError: it is damaged.
     """
-    text = (folder / MANIFEST).read_text()
-    try:
-        manifest = json.loads(text)
-        intact = text == _format(manifest["files"], manifest["results"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"expected the manifest of a checkpoint, got {text[:40]!r}") from error
-    if not intact:
+    path = folder / MANIFEST
+    with _open(path) as file:
+        text = file.read()
+    manifest = parse_json(text, path)
+    files, results = manifest.get("files"), manifest.get("results")
+    valid = isinstance(files, dict) and isinstance(results, dict) and all(map(_is_file_entry, files.values()))
+    if not valid or not all(isinstance(value, int | float) for value in results.values()):
+        raise ValueError(f"expected the manifest of a checkpoint, got {text[:40]!r}")
+    if text != _format(files, results).encode():
         raise ValueError("expected a manifest with the checksum of its content, got another checksum")
     return manifest
+
+
+def _is_file_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+
+
+def _replace(folder: epath.Path, files: Mapping[str, Any], results: Mapping[str, float]) -> None:
+    """Write the manifest under another name, then rename it."""
+    temporary = folder / f"{MANIFEST}.new"
+    temporary.unlink(missing_ok=True)  # a link would be followed
+    temporary.write_text(_format(files, results))
+    temporary.replace(folder / MANIFEST)
 
 
 def _format(files: Mapping[str, Any], results: Mapping[str, float]) -> str:
@@ -143,11 +171,18 @@ def _damage(folder: epath.Path, path: str, expected: Mapping[str, Any]) -> str |
         return f"{path} is missing"
     except OSError as error:
         return f"{path} is unreadable ({error.strerror or type(error).__name__})"
+    except ValueError:
+        return f"{path} is no regular file"
 
 
 def _checksum(path: epath.Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(path: epath.Path) -> Any:
+    """Open a file of any file system; a local one must be regular, since the read of a FIFO may never end."""
+    return path.open("rb") if "://" in os.fspath(path) else open_regular(path)
 
 
 def _announced(folder: epath.Path) -> bool:
@@ -155,7 +190,8 @@ def _announced(folder: epath.Path) -> bool:
 
     It must, unless intact metadata of orbax lacks the announcement."""
     try:
-        metadata = json.loads((folder / _METADATA).read_text())
+        with _open(folder / _METADATA) as file:
+            metadata = parse_json(file.read(), _METADATA)
         return (metadata.get("custom_metadata") or {}).get("manifest") is not None
     except (OSError, ValueError, AttributeError):
         return True

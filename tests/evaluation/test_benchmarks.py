@@ -157,7 +157,7 @@ def test_examples_show_predictions(benchmarks, params, expected):
     [
         ("name='validation'", "expected evaluations of different names, got 2 of the name validation"),
         ("name='a', main_metric='auc'", "expected main_metric of a to be one of .*top1.*, got 'auc'"),
-        ("name='a', class_names=('a', 'b')", "expected labels in .*2"),
+        ("name='a', class_names=('a', 'b')", "expected at least 5 class names for a, got 2: record 0 of .* label 4"),
         ("name='a', kind='retrieval'", "with captions, got .*wds_wilds-fmow_test', which has only classes"),
     ],
 )

@@ -156,6 +156,12 @@ def test_the_loss_of_training_batches_is_measured_where_the_split_has_that_many_
     )
 
 
+def test_the_names_of_the_results_are_known_before(results):
+    assert make_suite(gallery=GALLERY, **BOTH).metric_names == sorted(results)
+    cut = make_suite(prefixes=(5,), zero_shot_dataset="digits", zero_shot_split="zero_shot").metric_names
+    assert {"zero_shot/top1", "zero_shot@5/top1"} < set(cut) and "validation/loss" not in cut
+
+
 def test_nothing_configured_evaluates_nothing(params):
     assert make_suite()({"params": params}) == {}
 

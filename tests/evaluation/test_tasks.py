@@ -1,6 +1,7 @@
 """Evaluations by name: suites, benchmarks and Python files."""
 
 import logging
+import re
 
 import benchmark_layout as layout
 import pytest
@@ -84,6 +85,7 @@ def test_class_names_and_templates_can_be_built_in(benchmarks):
         (["nothing.py"], FileNotFoundError, "nothing.py does not exist"),
         (["bad.py"], ValueError, "cannot load .*bad.py: .*get_task"),
         (["type.py"], ValueError, r"expected get_task\(\) of .*type.py to return an .*Task, got 3"),
+        (["raises.py"], ValueError, "cannot load .*raises.py: ZeroDivisionError: .*; expected a function get_task"),
         (["kind.py"], ValueError, "expected the kind of task a to be one of .*, got 'detection'"),
         (["one.py", "two.py"], ValueError, "expected evaluations of different names, got 2 of the name a"),
     ],
@@ -91,9 +93,51 @@ def test_class_names_and_templates_can_be_built_in(benchmarks):
 def test_mistakes_are_named(tmp_path, names, error, message):
     (tmp_path / "bad.py").write_text("x = 1\n")
     write_task(tmp_path / "type.py", "3")
+    write_task(tmp_path / "raises.py", "1 / 0")
     write_task(tmp_path / "kind.py", "Task(name='a', dataset='x', kind='detection')")
     write_task(tmp_path / "one.py", "Task(name='a', dataset='x')")
     write_task(tmp_path / "two.py", "Task(name='a', dataset='y')")
     paths = [str(tmp_path / name) if name.endswith(".py") else name for name in names]
     with pytest.raises(error, match=f"^[^\\n]*{message}[^\\n]*$"):
         load_tasks(paths, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *[
+            ({"templates": [template]}, 'templates of task a: expected "{c}" or "{}" for the class name and no other')
+            for template in ("a photo", "a {0}", "{name}", "{} {", "} {}", "{{}}", "{} {x}", "")
+        ],
+        *[({name: value}, f"expected {name} of task a") for name in ("templates", "class_names") for value in ((), "")],
+        ({"class_names": (1, 2)}, "expected class_names of task a to be texts"),
+        ({"templates": ("{}", 3)}, "expected templates of task a to be texts"),
+        ({"templates": {"a": "{}"}}, "expected templates of task a to be texts"),
+        ({"name": ""}, "expected a text as name of task '', got ''"),
+        ({"dataset": None}, "expected a text as dataset of task 'a', got None"),
+        ({"gallery": 1.5}, "expected an integer gallery >= 1 in task a, got 1.5"),
+    ],
+)
+def test_wrong_fields_are_named_before_the_data_is_opened(fields, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Task(**{"name": "a", "dataset": "digits"} | fields)
+
+
+class Digits:
+    """Source with classes whose template has another place."""
+
+    name, split, captioned = "digits", "test", False
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return {}
+
+    def classes(self):
+        return Classes(("a",), ("{} {0}",))
+
+
+def test_templates_of_the_dataset_are_checked():
+    with pytest.raises(ValueError, match=r"^templates of a: expected"):
+        task_classes(Task(name="a", dataset="x"), Digits())

@@ -80,7 +80,8 @@ def test_collapsed_embeddings_score_zero(value):
         ({"class_names": []}, "classes and templates"),
         ({"templates": []}, "classes and templates"),
         ({"templates": "a {}"}, "put it in a list"),
-        ({"templates": ["a photo"]}, "where the class name goes"),
+        ({"templates": ["{} {0}"]}, "for the class name and no other braces"),
+        ({"templates": ["a photo"]}, "for the class name and no other braces"),
         ({"batch_size": 0}, "batch_size >= 1"),
     ],
 )

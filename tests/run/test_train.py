@@ -1,8 +1,12 @@
 """Training from Python: callbacks, the stop button, and the thread that trains."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -10,9 +14,14 @@ import pytest
 import runs
 
 import infcl_jax
+from infcl_jax.data import SOURCES, load_source
+from infcl_jax.data.workers import WorkerLost
 from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.exit_codes import RESUME, Interrupted
+from infcl_jax.run import training_data
+from infcl_jax.settings import make_config
 from infcl_jax.training import WorkdirLock
+from infcl_jax.training.lost_workers import LOST_WORKERS_FILE
 
 SETTINGS = {
     "dataset": "digits",
@@ -82,7 +91,7 @@ def test_a_stopped_run_goes_on_with_the_same_call_in_any_thread(tmp_path, handle
     thread = threading.Thread(target=lambda: results.append(infcl_jax.train(settings, tmp_path, (second,))))
     thread.start()
     thread.join()
-    steps = ["start 3", "evaluation 6", "checkpoint 4", "checkpoint 6", "end 6"]
+    steps = ["start 3", "checkpoint 4", "checkpoint 6", "evaluation 6", "end 6"]
     assert second.events == steps and results == [second.results]
     assert all(first.complete + second.complete)
     metrics = first.metrics | second.metrics
@@ -110,3 +119,62 @@ def test_another_run_in_the_workdir_is_named(monkeypatch, tmp_path, capsys):
 def test_callbacks_are_checked_first(callbacks, message):
     with pytest.raises(ValueError, match=f"^expected {message}"):
         infcl_jax.train(SETTINGS, "nowhere", callbacks)
+
+
+class Deadly:
+    """Digits of which one kills the worker that reads it."""
+
+    name = "deadly"
+
+    def __init__(self, split, deadly=None):
+        self.split, self.digits, self.deadly = split, load_source("digits", split), deadly
+
+    def __len__(self):
+        return len(self.digits)
+
+    def __getitem__(self, index):
+        if index == self.deadly and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.digits[index]
+
+
+def test_a_killed_worker_interrupts_the_run_once_at_the_same_step(monkeypatch, tmp_path, capsys):
+    settings = SETTINGS | {"dataset": "deadly", "num_workers": 1, "evaluations": (), "evaluation.retrieval_dataset": ""}
+    with contextlib.closing(training_data(make_config(settings | {"num_workers": 0}), Deadly("train"))) as data:
+        deadly = data.batch_indices(3)[0]
+    monkeypatch.setitem(SOURCES, "deadly", lambda split: Deadly(split, deadly))
+    with pytest.raises(Interrupted) as caught:
+        infcl_jax.train(settings, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == RESUME and line == str(caught.value)
+    assert "data worker 1 of 1 was killed (SIGKILL); the host has" in line and "; lost at step" in line
+    with pytest.raises(WorkerLost, match="again, so another start would lose it too"):
+        infcl_jax.train(settings, tmp_path)
+    assert (tmp_path / LOST_WORKERS_FILE).exists()
+    infcl_jax.train(settings | {"num_workers": 0}, tmp_path)
+    assert not (tmp_path / LOST_WORKERS_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("by_path", "message"),
+    [(True, 'expected a script with `if __name__ == "__main__":`'), (False, "got <stdin>; save")],
+)
+def test_a_script_that_workers_cannot_import_ends_with_one_line(tmp_path, by_path, message):
+    settings = SETTINGS | {"num_workers": 1, "cpu_devices": 1}
+    script = tmp_path / "script.py"
+    script.write_text(f"import infcl_jax\ninfcl_jax.train({settings}, {str(tmp_path / 'run')!r})\n")
+    with script.open() as file:
+        arguments = [sys.executable, str(script)] if by_path else [sys.executable, "-"]
+        environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+        end = subprocess.run(arguments, stdin=file, capture_output=True, text=True, timeout=240, env=environment)
+    (line,) = end.stderr.splitlines()
+    assert end.returncode == 1 and message in line and line.endswith("num_workers=0")
+
+
+@pytest.mark.parametrize("keep_best", ["zero_shot/top2", "top1"])
+def test_a_metric_that_is_not_measured_is_named_before_the_first_step(tmp_path, keep_best):
+    settings = SETTINGS | {"keep_best": keep_best, "evaluation.zero_shot_dataset": "digits"}
+    settings["evaluation.zero_shot_split"] = "zero_shot"
+    with pytest.raises(ValueError, match=f"^expected keep_best to be one of .*zero_shot/top1.*, got '{keep_best}'$"):
+        infcl_jax.train(settings, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()

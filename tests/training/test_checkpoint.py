@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import runs
+from etils import epath
 from oracle import mesh_of
 
 from infcl_jax.training import (
@@ -24,6 +25,7 @@ from infcl_jax.training import (
     save_config,
 )
 from infcl_jax.training.checkpoint_folder import Retention
+from infcl_jax.training.manifest import read_results
 
 
 class Towers(nn.Module):
@@ -244,10 +246,35 @@ def test_multiples_and_the_best_are_kept(tmp_path):
     state = state_after(1)
     with Checkpointer(tmp_path, keep=1, keep_every=4, keep_best="top1") as checkpoints:
         for step, value in values.items():
-            checkpoints.save(step, state, Data(), {"top1": value})
+            checkpoints.save(step, state, Data())
+            checkpoints.record(step, {"top1": value})
         with pytest.raises(ValueError, match=r"^expected keep_best to be one of loss, got 'top1'$"):
-            checkpoints.save(7, state, Data(), {"loss": 1.0})
+            checkpoints.record(6, {"loss": 1.0})
     assert folders(tmp_path) == ["3", "4", "6"]
+
+
+@pytest.mark.parametrize(("value", "kept"), [(0.95, ["3"]), (0.5, ["2", "3"]), (np.nan, ["2", "3"])])
+def test_results_of_an_evaluation_that_a_later_process_repeats_count_for_the_best(tmp_path, value, kept):
+    options = {"keep": 1, "keep_best": "top1"}
+    with Checkpointer(tmp_path, **options) as checkpoints:
+        checkpoints.save(2, state_after(1), Data())
+        checkpoints.record(2, {"top1": 0.9})
+        checkpoints.save(3, state_after(1), Data())
+    assert folders(tmp_path) == ["2", "3"]
+    with Checkpointer(tmp_path, **options) as checkpoints:
+        assert checkpoints.latest_step() == 3
+        checkpoints.record(3, {"top1": value})
+    assert folders(tmp_path) == kept
+
+
+def test_results_of_a_chosen_step_delete_no_newer_or_older_checkpoint(tmp_path):
+    save(tmp_path, [1, 2, 3], keep=3)
+    with Checkpointer(tmp_path, keep=1, resume="2") as checkpoints:
+        checkpoints.record(2, {"top1": 0.5})
+        checkpoints.record(1, {"top1": 0.5})  # not the state of this run
+    assert folders(tmp_path) == ["1", "2", "3"]
+    results = [read_results(epath.Path(tmp_path, "checkpoints", step)) for step in "123"]
+    assert results == [{}, {"top1": 0.5}, {}]
 
 
 def test_the_best_loss_is_the_lowest():

@@ -1,0 +1,58 @@
+"""Save of a step whose evaluation or callback fails."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+
+from infcl_jax.distributed import coordination_client
+from infcl_jax.planner import OutOfMemory
+
+# Errors that a user can correct; the commands print them as one line.
+_USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+_ALL_SECONDS = 10  # between the failures of two processes that have one cause
+_failures = itertools.count()
+
+
+@contextlib.contextmanager
+def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None) -> Iterator[None]:
+    """Save a step if the body fails, and say so in the error.
+
+    A save needs all processes. If another one does not fail within ten seconds, it waits in a collective of the body,
+    and nothing is saved.
+
+    Args:
+      step: finished step.
+      save: function that saves the step, unless it is saved, and returns whether it is.
+      batch_size: `evaluation.batch_size` if the body is an evaluation, whose user errors become a `ValueError` of one
+        line; None: the error gets a note.
+
+    Raises:
+      ValueError, OutOfMemory: the evaluation failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        saved = _all_fail() and save()
+        state = f"step {step}, which is {'' if saved else 'not '}saved"
+        advice = f"the same command continues from {'there' if saved else 'the last checkpoint'}"
+        if batch_size is not None and "RESOURCE_EXHAUSTED" in str(error):
+            reason = f"the device ran out of memory; lower evaluation.batch_size from {batch_size}"
+            raise OutOfMemory(f"evaluation failed after {state}: {reason}; {advice}") from error
+        if batch_size is not None and isinstance(error, _USER_ERRORS):
+            raise ValueError(f"evaluation failed after {state}: {error}; {advice}") from error
+        error.add_note(f"failed after {state}; {advice}")
+        raise
+
+
+def _all_fail() -> bool:
+    """Return whether all processes fail now."""
+    failure = next(_failures)
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return True
+    try:
+        coordination_client().wait_at_barrier(f"infcl_jax/failed/{failure}", _ALL_SECONDS * 1000)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -19,6 +19,7 @@ from experiments import command_line
 from experiments.overrides import register_parsers
 from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
+from infcl_jax.printable import printable
 from infcl_jax.process_watch import failures
 from infcl_jax.run import sample_source
 from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
@@ -116,7 +117,7 @@ def _resumable(command: Callable[[], Any]) -> None:
     except Interrupted as interrupted:
         for number in STOP_SIGNALS:  # a scheduler and a wrapper script may both deliver the same request
             signal.signal(number, signal.SIG_IGN)
-        print(interrupted, file=sys.stderr)
+        print(printable(str(interrupted)), file=sys.stderr)
         # Exit handlers of JAX and orbax may wait for other processes and for file systems.
         timer = threading.Timer(_EXIT_SECONDS, os._exit, (RESUME,))
         timer.daemon = True
@@ -193,7 +194,7 @@ def _message(error: Exception) -> str:
     """Format an error for the user: one line, except for a memory table."""
     text = str(error)
     if isinstance(error, OutOfMemory):
-        return f"error: {text}"  # keeps the lines of its memory table
+        return "\n".join(map(printable, f"error: {text}".split("\n")))  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
         error = ValueError(f"no such setting: {_unquoted(text)}; --help lists the settings")
     elif "command line flag 'config." in text:  # absl defines config.* flags only after --config

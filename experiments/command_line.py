@@ -5,6 +5,7 @@ Imports neither JAX nor `infcl_jax`, which `experiments.benchmarks.open_clip` do
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,19 @@ def pixel_limit_flag() -> flags.FlagHolder:
 
 
 def one_line(error: Exception) -> str:
-    """Format an error as one line."""
-    return f"error: {' '.join(str(error).split())}"
+    """Format an error as one line, with escaped control characters."""
+    return f"error: {_printable(' '.join(str(error).split()))}"
+
+
+def _printable(text: str) -> str:
+    """Escape control and format characters; `infcl_jax.printable` would import JAX."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _escape_warnings() -> None:
+    """Escape the messages of Python warnings, which may name files and datasets."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda message, *args, **kwargs: plain(_printable(str(message)), *args, **kwargs)
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -77,6 +89,7 @@ def run(
 
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
+        _escape_warnings()
         try:
             if len(argv) > 1 and not paths:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")

@@ -39,10 +39,10 @@ from infcl_jax.evaluation.feature_files import (
     check_feature_file,
     merge_shards,
     shard_counts,
-    write_atomically,
     write_shard,
 )
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
+from infcl_jax.file_io import read_json, replace_text
 
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
     command_line.shared_flag, ("model", "source", "output", "split", "data_dir")
@@ -66,7 +66,7 @@ _SHARD_BATCHES = 16  # batches between two writes, which a killed command repeat
 _PROBED = 64  # samples whose contents identify a source
 _MANIFEST = "manifest.json"
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("infcl_jax.embed")
 
 
 def embed(
@@ -217,14 +217,14 @@ def _finished(output: Path, folder: Path, shards: list[Path], identity: dict[str
     if distributed.is_lead():
         manifest = folder / _MANIFEST
         if manifest.is_file():
-            saved = json.loads(manifest.read_text())
+            saved = read_json(manifest)
             if changed := [name for name in identity if saved.get(name) != identity[name]]:
                 error = f"expected {folder} to be of the same {', '.join(changed)}, got others; give them or delete it"
         elif output.exists():
             error = f"expected a new --output, got {output}, which exists; delete it or choose another"
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(manifest, lambda path: path.write_text(json.dumps(identity, indent=2)))
+            replace_text(manifest, json.dumps(identity, indent=2))
         done = sum(1 for _ in itertools.takewhile(Path.exists, shards))
     done = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if error else done)))
     if done < 0:

@@ -35,6 +35,7 @@ from infcl_jax.evaluation import (
 )
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
+from infcl_jax.file_io import replace_text
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.settings import (
@@ -114,7 +115,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     outputs.attempt(workdir / CURVES_FILE, lambda: save_curves(workdir, suite))
     if is_lead():
         content = json.dumps({"step": step, **results}, indent=2) + "\n"
-        outputs.attempt(workdir / RESULTS_FILE, lambda: (workdir / RESULTS_FILE).write_text(content))
+        outputs.attempt(workdir / RESULTS_FILE, lambda: replace_text(workdir / RESULTS_FILE, content))
     weights = f"{workdir}, step {step}"
     outputs.attempt(workdir / "results.json", lambda: write_results(workdir, task_results, config.model, weights))
     say_results(step, results)
@@ -274,7 +275,7 @@ def _main() -> None:
         batch_size=values.batch_size or _BATCH_SIZE,
         max_bad_records=_MAX_BAD_RECORDS if values.max_bad_records is None else values.max_bad_records,
     )
-    say(format_table(flat_metrics(results)))
+    say(*format_table(flat_metrics(results)).split("\n"))
     if output is not None:
         write_results(output, results, Path(values.weights).name, values.weights)
 

@@ -75,11 +75,12 @@ def plan_from_flags() -> None:
         device = None if _DEVICE.value is None else device_named(_DEVICE.value)
         steps = total_steps(config, run.sample_source(config))
         if device is not None and _TARGET.value is not None:
-            say(target_table(workload, device, limit or device.memory_limit, _TARGET.value, steps))
+            table = target_table(workload, device, limit or device.memory_limit, _TARGET.value, steps)
+            say(*table.split("\n"))
             return
         report(workload, limit)
         if device is not None:
-            say(format_time(step_time(workload, device), steps))
+            say(*format_time(step_time(workload, device), steps).split("\n"))
 
 
 def target_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
@@ -142,7 +143,7 @@ def report(workload: Workload, memory_limit: int | None) -> None:
       workload: memory-relevant settings of the run.
       memory_limit: bytes that JAX may use per device, or None if unknown.
     """
-    say(describe_plan(plan_memory(workload, memory_limit)))
+    say(*describe_plan(plan_memory(workload, memory_limit)).split("\n"))
     if memory_limit is None:
         device = jax.devices()[0].device_kind
         say(f"for recommended settings give --device or --memory_gib: {device} does not report its memory")

@@ -25,6 +25,7 @@ from infcl_jax.data import convert, prepare, prepare_tokenizer
 from infcl_jax.data.convert import FILE_FORMATS
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.training.outputs import print_line
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR, _SOURCE, _OUTPUT, _SPLIT = map(command_line.shared_flag, ("data_dir", "source", "output", "split"))
@@ -52,7 +53,7 @@ def main() -> None:
         )
     split, data_dir = _SPLIT.value, _DATA_DIR.value
     if _SOURCE.value is None:
-        print(prepare(_DATASET.value, data_dir))
+        print_line(prepare(_DATASET.value, data_dir))
     elif _OUTPUT.value is not None:
         summary = convert(
             _SOURCE.value,
@@ -63,10 +64,10 @@ def main() -> None:
             file_format=_FORMAT.value,
             max_image_pixels=_MAX_PIXELS.value or MAX_PIXELS,
         )
-        print(summary)
+        print_line(summary)
     else:
         size = _VOCAB_SIZE.value
-        print(prepare_tokenizer(_SOURCE.value, _TOKENIZER.value, vocab_size=size, split=split, data_dir=data_dir))
+        print_line(prepare_tokenizer(_SOURCE.value, _TOKENIZER.value, vocab_size=size, split=split, data_dir=data_dir))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from absl import flags
 
 from experiments import command_line
 from infcl_jax.report import read_runs, write_report
+from infcl_jax.training.outputs import print_line
 
 _OUTPUT = command_line.shared_flag("output")
 _WATCH = flags.DEFINE_bool("watch", False, "Write the page again every ten seconds until all runs have finished.")
@@ -43,7 +44,7 @@ def report(workdirs: Sequence[str], output: str, *, watch: bool = False, seconds
     except KeyboardInterrupt:
         pass  # the last page does not reload
     write_report(output, runs)
-    print(f"report: {output}")
+    print_line(f"report: {output}")
 
 
 def main(workdirs: list[str]) -> None:

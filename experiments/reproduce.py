@@ -56,7 +56,7 @@ def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
     say(f"{target.name}: {target.title}; the paper used {target.paper.hardware}")
     records = measure_cells(cells, folder)
     table = write_output(target, scale, records, folder / target.name)
-    say(table.read_text())
+    say(*table.read_text().splitlines())
     say(f"written: {table.parent}")
     return [records[cell.key]["error"] for cell in cells if records[cell.key]["status"] not in FINISHED]
 

@@ -32,7 +32,7 @@ def verify_from_flags() -> None:
     """
     config = command.chosen_config()
     report = run.verify_run(config, start_devices(config), _RTOL.value)
-    say(str(report))
+    say(*str(report).split("\n"))
     if _OUTPUT.value is not None:
         report.plot(_OUTPUT.value)
     if not report.ok:

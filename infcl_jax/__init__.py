@@ -16,6 +16,7 @@ from infcl_jax.losses import (
     siglip_loss,
 )
 from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
+from infcl_jax.printable import escape_log_records
 
 if TYPE_CHECKING:
     from infcl_jax import (
@@ -70,6 +71,8 @@ __all__ = [
     "verification",
     "verify",
 ]
+
+escape_log_records(__name__)
 
 try:
     __version__ = importlib.metadata.version("infcl_jax")

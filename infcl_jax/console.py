@@ -9,10 +9,10 @@ from infcl_jax.training.outputs import print_line
 _PROGRESS_SECONDS = 10.0
 
 
-def say(line: str) -> None:
-    """Print a line, on the leading process only."""
+def say(*lines: str) -> None:
+    """Print a line, or the lines of a table, on the leading process only."""
     if is_lead():
-        print_line(line)
+        print_line(*lines)
 
 
 class Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax
 
 from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.writers import describe_software, utc_date
+from infcl_jax.file_io import read_json, replace_text
 from infcl_jax.planner import MemoryPlan, plan_components
 
 ENVIRONMENT_FILE = "environment.json"
@@ -42,15 +42,12 @@ def record_start(workdir: str | Path, step: int, plan: MemoryPlan) -> None:
         "memory_plan": {"components": plan_components(plan), "peak": plan.peak, "limit": plan.memory_limit},
     }
     path = Path(workdir, ENVIRONMENT_FILE)
-    temporary = path.with_name(f"{ENVIRONMENT_FILE}.tmp")
-    temporary.write_text(json.dumps([*_starts(path), start], indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps([*_starts(path), start], indent=2) + "\n")
 
 
 def _starts(path: Path) -> list[object]:
-    """Read the earlier starts; none from a missing or damaged file."""
+    """Read the earlier starts; none from a missing, unreadable or damaged file."""
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return read_json(path, list)
+    except (OSError, ValueError):
         return []
-    return starts if isinstance(starts, list) else []

@@ -16,6 +16,7 @@ from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
 from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.training import CHECKPOINTS, TrainState, restore_variables
+from infcl_jax.training.checkpoint_folder import step_of
 from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.rules import check_pairs
 
@@ -139,8 +140,8 @@ def _run_of(path: Path) -> tuple[Path | None, int | None]:
     """Return work directory and step of a run or checkpoint, else None."""
     if (path / CHECKPOINTS).is_dir():
         return path, None
-    if path.parent.name == CHECKPOINTS and path.name.isdigit():
-        return path.parents[1], int(path.name)
+    if path.parent.name == CHECKPOINTS and (step := step_of(path.name)) is not None:
+        return path.parents[1], step
     return None, None
 
 

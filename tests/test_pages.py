@@ -112,7 +112,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
         for name in ("margin", "stripes", "xla_64"):
             monkeypatch.setitem(table, name, None)  # restores the table
             del table[name]
-    names = {"__name__": page} | given(page, tmp_path, monkeypatch)
+    names = {"__name__": "__main__"} | given(page, tmp_path, monkeypatch)
     examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         for example in examples:

@@ -39,7 +39,7 @@ def test_the_examples_of_training_have_right_settings(monkeypatch):
     monkeypatch.setattr(infcl_jax, "train", train, raising=False)
     monkeypatch.setattr(infcl_jax, "load", trained.append, raising=False)
     monkeypatch.setattr(notebook, "in_notebook", lambda: True)
-    names = {}
+    names = {"__name__": "__main__"}
     for example in (TRAINING, *examples((ROOT / "docs" / "training.md").read_text())):
         exec(example, names)
     assert trained == ["runs/photos", "runs/digits", "runs/digits", "runs/losses"]

@@ -206,7 +206,7 @@ def thin(x: Sequence[float], y: Sequence[float], limit: int = _POINTS) -> list[t
 
 def _axes(lines: Sequence[Line], x_limits: tuple[float, float], references: Sequence[float], from_zero: bool) -> Axes:
     values = [y for line in lines for y in line.y if math.isfinite(y)]
-    if not from_zero and values and min(values) > 0 and max(values) > _LOG_RATIO * min(values):
+    if not from_zero and values and min([*values, *references]) > 0 and max(values) > _LOG_RATIO * min(values):
         return Axes(x_limits, (min([*values, *references]) / 1.2, max([*values, *references]) * 1.2), log=True)
     low, high = min([*values, *references], default=0.0), max([*values, *references], default=1.0)
     if low >= 0 and (from_zero or low < 0.5 * high):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 from xml.etree.ElementTree import Element, SubElement
 
 from infcl_jax.evaluation.html_page import Best, add, add_example, add_table, data_uri, format_metric, words
@@ -65,18 +64,17 @@ def add_retrieval(body: Element, runs: Sequence[RunRecord]) -> None:
 
 def add_mistakes(body: Element, runs: Sequence[RunRecord]) -> None:
     """Add the most confused classes and examples of mistakes."""
-    tasks = [(run, name, task) for run in runs for name, task in run.examples.items() if isinstance(task, dict)]
+    tasks = [(run, name, task) for run in runs for name, task in run.examples.items()]
     if not tasks:
         return
     add(body, "h2", "Mistakes")
     for run, name, task in tasks:
         add(body, "h3", f"{run.name}: {words(name)}")
-        if confusions := [c for c in _entries(task, "confusions") if {"expected", "predicted", "images"} <= c.keys()]:
+        if confusions := task["confusions"]:
             add(body, "p", "Most confused classes")
             rows = [(c["expected"], c["predicted"], f"{c['images']:,}") for c in confusions]
             add_table(body, ("True", "Predicted", "Images"), rows, "confusions")
-        fields = {"image", "expected", "predicted", "similarity", "correct"}
-        examples = [e for e in _entries(task, "examples") if fields <= e.keys()]
+        examples = task["examples"]
         wrong = [e for e in examples if not e["correct"]]
         if not wrong:
             add(body, "p", "No mistakes among the examples.")
@@ -97,9 +95,3 @@ def _cells(name: str, values: Sequence[float | None], comparable: bool) -> list[
         text = _MISSING if value is None else format_metric(name, value)
         cells.append(Best(text) if value is not None and value == best else text)
     return cells
-
-
-def _entries(task: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the objects of a list in a task, without other entries."""
-    entries = task.get(name)
-    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -5,22 +5,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import io
-import json
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-from PIL import Image
-
 from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.evaluation.writers import EXAMPLES_FILE
+from infcl_jax.report.files import (
+    bounded,
+    byte_size,
+    integer,
+    number,
+    read_bytes,
+    read_examples,
+    read_json,
+    read_picture,
+)
 from infcl_jax.settings import flattened
-from infcl_jax.training.metrics import METRICS_FILE
+from infcl_jax.training.metrics import METRICS_FILE, parse_line
 from infcl_jax.training.run_console import LOG_FILE
 from infcl_jax.training.workdir import CONFIG_FILE
 from infcl_jax.training.workdir_lock import LOCK_FILE, STALE
@@ -28,6 +34,7 @@ from infcl_jax.training.workdir_lock import LOCK_FILE, STALE
 EVALUATION_FILE = "evaluation.json"
 GRID_FILE = "retrieval.png"
 
+_LATEST = 2.0**38  # seconds since the Unix epoch, the year 10680
 _MESSAGES = 12  # latest messages of the log that a report shows
 # Warnings, errors and advice of the log, after the date.
 _MESSAGE = re.compile(
@@ -70,7 +77,7 @@ class RunRecord:
       results: metrics of the latest evaluation.
       results_step: step of the latest evaluation; None without one.
       starts: environment of each start of the run, see `infcl_jax.environment`.
-      examples: mistakes by task, see `infcl_jax.evaluation.writers.write_examples`.
+      examples: valid "confusions" and "examples" by task, see `infcl_jax.evaluation.writers.write_examples`.
       grid: PNG file of retrieved images; None without one.
       messages: latest warnings, errors and advice of the log file, with their dates.
       warnings: damaged files and values that are not finite, one sentence each.
@@ -98,12 +105,12 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Last step of the run; None without the configuration."""
-        return _integer(self.config.get("total_steps"))
+        return integer(self.config.get("total_steps"))
 
     @property
     def batch_size(self) -> int | None:
         """Examples of a step; None without the configuration."""
-        return _integer(self.config.get("batch_size"))
+        return integer(self.config.get("batch_size"))
 
     @property
     def finished(self) -> bool:
@@ -120,7 +127,10 @@ class RunRecord:
     def plan(self) -> dict[str, Any]:
         """Memory plan of the latest start, see `infcl_jax.environment`; empty without one."""
         plan = self.starts[-1].get("memory_plan") if self.starts else None
-        return plan if isinstance(plan, dict) and {"components", "peak", "limit"} <= plan.keys() else {}
+        if not (isinstance(plan, dict) and isinstance(plan.get("components"), dict)):
+            return {}
+        components = {name: byte_size(size) for name, size in plan["components"].items()}
+        return {"components": components} | {name: byte_size(plan.get(name)) for name in ("peak", "limit")}
 
     def values(self, name: str) -> list[float]:
         """Return the finite values of a metric, by increasing step."""
@@ -165,24 +175,27 @@ def read_run(workdir: str | Path, name: str) -> RunRecord:
     series, evaluated = _series(lines)
     warnings += _nonfinite(series)
     results, step = _latest_results(lines)
-    evaluation = _read_json(folder / EVALUATION_FILE, dict, warnings)
-    if (_integer(evaluation.get("step")) or -1) >= (step or 0):
-        step = evaluation.pop("step")
+    evaluation = read_json(folder / EVALUATION_FILE, dict, warnings)
+    if evaluation and (evaluated_step := integer(evaluation.pop("step", None))) is None:
+        warnings.append(f"{EVALUATION_FILE} is damaged and left out")
+    elif evaluation and evaluated_step >= (step or 0):
+        step = evaluated_step
         results |= evaluation
-    settings = _read_json(folder / CONFIG_FILE, dict, warnings)
-    if not settings:
+    settings = read_json(folder / CONFIG_FILE, dict, warnings)
+    if not os.path.lexists(folder / CONFIG_FILE):
         warnings.append(f"no {CONFIG_FILE}: a run writes it after its first step")
+    numbers = {name: number(value) for name, value in results.items()}
     return RunRecord(
         name=name,
-        config=flattened(ConfigDict(settings)) if settings else {},
+        config=flattened(settings),
         series=series,
         evaluated=evaluated,
-        results={name: value for name, value in results.items() if isinstance(value, int | float)},
+        results={name: value for name, value in numbers.items() if value is not None},
         results_step=step,
-        starts=[start for start in _read_json(folder / ENVIRONMENT_FILE, list, warnings) if isinstance(start, dict)],
-        examples=_read_json(folder / EXAMPLES_FILE, dict, warnings),
-        grid=_read_picture(folder / GRID_FILE, warnings),
-        messages=_read_messages(folder / LOG_FILE),
+        starts=[start for start in read_json(folder / ENVIRONMENT_FILE, list, warnings) if isinstance(start, dict)],
+        examples=read_examples(folder / EXAMPLES_FILE, warnings),
+        grid=read_picture(folder / GRID_FILE, warnings),
+        messages=_read_messages(folder / LOG_FILE, warnings),
         warnings=tuple(warnings),
         running=_is_locked(folder / LOCK_FILE),
     )
@@ -222,21 +235,22 @@ def format_seconds(seconds: float) -> str:
 
 def _read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     """Read the lines of metrics, without damaged ones."""
-    if not path.is_file():
-        warnings.append(f"no {METRICS_FILE}: the run has not logged a step")
+    content = read_bytes(path, warnings)
+    if content is None:
+        if not warnings:
+            warnings.append(f"no {METRICS_FILE}: the run has not logged a step")
         return []
     lines, damaged = [], []
-    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            line = json.loads(raw)
-            values = {key: float(value) if isinstance(value, str) else value for key, value in line.items()}
-            lines.append(values | {"step": int(line["step"])})
-        except (ValueError, AttributeError, KeyError, TypeError):
-            damaged.append(number)
+    for index, raw in enumerate(content.splitlines(), start=1):
+        line = parse_line(raw)
+        if line is None:
+            damaged.append(index)
+        else:
+            lines.append(line)
     if damaged:
         plural = f"lines {', '.join(map(str, damaged[:5]))}{' ...' if len(damaged) > 5 else ''} are"
         which = plural if len(damaged) > 1 else f"line {damaged[0]} is"
-        last = " (a run that is killed while it writes leaves its last line so)" if damaged == [number] else ""
+        last = " (a run that is killed while it writes leaves its last line so)" if damaged == [index] else ""
         warnings.append(f"{METRICS_FILE}: {which} damaged and left out{last}")
     return lines
 
@@ -250,10 +264,9 @@ def _series(lines: list[dict[str, Any]]) -> tuple[dict[str, list[Point]], frozen
     evaluated = set()
     for line in lines:
         for name in line.keys() - {"step", "time"}:
-            if isinstance(line[name], int | float):
-                points[name][line["step"]] = Point(line["step"], line.get("time", math.nan), float(line[name]))
-                if "loss" not in line:  # a line of training has it
-                    evaluated.add(name)
+            points[name][line["step"]] = Point(line["step"], _time(line), bounded(line[name]))
+            if "loss" not in line:  # a line of training has it
+                evaluated.add(name)
     return {name: [at[step] for step in sorted(at)] for name, at in sorted(points.items())}, frozenset(evaluated)
 
 
@@ -273,49 +286,22 @@ def _latest_results(lines: list[dict[str, Any]]) -> tuple[dict[str, float], int 
     return {name: value for name, value in latest.items() if name not in ("step", "time")}, latest["step"]
 
 
-def _read_json(path: Path, kind: type, warnings: list[str]) -> Any:
-    """Read a JSON file; an empty container if it is missing or damaged."""
-    if not path.is_file():
-        return kind()
-    try:
-        content = json.loads(path.read_text())
-    except ValueError:
-        content = None
-    if not isinstance(content, kind):
-        warnings.append(f"{path.name} is damaged and left out")
-        return kind()
-    return content
-
-
-def _read_picture(path: Path, warnings: list[str]) -> bytes | None:
-    """Read a picture; None if it is missing or damaged."""
-    if not path.is_file():
-        return None
-    content = path.read_bytes()
-    try:
-        with Image.open(io.BytesIO(content)) as picture:
-            picture.verify()
-    except (OSError, SyntaxError):  # Pillow's PNG reader raises a SyntaxError for a wrong checksum
-        warnings.append(f"{path.name} is damaged and left out")
-        return None
-    return content
-
-
-def _read_messages(path: Path) -> tuple[str, ...]:
+def _read_messages(path: Path, warnings: list[str]) -> tuple[str, ...]:
     """Read the latest warnings, errors and advice of a log file."""
-    if not path.is_file():
-        return ()
-    lines = [match[0].decode(errors="replace") for match in _MESSAGE.finditer(path.read_bytes())]
+    content = read_bytes(path, warnings) or b""
+    lines = [match[0].decode(errors="replace") for match in _MESSAGE.finditer(content)]
     return tuple(lines[-_MESSAGES:])
 
 
 def _is_locked(path: Path) -> bool:
     """Return whether a lock names a holder that has touched it recently."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         status = path.stat()
         return status.st_size > 0 and time.time() - status.st_mtime < STALE
     return False
 
 
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+def _time(line: dict[str, int | float]) -> float:
+    """Return the time of a line; NaN for one that is no Unix time."""
+    seconds = line.get("time", math.nan)
+    return float(seconds) if 0 <= seconds < _LATEST else math.nan

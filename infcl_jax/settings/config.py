@@ -145,16 +145,19 @@ def check_config(config: ConfigDict) -> None:
     check_consistency(config)
 
 
-def flattened(config: ConfigDict) -> dict[str, Any]:
+def flattened(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
     """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
 
     A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
+
+    Args:
+      config: settings of a run, or the content of its `config.json`.
 
     Examples:
       >>> flattened(default_config())["optimizer.name"]
       'adamw'
     """
-    return _dotted(json.loads(json.dumps(config.to_dict())))
+    return _dotted(config if isinstance(config, Mapping) else json.loads(json.dumps(config.to_dict())))
 
 
 def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping
 
@@ -32,7 +33,7 @@ class Retention:
       latest: number of latest checkpoints.
       every: also keep steps that are multiples of this number; 0: none.
       best: also keep the step with the best value of this metric; None: none. Losses, whose names end in "loss", are
-        best when low, all other metrics when high.
+        best when low, all other metrics when high. NaN is never best.
     """
 
     latest: int = 2
@@ -47,7 +48,8 @@ class Retention:
         """
         steps = sorted(results)
         kept = set(steps[-self.latest :]) | {step for step in steps if self.every and step % self.every == 0}
-        values = {step: results[step][self.best] for step in steps if self.best in results[step]}
+        values = {step: results[step].get(self.best, math.nan) for step in steps}
+        values = {step: value for step, value in values.items() if not math.isnan(value)}
         if values:
             sign = -1 if self.best.endswith("loss") else 1
             kept.add(max(values, key=lambda step: (sign * values[step], step)))
@@ -114,14 +116,16 @@ class CheckpointFolder:
         """Prepare the folder for the first save. Only one process may call this.
 
         Deletes what interrupted saves left. Renames damaged checkpoints and those of an abandoned future, so that they
-        neither block later saves nor count as the latest.
+        neither block later saves nor count as the latest. Also renames files in the place of a checkpoint.
 
         Args:
           restored: step of the restored checkpoint of this folder; None without one.
         """
         for path in self.path.iterdir():
             if ocp.utils.TMP_DIR_SUFFIX in path.name:
-                path.rmtree()
+                _delete(path)
+            elif (step := step_of(path.name)) is not None and not path.is_dir():
+                self._set_aside(step, "foreign")
         for step in self._local_steps():
             verification = self._verified.get(step)
             if verification is not None and verification.damage:
@@ -133,13 +137,13 @@ class CheckpointFolder:
         """Delete the incomplete checkpoint of a failed save. Only one process may call this."""
         for path in self.path.iterdir():
             if path.name == str(step) or path.name.startswith(f"{step}{ocp.utils.TMP_DIR_SUFFIX}"):
-                path.rmtree()
+                _delete(path)
 
     def delete_old(self, retention: Retention) -> None:
         """Delete the checkpoints that `retention` does not keep. Only one process may call this."""
         results = {step: read_results(self.path / str(step)) for step in self._local_steps()}
         for step in results.keys() - retention.kept(results):
-            (self.path / str(step)).rmtree()
+            _delete(self.path / str(step))
 
     def _set_aside(self, step: int, suffix: str) -> None:
         """Rename a checkpoint to `STEP.suffix`, with a number if that exists."""
@@ -149,7 +153,23 @@ class CheckpointFolder:
     def _local_steps(self) -> list[int]:
         if not self.path.exists():
             return []
-        return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdecimal())
+        steps = ((path, step_of(path.name)) for path in self.path.iterdir())
+        return sorted(step for path, step in steps if step is not None and path.is_dir())
+
+
+def _delete(path: epath.Path) -> None:
+    """Delete a folder, or a file or link in its place; not what a link names."""
+    if path.is_dir() and not os.path.islink(path):
+        path.rmtree()
+    else:
+        path.unlink()
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder; None for other names, such as "007"."""
+    if name.isascii() and name.isdecimal() and str(int(name)) == name and int(name) < 2**63:
+        return int(name)
+    return None
 
 
 def split_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:
@@ -162,6 +182,7 @@ def split_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:
       (folder of checkpoints, step); the step is None for the latest.
     """
     given = epath.Path(path)
-    if given.name.isdecimal():
-        return given.parent, int(given.name)
+    step = step_of(given.name)
+    if step is not None:
+        return given.parent, step
     return (given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given), None

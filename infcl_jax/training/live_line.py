@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from infcl_jax.printable import printable
 from infcl_jax.training.outputs import write_stdout
 
 _CLEAR = "\r\x1b[K"  # to the start of the line, then erase it (ECMA-48)
@@ -17,7 +18,8 @@ class LiveLine:
     """Last line of a terminal, which is replaced in place."""
 
     def fit(self, fields: Sequence[str]) -> str:
-        """Join the fields that fit into the width of the terminal."""
+        """Join the fields that fit into the width of the terminal, with escaped control characters."""
+        fields = list(map(printable, fields))
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap
         line = fields[0][:width]
         for field in fields[1:]:
@@ -50,8 +52,8 @@ class NotebookLine(LiveLine):
         self._display, self._handle = display, None
 
     def fit(self, fields: Sequence[str]) -> str:
-        """Join the fields; the cell wraps them."""
-        return "  ".join(fields)
+        """Join the fields, with escaped control characters; the cell wraps them."""
+        return "  ".join(map(printable, fields))
 
     def replace(self, text: str) -> None:
         """Replace the output."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from infcl_jax.file_io import open_regular, replacing
 from infcl_jax.training.outputs import AppendFile, Outputs
 from infcl_jax.training.writers import Target, Writer, open_writer
 
@@ -141,39 +142,42 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a line before the last is not a metrics object.
+        ValueError: a line before the last is not a metrics object, or the path names no regular file.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"expected a metrics file at {path}, found none; pass the {METRICS_FILE} of a run")
-    return [{k: float(v) if isinstance(v, str) else v for k, v in line.items()} for line, _ in _parse(path)]
+    return [line for line, _ in _parse(path)]
 
 
 def _repair(path: Path, resume_step: int | None) -> None:
     """Drop a truncated last line and all lines after `resume_step`."""
     kept = [raw for line, raw in _parse(path) if resume_step is None or line["step"] <= resume_step]
     content = b"".join(raw + b"\n" for raw in kept)
-    if content == path.read_bytes():
+    if content == _read(path):
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
 
 
-def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+def _read(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def _parse(path: Path) -> list[tuple[dict[str, int | float], bytes]]:
     """Parse a metrics file into (object, raw line) pairs.
 
     An invalid last line is skipped. Any other invalid line raises `ValueError`.
     """
-    lines = path.read_bytes().split(b"\n")
+    lines = _read(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     parsed = []
     for number, raw in enumerate(lines, start=1):
-        line = _metrics_object(raw)
+        line = parse_line(raw)
         if line is not None:
             parsed.append((line, raw))
         elif number < len(lines):
@@ -181,13 +185,19 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     return parsed
 
 
-def _metrics_object(raw: bytes) -> dict[str, Any] | None:
-    """Parse one line; None if it is not a metrics object."""
+def parse_line(raw: bytes) -> dict[str, int | float] | None:
+    """Parse a line of a metrics file; None if it is not a metrics object.
+
+    Args:
+      raw: JSON object of numbers by name, with an int64 step >= 0. "NaN", "Infinity" and "-Infinity" become floats.
+    """
     try:
-        line = json.loads(raw)
-    except ValueError:
+        line = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(raw).items()}
+        for value in line.values():
+            float(value)
+        return line if isinstance(line["step"], int) and 0 <= line["step"] < 2**63 else None
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def _scalar(name: str, value: Any) -> int | float:

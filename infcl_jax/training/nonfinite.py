@@ -224,7 +224,7 @@ def _lines_until(path: Path, step: int) -> list[bytes]:
         try:
             if not raw.endswith(b"\n") or json.loads(raw)["step"] > step:
                 break
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
         lines.append(raw)
     return lines

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from infcl_jax.file_io import open_writable
+from infcl_jax.printable import printable
+
 # Bytes of lines that wait in memory, some 50,000 lines of metrics.
 _WAITING_BYTES = 16 * 2**20
 
@@ -25,7 +28,7 @@ _REASONS = {
     errno.ESTALE: "the folder was removed",
 }
 
-_printers: list[Callable[[str], None]] = []  # the last one prints the lines of `print_line`
+_printers: list[Callable[..., None]] = []  # the last one prints the lines of `print_line`
 
 
 def reason(error: OSError) -> str:
@@ -33,16 +36,21 @@ def reason(error: OSError) -> str:
     return _REASONS.get(error.errno or 0) or error.strerror or " ".join(str(error).split()) or type(error).__name__
 
 
-def print_line(line: str) -> None:
-    """Print a line on the console of the run, or else on stdout.
+def print_line(*lines: str) -> None:
+    """Print a line, or the lines of a table, on the console of the run, or else on stdout.
+
+    Control characters are escaped, so that no name of a file or dataset moves the cursor or forges a line.
 
     An unwritable stdout is no error. A job's stdout is often a file on the disk of the work directory. Python retries
     what it could not flush.
+
+    Args:
+      *lines: lines without their ends.
     """
     if _printers:
-        _printers[-1](line)
+        _printers[-1](*lines)
     else:
-        write_stdout(f"{line}\n")
+        write_stdout("".join(f"{printable(line)}\n" for line in lines))
 
 
 def write_stdout(text: str) -> None:
@@ -58,11 +66,11 @@ def write_stdout(text: str) -> None:
 
 
 @contextlib.contextmanager
-def printed_by(printer: Callable[[str], None]) -> Iterator[None]:
+def printed_by(printer: Callable[..., None]) -> Iterator[None]:
     """Give the lines of `print_line` to a function.
 
     Args:
-      printer: function that prints a line, called from any thread.
+      printer: function that prints lines, called from any thread.
     """
     _printers.append(printer)
     try:
@@ -141,7 +149,7 @@ class AppendFile:
     """File to which records are appended whole.
 
     Records that cannot be written wait in memory, at most 16 MiB of them, and are written before the next one. The
-    oldest are dropped beyond that. A removed folder is created again.
+    oldest are dropped beyond that. A removed folder is created again. A link in place of the file is not followed.
 
     Attributes:
       dropped: number of dropped records.
@@ -166,7 +174,11 @@ class AppendFile:
         self._size = 0  # bytes of whole records in the file
         self._inode: tuple[int, int] | None = None  # device and inode of the file with that size
         if keep is not None and self._path.exists():
-            os.truncate(self._path, keep)
+            descriptor = open_writable(self._path, os.O_WRONLY)
+            try:
+                os.ftruncate(descriptor, keep)
+            finally:
+                os.close(descriptor)
         self._outputs.attempt(self._path, self._flush)
 
     def write(self, record: bytes) -> None:
@@ -210,7 +222,7 @@ class AppendFile:
             self._close()
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_writable(self._path, os.O_WRONLY | os.O_APPEND)
             status = os.fstat(self._descriptor)
             inode = status.st_dev, status.st_ino
             # New, or back after its disk was away. A new file can have the inode of a removed one.
@@ -228,7 +240,7 @@ class AppendFile:
     def _is_current(self, descriptor: int) -> bool:
         """Return whether the path still names the open file."""
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(descriptor))
+            return os.path.samestat(os.lstat(self._path), os.fstat(descriptor))
         except OSError:
             return False
 

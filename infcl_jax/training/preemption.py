@@ -19,6 +19,8 @@ from typing import Any
 import jax
 
 from infcl_jax.exit_codes import RESUME, Interrupted
+from infcl_jax.file_io import open_writable
+from infcl_jax.printable import printable
 from infcl_jax.training.peers import Peers, peers
 
 # SIGTERM of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGUSR1 of SLURM's --signal=USR1@SECONDS.
@@ -285,9 +287,9 @@ class Preemption:
         self._leaving = True
 
         def farewell() -> None:
-            os.write(sys.stderr.fileno(), f"{line}\n".encode())
+            os.write(sys.stderr.fileno(), f"{printable(line)}\n".encode())
             if stacks:
-                with self._stacks.open("w") as file:
+                with open(open_writable(self._stacks, os.O_WRONLY | os.O_TRUNC), "w") as file:
                     faulthandler.dump_traceback(file)
             if self._peers is not None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -1,7 +1,8 @@
 """Restoration of variables from a checkpoint, and comparison of array types."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from etils import epath
 
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder, print_on_lead
 from infcl_jax.training.ema import evaluated_variables
+from infcl_jax.training.orbax_fixes import failure_reason
 
 
 def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:
@@ -34,6 +36,7 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
       ValueError: an array of the checkpoint differs from `template` in shape or dtype, or all checkpoints are damaged.
+        Also if orbax cannot read the checkpoint.
     """
     folder = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, print_on_lead)
     steps = folder.steps()
@@ -41,16 +44,37 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{missing} in {workdir}; its steps are {', '.join(map(str, steps)) or 'none yet'}")
     step = folder.intact_step(step)
+    if step is None:
+        raise FileNotFoundError(f"expected a complete checkpoint in {workdir}, got only one whose save was interrupted")
     path = folder.path / str(step)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-        saved = checkpointer.metadata(path).item_metadata["state"].tree
+        with readable(path):
+            saved = checkpointer.metadata(path).item_metadata["state"].tree
         check_array_types(step, {name: saved[name] for name in template if name in saved}, template)
         items = template | ({"ema": _ema_template(template, saved["ema"])} if "ema" in saved else {})
         args = ocp.checkpoint_utils.construct_restore_args(items)
         restore = ocp.args.PyTreeRestore(items, restore_args=args, partial_restore=True)
-        restored = checkpointer.restore(path, ocp.args.Composite(state=restore))["state"]
+        with readable(path):
+            restored = checkpointer.restore(path, ocp.args.Composite(state=restore))["state"]
         return step, evaluated_variables({name: restored[name] for name in template}, restored.get("ema"))
+
+
+@contextlib.contextmanager
+def readable(path: epath.Path) -> Iterator[None]:
+    """Raise `ValueError` in one line if orbax cannot read a checkpoint without a manifest.
+
+    Args:
+      path: folder of the checkpoint.
+    """
+    try:
+        yield
+    except (OSError, jax.errors.JaxRuntimeError):  # have their own messages
+        raise
+    except Exception as error:  # orbax and TensorStore raise any exception
+        raise ValueError(
+            f"expected a checkpoint in {path}, got one that orbax cannot read: {failure_reason(error)}"
+        ) from error
 
 
 def _ema_template(template: Any, saved: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from infcl_jax.printable import printable
 from infcl_jax.training.live_line import LiveLine, live_line
 from infcl_jax.training.outputs import AppendFile, Outputs, printed_by, write_stdout
 
@@ -73,16 +74,19 @@ class RunConsole:
         if not self._lead:
             return
         with self._lock:
-            early = [_log_line(f"started on {socket.gethostname()}, process {os.getpid()}", self.start), *self._early]
+            early = [
+                _log_record(f"started on {socket.gethostname()}, process {os.getpid()}", when=self.start),
+                *self._early,
+            ]
             self._log = AppendFile(Path(workdir, LOG_FILE), outputs)
             self._log.write(b"".join(early))
             self._early = []
 
-    def print(self, line: str) -> None:
-        """Print a line, or lines such as those of a table."""
+    def print(self, *lines: str) -> None:
+        """Print a line, or lines such as those of a table; control characters are escaped."""
         with self._lock:
-            self._show(line)
-            self._write(line)
+            self._show(*lines)
+            self._write(*lines)
 
     def progress(self, fields: Sequence[str], *, due: bool) -> None:
         """Show the progress.
@@ -185,10 +189,10 @@ class RunConsole:
             self.keep()
             self._write(line)
 
-    def _show(self, line: str) -> None:
-        """Print a line above the live line."""
-        stamp, *rest = line.split("\n")
-        text = "\n".join([f"{_time_of_day()}  {stamp}", *(f"{'':10}{row}" for row in rest)])
+    def _show(self, *lines: str) -> None:
+        """Print lines above the live line."""
+        first, *rest = map(printable, lines)
+        text = "\n".join([f"{_time_of_day()}  {first}", *(f"{'':10}{row}" for row in rest)])
         if self._live is None:
             write_stdout(f"{text}\n")
         else:
@@ -199,12 +203,12 @@ class RunConsole:
         self._text, self._updated = text, self._clock()
         self._live.replace(text)
 
-    def _write(self, line: str) -> None:
-        """Append a line to the log file."""
+    def _write(self, *lines: str) -> None:
+        """Append lines to the log file."""
         if self._log is not None:
-            self._log.write(_log_line(line))
+            self._log.write(_log_record(*lines))
         elif self._lead:
-            self._early.append(_log_line(line))
+            self._early.append(_log_record(*lines))
 
 
 class _Warnings(logging.Handler):
@@ -228,8 +232,8 @@ def _time_of_day() -> str:
     return time.strftime("%H:%M:%S")
 
 
-def _log_line(line: str, when: float | None = None) -> bytes:
-    """Format a line of the log file, with date and offset from UTC."""
+def _log_record(*lines: str, when: float | None = None) -> bytes:
+    """Format lines of the log file, with date and offset from UTC."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(when))
-    first, *rest = line.split("\n")
+    first, *rest = map(printable, lines)
     return "\n".join([f"{stamp}  {first}", *(f"{'':26}{row}" for row in rest), ""]).encode()

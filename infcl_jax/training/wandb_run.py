@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from infcl_jax.file_io import replace_text
 from infcl_jax.training.outputs import Outputs
 
 _ID_FILE = Path("wandb", "run_id")  # in the work directory, so that a resumed run continues the same W&B run
@@ -47,7 +48,7 @@ class WandbRun:
         folder = Path(workdir).absolute()
         id_file = folder / _ID_FILE
         known = id_file.is_file() and settings.get("resume", "latest") == "latest"
-        run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
+        run_id = id_file.read_text(errors="replace").strip() if known else secrets.token_hex(4)
         arguments = {
             "project": os.environ.get("WANDB_PROJECT", _PROJECT),
             "group": folder.name,
@@ -70,7 +71,7 @@ class WandbRun:
 
         def write_id() -> None:
             id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(run_id)
+            replace_text(id_file, run_id)
 
         outputs.attempt(id_file, write_id)
 

@@ -2,10 +2,11 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
+from infcl_jax.file_io import read_json, replace_text
 
 CONFIG_FILE = "config.json"
 
@@ -21,11 +22,9 @@ def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
       ValueError: the directory is not writable; the message gives the reason.
     """
     workdir = Path(workdir)
-    probe = workdir / f".writable-{jax.process_index()}"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=workdir).close()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"cannot write to workdir {workdir} ({reason}); choose another --workdir") from error
@@ -42,10 +41,7 @@ def save_config(workdir: Path, config: dict[str, Any]) -> None:
       >>> load_config("runs/saved")
       {'dataset': 'digits'}
     """
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    temporary = workdir / f"{CONFIG_FILE}.new"
-    temporary.write_text(text)
-    temporary.replace(workdir / CONFIG_FILE)
+    replace_text(workdir / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -57,14 +53,13 @@ def load_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: `workdir` contains no run.
-      ValueError: the file is not JSON.
+      ValueError: the file is damaged.
     """
-    path = Path(workdir) / CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"no run in {workdir} ({CONFIG_FILE} is missing); train one with this --workdir first")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"expected the configuration of a run in {path}, got no JSON ({error}); train again"
+        return read_json(Path(workdir, CONFIG_FILE))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"no run in {workdir} ({CONFIG_FILE} is missing); train one with this --workdir first"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"expected the configuration of a run in {workdir}: {error}; train again") from error

@@ -20,6 +20,8 @@ from typing import Any
 
 from infcl_jax.distributed import is_lead
 from infcl_jax.exit_codes import RESUME, Interrupted
+from infcl_jax.file_io import open_writable
+from infcl_jax.printable import printable
 
 LOCK_FILE = ".lock"
 
@@ -128,7 +130,7 @@ class WorkdirLock:
 
     def _take(self) -> str | None:
         """Take the lock, or return its holder and the age of its heartbeat."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = open_writable(self._path, os.O_RDWR, 0o600)
         try:
             flocked = _flock(file)
             holder, age = _parse(_read(file)), self._age(file)
@@ -156,7 +158,7 @@ class WorkdirLock:
     def _read(self) -> str | None:
         """Return the content of the lock file; None if it cannot be read."""
         try:
-            return self._path.read_text()
+            return self._path.read_text(errors="replace")
         except OSError:
             return None
 
@@ -170,8 +172,8 @@ class WorkdirLock:
             text = self._read()
             if text is not None and text != self._text:
                 taker = _parse(text) or "another process"
-                line = f"workdir {self._workdir} was taken over by {taker}; ended this run\n"
-                os.write(sys.stderr.fileno(), line.encode())
+                line = f"workdir {self._workdir} was taken over by {taker}; ended this run"
+                os.write(sys.stderr.fileno(), f"{printable(line)}\n".encode())
                 os._exit(RESUME)
             with contextlib.suppress(OSError):  # a file system that fails now may work at the next beat
                 os.utime(self._file)
@@ -202,12 +204,14 @@ def _alive(holder: Holder, age: float, flocked: bool | None) -> bool:
 
 
 def _parse(text: str) -> Holder | None:
-    """Read the holder from a lock file; None if it is empty or truncated."""
+    """Read the holder from a lock file; None if it is empty or damaged."""
     try:
         values: Any = json.loads(text)
-        return Holder(**values)
-    except (ValueError, TypeError):
+        holder = Holder(**values)
+        str(holder)  # the time may be no time
+    except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         return None
+    return holder if isinstance(holder.pid, int) else None
 
 
 def _read(file: int) -> str:
@@ -229,6 +233,6 @@ def _start_time(pid: int) -> int:
     """
     try:
         # Field 22 of proc_pid_stat(5); the name of the program before it may contain spaces.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except OSError:
         return -1

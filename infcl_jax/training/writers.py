@@ -138,7 +138,7 @@ def _rows_until(path: str | os.PathLike[str], step: int | None) -> int:
     count = 0
     for number, row in enumerate(Path(path).read_bytes().splitlines(keepends=True)):
         first = row.split(b",", 1)[0]
-        valid = row.endswith(b"\n") and (number == 0 or first.isdigit())
+        valid = row.endswith(b"\n") and (number == 0 or (first.isdigit() and len(first) < 20))
         if not valid or (number and step is not None and int(first) > step):
             break
         count += len(row)

@@ -259,9 +259,12 @@ class Recorder:
     def check_finite(self, step, state):
         self.checked = step
 
-    def save(self, step, state, data, results=None):
+    def save(self, step, state, data):
         assert step == state == self.checked
         self.events.append(f"save {step}")
+
+    def record(self, step, results):
+        self.events.append(f"results {step}")
 
     def wait(self):
         self.events.append("wait")
@@ -344,8 +347,8 @@ def test_settings_are_saved_after_the_first_good_step(recorder, start, nan_at, s
 
 
 def test_nothing_is_saved_or_evaluated_before_it_is_known_to_be_finite(recorder):
-    events = ["save settings", "record 2", "save 2", "evaluate", "record evaluation 3"]
-    final = ["record 4", "save 4", "record 6", "evaluate", "record evaluation 6", "save 6"]
+    events = ["save settings", "record 2", "save 2", "evaluate", "results 3", "record evaluation 3"]
+    final = ["record 4", "save 4", "record 6", "save 6", "evaluate", "results 6", "record evaluation 6"]
     assert recorder.run(0) == [*events, *final]
     recorder.events, recorder.nan_at = [], 4
     with pytest.raises(FloatingPointError, match="step 4: the loss"):
@@ -405,4 +408,4 @@ def test_a_resumed_run_makes_up_for_the_evaluation(recorder, tmp_path, recorded)
     lines = ['{"step": 3, "loss": 1.0}\n', '{"step": 3, "zero_shot/top1": 0.5}\n']
     (tmp_path / METRICS_FILE).write_text("".join(lines[: 1 + recorded]))
     recorder.run(3, workdir=tmp_path)
-    assert recorder.events[:2] == (["save settings", "record 4"] if recorded else ["evaluate", "record evaluation 3"])
+    assert recorder.events[:2] == (["save settings", "record 4"] if recorded else ["evaluate", "results 3"])

@@ -1,9 +1,10 @@
-"""Run a command that kills itself with SIGKILL before its Nth rename of a temporary file, `*.tmp`.
+"""Run a command that kills itself with SIGKILL before its Nth rename of a temporary file of `replacing`.
 
 python -m tests.faults.killed N MODULE [FLAG ...]
 """
 
 import os
+import re
 import runpy
 import signal
 import sys
@@ -14,7 +15,7 @@ rename, renames = os.replace, 0
 
 def replace(source, target):
     global renames
-    renames += str(source).endswith(".tmp")
+    renames += re.fullmatch(r"\..*\.[0-9a-f]{32}(\.\w+)?", os.path.basename(source)) is not None
     if renames == int(number):
         os.kill(os.getpid(), signal.SIGKILL)
     rename(source, target)

@@ -39,7 +39,7 @@ def run(workdir, live=None, lead=True):
             pass
         for step in (1, 2, 3):
             console.progress([f"step {step}", "loss 4.0", "x" * 200], due=step != 2)
-        print_line("a table:\n  1  2")
+        print_line("a table:", "  1  2")
         with console.busy("evaluation"):
             logging.getLogger("infcl_jax.part").warning("17 of %d", 50)
         console.progress(["step 4"], due=True)

@@ -1,0 +1,118 @@
+"""Single files of work directories, with a warning for each damaged one."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings as python_warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from infcl_jax.file_io import open_regular, parse_json
+
+_LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # magnitudes of normal numbers in fp32
+
+
+def read_bytes(path: Path, warnings: list[str]) -> bytes | None:
+    """Read a file; None if it is missing or unreadable."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path.name} is unreadable and left out ({getattr(error, 'strerror', None) or error})")
+        return None
+
+
+def read_json(path: Path, kind: type, warnings: list[str]) -> Any:
+    """Read a JSON file; an empty container if it is missing or damaged."""
+    content = read_bytes(path, warnings)
+    if content is not None:
+        try:
+            return parse_json(content, path, kind)
+        except ValueError:
+            warnings.append(f"{path.name} is damaged and left out")
+    return kind()
+
+
+def read_examples(path: Path, warnings: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Read confused classes and examples of each task, without damaged ones."""
+    tasks, damaged = {}, 0
+    for name, task in read_json(path, dict, warnings).items():
+        task = task if isinstance(task, dict) else {"examples": [task]}
+        entries = {kind: task.get(kind, []) for kind in _VALID}
+        entries = {kind: values if isinstance(values, list) else [values] for kind, values in entries.items()}
+        tasks[name] = {kind: list(filter(_VALID[kind], values)) for kind, values in entries.items()}
+        damaged += sum(len(values) - len(tasks[name][kind]) for kind, values in entries.items())
+    if damaged:
+        warnings.append(f"{path.name}: {damaged} damaged entries are left out")
+    return tasks
+
+
+def _is_confusion(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("expected"), str)
+        and isinstance(entry.get("predicted"), str)
+        and integer(entry.get("images")) is not None
+    )
+
+
+def _is_example(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    texts, similarity = [entry.get("expected"), entry.get("predicted")], entry.get("similarity")
+    return (
+        isinstance(entry.get("image"), str)
+        and all(isinstance(values, list) and all(isinstance(text, str) for text in values) for values in texts)
+        and isinstance(similarity, list)
+        and len(similarity) == len(texts[1])
+        and all(number(value) is not None for value in similarity)
+        and isinstance(entry.get("correct"), bool)
+    )
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {"confusions": _is_confusion, "examples": _is_example}
+
+
+def read_picture(path: Path, warnings: list[str]) -> bytes | None:
+    """Read a PNG file; None if it is missing, damaged or larger than a browser shows."""
+    content = read_bytes(path, warnings)
+    if content is None:
+        return None
+    try:
+        with python_warnings.catch_warnings():
+            python_warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
+                picture.verify()
+    except Exception:  # Pillow raises many kinds, also SyntaxError and struct.error
+        warnings.append(f"{path.name} is damaged and left out")
+        return None
+    return content
+
+
+def integer(value: object) -> int | None:
+    """Return a count; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
+
+
+def number(value: object) -> float | None:
+    """Return a JSON number as a float; None for anything else."""
+    return bounded(value) if isinstance(value, int | float) else None
+
+
+def bounded(value: float) -> float:
+    """Round to the range of fp32, so that sums and ratios of values neither overflow nor underflow."""
+    if abs(value) > _LARGEST:
+        return math.copysign(math.inf, value)
+    return 0.0 if abs(value) < _SMALLEST else float(value)
+
+
+def byte_size(value: object) -> float | None:
+    """Return a size of memory; None for anything else."""
+    size = number(value)
+    return size if size is not None and 0 <= size < math.inf else None

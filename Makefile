@@ -17,9 +17,10 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 RELEASE_CHECKS := docs test-notebooks
 
 # Modules of tests/faults, which count to the figures of docs/reliability.md by default.
-FAULTS := $(addprefix faults-,bit_flips kills signals lost_process inputs settings disks soak)
+HOSTILE := $(addprefix faults-,weights inputs workdirs starts workers evaluations)
+FAULTS := $(addprefix faults-,bit_flips kills signals lost_process settings disks soak) $(HOSTILE)
 
-.PHONY: quickstart digits check test test-runs test-slow test-full oldest test-oldest test-newest test-gpu faults $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-runs test-slow test-full oldest test-oldest test-newest test-gpu faults faults-hostile $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -73,6 +74,8 @@ test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu
 
 faults: $(FAULTS)  ## Every count of docs/reliability.md in full, for hours; with `make -k`, also after a failure
+
+faults-hostile: $(HOSTILE)  ## Hostile weights, datasets and work directories; starts, workers and evaluations that fail: about TODO minutes
 
 $(FAULTS): faults-%: $(STAMP)
 	$(BIN)/python -m tests.faults.$*

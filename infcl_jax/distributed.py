@@ -72,15 +72,14 @@ def initialize(
     names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
     given = {name: environ[name] for name in names if environ.get(name)}
     cluster: dict[str, Any] = {}
-    address = None
     if given:
         text, count, rank = _explicit_cluster(names, given)
         cluster = {"coordinator_address": text, "num_processes": count, "process_id": rank}
-        address = rendezvous.parse_address(text)
     else:
         count, rank = _cluster_tasks(environ)
     if count == 1:
         return
+    address = rendezvous.parse_address(text) if given else None
     timeouts = {"start_timeout": start_timeout, "lost_process_timeout": lost_process_timeout}
     watch = None if log_dir is None else process_watch.start(Path(log_dir), rank, count, **timeouts)
     with process_watch.failures():

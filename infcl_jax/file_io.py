@@ -1,4 +1,4 @@
-"""Local files from strangers: reads of regular files only, validated JSON, and writes that follow no planted link."""
+"""Safe access to local files that strangers may have written."""
 
 import contextlib
 import errno
@@ -20,7 +20,8 @@ _KINDS = {
 _LINK = "it is a symbolic link, through which nothing is written"
 _JSON_NAMES: dict[Any, str] = {dict: "object", list: "array"}
 CONFIG_BYTES = 16 * 2**20  # limit of a model's configuration; Python objects take up to 30 times their JSON
-_JSON_BYTES = 256 * 2**20  # no configuration, index or vocabulary is larger
+JSON_BYTES = 256 * 2**20  # no configuration, index or vocabulary is larger
+LINES_BYTES = 2**30  # limit of a file of lines, some 3 million lines of metrics
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -40,6 +41,28 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     if kind != stat.S_IFREG:
         raise ValueError(f"expected a regular file, got {_KINDS.get(kind, 'something else')} at {os.fspath(path)}")
     return open(path, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], limit: int, content: str = "data", *, tail: bool = False) -> bytes:
+    """Read a regular file whose size is checked first.
+
+    Args:
+      path: local path; links are followed.
+      limit: largest number of bytes.
+      content: kind of content, for messages.
+      tail: whether to read the last bytes of a larger file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      OSError: the file cannot be read.
+      ValueError: the path names something else than a regular file, or a file above the limit.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit and not tail:
+            raise ValueError(f"expected at most {limit >> 20} MiB of {content} in {os.fspath(path)}, got more")
+        file.seek(max(0, size - limit))
+        return file.read(min(size, limit))
 
 
 def open_writable(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
@@ -71,7 +94,7 @@ def open_writable(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
     raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
 
 
-def read_json(path: str | os.PathLike[str], kind: type = dict, limit: int = _JSON_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str], kind: type = dict, limit: int = JSON_BYTES) -> Any:
     """Read a JSON file.
 
     Args:
@@ -84,11 +107,7 @@ def read_json(path: str | os.PathLike[str], kind: type = dict, limit: int = _JSO
       OSError: the file cannot be read.
       ValueError: the content is damaged, nested too deeply, above the limit, or of another type.
     """
-    with open_regular(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"expected at most {limit >> 20} MiB of JSON in {os.fspath(path)}, got more")
-    return parse_json(data, path, kind)
+    return parse_json(read_regular(path, limit, "JSON"), path, kind)
 
 
 def parse_json(text: bytes | str, name: str | os.PathLike[str], kind: type = dict) -> Any:
@@ -103,8 +122,8 @@ def parse_json(text: bytes | str, name: str | os.PathLike[str], kind: type = dic
       ValueError: the text is damaged, nested too deeply, above 256 MiB, or of another type.
     """
     name = os.fspath(name)
-    if len(text) > _JSON_BYTES:
-        raise ValueError(f"expected at most {_JSON_BYTES >> 20} MiB of JSON in {name}, got more")
+    if len(text) > JSON_BYTES:
+        raise ValueError(f"expected at most {JSON_BYTES >> 20} MiB of JSON in {name}, got more")
     try:
         content = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except RecursionError as error:

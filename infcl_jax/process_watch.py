@@ -75,6 +75,7 @@ class ProcessWatch:
         self._started = time.time()
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._terminal = _redirect_stderr(self.log)
+        self._lead = self._notes(0) if rank == 0 else None  # of the former process 0 in this folder
         self._note(f"process {rank} of {count} on {socket.gethostname()} {_STARTED} {self._started:.0f}")
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_crash)  # ctypes keeps no reference
         self._libc = ctypes.CDLL(None)
@@ -130,8 +131,8 @@ class ProcessWatch:
             self._leave(f"{self._named([int(rank)])} failed: {message}", int(status))
 
     def lead_may_run(self) -> bool:
-        """Return whether a process 0 that has started in this folder may still run, according to its log."""
-        notes = self._notes(0)
+        """Return whether the log of process 0 lacks its end."""
+        notes = self._notes(0) if self._lead is None else self._lead
         return bool(notes) and _STARTED in notes[-1]
 
     def leave_incomplete(self) -> NoReturn:
@@ -139,7 +140,7 @@ class ProcessWatch:
         self._leave_for(self._incomplete())
 
     def _on_crash(self, signum: int) -> None:
-        """Report a crash. SIGABRT can come from the coordination service, whose reason ends this process."""
+        """Report a crash, or the reason of the coordination service for SIGABRT."""
         if self._failing:  # the others have left
             os._exit(self._status)
         if signum != signal.SIGABRT:  # a fault in this handler ends the process
@@ -298,7 +299,7 @@ def _redirect_stderr(log: Path) -> int:
 
 
 def _last_line(log: str) -> str:
-    """Return the last line of native code that is not of a stack, its first 1,000 characters."""
+    """Return the last native line outside of stacks, at most 1,000 characters."""
     lines = [line.strip() for line in log.splitlines()]
     native = (line[:1000] for line in reversed(lines) if line and not re.match(r"@|\*\*\*|process \d+ ", line))
     return next(native, "no native message")

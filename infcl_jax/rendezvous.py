@@ -1,4 +1,4 @@
-"""Rendezvous of the processes of a run on the coordinator's port, before JAX opens it.
+"""Rendezvous of a run's processes, before JAX opens the coordinator's port.
 
 The coordination service of JAX does not know runs: a process of another run that connects ends both. Therefore
 process 0 first listens on the port alone, which fails if a program uses it. All processes, process 0 included, connect
@@ -94,22 +94,23 @@ def meet(
       TimeoutError: some processes are missing, and there is no watch.
     """
     hello = {"rank": rank, "count": count, "folder": _identity(watch)}
-    if rank == 0:
-        threading.Thread(target=_Server(_listen(address, count), hello).run, daemon=True).start()
+    deadline = time.monotonic() + start_timeout
 
     def patience() -> float:
-        """Return the seconds that the port may be busy: a former process 0 of this run may still have to end."""
-        former = rank > 0 and (watch is None or watch.lead_may_run())
+        """Return the seconds that a former process 0 may hold the port."""
+        former = rank > 0 if watch is None else watch.lead_may_run()
         return lost_process_timeout + DETECTION if former else _BUSY
 
-    deadline = time.monotonic() + start_timeout
+    if rank == 0:
+        listener = _listen(address, count, time.monotonic() + min(patience(), start_timeout))
+        threading.Thread(target=_Server(listener, hello).run, daemon=True).start()
     unresolved, busy_since = "", None
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address.host, address.port), min(left, _ANSWER)) as connection:
                 if connection.getsockname() == connection.getpeername():  # TCP connects an ephemeral port to itself
                     raise ConnectionRefusedError
-                greeted, reply = _introduce(connection, hello, deadline)
+                busy, reply = _introduce(connection, hello, deadline)
         except (socket.gaierror, UnicodeError) as error:  # a cluster may publish the name with process 0
             unresolved = getattr(error, "strerror", None) or str(error)
         except OSError:  # process 0 does not listen yet
@@ -121,7 +122,7 @@ def meet(
             if reply:
                 refusal = printable(reply.decode(errors="replace").strip())
                 raise address.in_use() if refusal == _OTHER_RUN else ValueError(f"{address.text}: {refusal}")
-            busy_since = None if greeted else busy_since or time.monotonic()
+            busy_since = (busy_since or time.monotonic()) if busy else None
             if busy_since is not None and time.monotonic() - busy_since >= patience():
                 raise address.in_use()
         time.sleep(_RETRY)
@@ -135,39 +136,47 @@ def meet(
 
 
 def _introduce(connection: socket.socket, hello: dict[str, Any], deadline: float) -> tuple[bool, bytes]:
-    """Return whether process 0 of a run answers, and its reply; an empty one if it ends."""
+    """Return whether something else than a process 0 answers, and the reply.
+
+    A connection that closes at once may be that of a forwarded port behind which nothing listens yet.
+    """
     with contextlib.suppress(OSError), connection.makefile("rb") as file:
-        if file.read(len(_GREETING)) != _GREETING:
-            return False, b""
-        with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            connection.settimeout(max(deadline - time.monotonic(), _RETRY))
-            return True, file.readline(_LINE)
-        return True, b""
+        try:
+            greeting = file.read(len(_GREETING))
+        except TimeoutError:  # silent, or a service that waits for its own greeting
+            return True, b""
+        if greeting != _GREETING:
+            return bool(greeting), b""
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        connection.settimeout(max(deadline - time.monotonic(), _RETRY))
+        return False, file.readline(_LINE)
     return False, b""
 
 
 def _identity(watch: ProcessWatch | None) -> dict[str, Any]:
-    """Identify the folder of the logs: by its path, or by its inode where hosts mount it at different paths."""
+    """Return path and inode of the log folder; mounts may differ in the path."""
     return {} if watch is None else {"path": os.path.realpath(watch.folder), "inode": watch.folder.stat().st_ino}
 
 
-def _listen(address: Address, count: int) -> socket.socket:
-    """Listen alone on the coordinator's port, on the interfaces on which JAX will."""
+def _listen(address: Address, count: int, deadline: float) -> socket.socket:
+    """Listen alone on the coordinator's port, on the interfaces on which JAX will, once it is free."""
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host = parse_address(bind).host if bind else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     port = parse_address(bind).port if bind else address.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        # SO_REUSEADDR, so that connections of a former start do not count, without SO_REUSEPORT, which gRPC sets.
-        return socket.create_server((host, port), family=family, backlog=count, dualstack_ipv6=host == "::")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise address.in_use() from error
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ValueError(
-            f"process 0 cannot listen on port {port} of {host}: {reason}; choose another {address.variable}"
-        ) from error
+    while True:
+        try:
+            # SO_REUSEADDR, so that connections of a former start do not count, without SO_REUSEPORT, which gRPC sets.
+            return socket.create_server((host, port), family=family, backlog=count, dualstack_ipv6=host == "::")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                raise ValueError(
+                    f"process 0 cannot listen on port {port} of {host}: {reason}; choose another {address.variable}"
+                ) from error
+            if time.monotonic() >= deadline:
+                raise address.in_use() from error
+        time.sleep(_RETRY)
 
 
 class _Server:

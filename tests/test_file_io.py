@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from infcl_jax.file_io import open_regular, open_writable, parse_json, read_json, replacing
+from infcl_jax.file_io import open_regular, open_writable, parse_json, read_json, read_regular, replacing
 
 
 def special(folder, kind):
@@ -33,6 +33,16 @@ def test_a_link_to_a_regular_file_is_opened(tmp_path):
     (tmp_path / "link").symlink_to("file")
     with open_regular(tmp_path / "link") as file:
         assert file.read() == b"content"
+
+
+@pytest.mark.parametrize(("size", "tail"), [(2**20, False), (2**20 + 1, True), (2**40, True)])
+def test_at_most_the_limit_is_read(size, tail, tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(size)
+    assert read_regular(tmp_path / "file", 2**20, tail=tail) == bytes(2**20)
+    if tail:
+        with pytest.raises(ValueError, match=r"^expected at most 1 MiB of data in .*file, got more$"):
+            read_regular(tmp_path / "file", 2**20)
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,11 @@ class WorkersCannotStart(ValueError):
 
 
 class WorkerLost(ChildProcessError):
-    """End of a worker process by a signal, an exit status or a lack of memory.
+    """Unexpected end of a data worker.
 
     Attributes:
       killed: whether another start may succeed, as after a signal.
-      chunks_ahead: chunks after the one that is missing, of which the workers may have read one when they were lost.
+      chunks_ahead: largest number of chunks that the workers read ahead of the missing one.
     """
 
     def __init__(self, message: str, *, killed: bool, chunks_ahead: int = 0) -> None:
@@ -57,7 +57,7 @@ class WorkerLost(ChildProcessError):
 
 
 def check_guard() -> None:
-    """Check that the main script is not run again by a process that `multiprocessing` starts.
+    """Check that no process of `multiprocessing` runs the main script again.
 
     A data worker ends at once. The process that started it raises `WorkersCannotStart`.
 
@@ -193,7 +193,7 @@ def _shared_memory() -> str:
 
 
 def _start_worker(prefix: str, worker: int, workers: int) -> None:
-    """Ignore stop signals in a worker process, end with the training process, and limit warnings.
+    """Set up a worker process.
 
     Schedulers and terminals signal all processes, but the training process may need another batch before it saves. Only
     the first worker warns of truncated captions. The process and its shared memory get names by which
@@ -204,7 +204,8 @@ def _start_worker(prefix: str, worker: int, workers: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if worker:
         logging.getLogger("infcl_jax.data.tokenizers").setLevel(logging.ERROR)
-    Path("/proc/self/comm").write_text(f"data worker {worker + 1}")  # also for `top` and the out-of-memory killer's log
+    with contextlib.suppress(OSError):  # of a read-only /proc
+        Path("/proc/self/comm").write_text(f"data worker {worker + 1}")  # also for `top` and the log of the kernel
     setattr(shared_memory, "_SHM_NAME_PREFIX", f"/{prefix}")  # noqa: B010  (CONTRIBUTING.md lists private names)
 
 
@@ -217,7 +218,7 @@ def _end_with_parent() -> None:
 
 
 def _unlink(prefix: str) -> None:
-    """Free the shared memory of lost workers, which Python would report as leaked at exit.
+    """Free the shared memory of lost workers, a leak to Python.
 
     Arrays that this process still has are freed with them.
     """
@@ -235,7 +236,7 @@ def _unlink(prefix: str) -> None:
 
 
 def _free_shared_memory() -> None:
-    """Free the shared memory of the workers' last arrays, which Python would report as leaked at exit.
+    """Free the shared memory of the workers' last arrays.
 
     Grain's iterators are in reference cycles with these arrays, and its thread that frees them ends before the process.
     """

@@ -150,7 +150,7 @@ def merge_shards(path: str | os.PathLike[str], shards: Sequence[Path]) -> tuple[
 
 @contextlib.contextmanager
 def _merging(path: Path, shards: Sequence[Path]) -> Iterator[Path]:
-    """Write a file next to the shards, with which the rest of a killed command is deleted, and move it."""
+    """Write a file in the folder of the shards, then rename it."""
     merged = shards[0].with_name(f"merged{path.suffix}")
     with replacing(merged) as temporary:
         yield temporary

@@ -13,7 +13,7 @@ _PROBED = 16  # records of a split, read and not decoded
 
 
 def check_records(source: Source) -> None:
-    """Check that the records of a split can be read, by a few of them.
+    """Check that a few records of a split can be read.
 
     Raises:
       ValueError: the split is empty.

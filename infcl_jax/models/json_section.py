@@ -47,7 +47,7 @@ class Section:
         return Section(self._prefix.removesuffix("."), {**values, **given})
 
     def with_value(self, field: str, value: Any) -> Section:
-        """Return the section with another value of a field, such as an element of a list."""
+        """Return the section with another value of a field."""
         return Section(self._prefix.removesuffix("."), {**self._values, field: value})
 
     def refuse(self, field: str, expected: str, value: Any) -> None:
@@ -79,6 +79,15 @@ class Section:
             self.refuse(field, f"at most {largest}", value)
         return value
 
+    def side(self, field: str, default: int | None = None) -> int:
+        """Return the side of a square image, given as number or pair."""
+        value = self.get(field)
+        sides = value if isinstance(value, list | tuple) else [default if value is None else value]
+        if not 1 <= len(sides) <= 2 or any(side != sides[0] for side in sides):
+            self.refuse(field, "a number or a pair of equal numbers", value)
+        side = int(sides[0]) if isinstance(sides[0], float) and sides[0].is_integer() else sides[0]
+        return self.with_value(field, side).count(field, largest=LARGEST_SIDE)
+
     def index(self, field: str, default: int, size: int) -> int:
         """Return the value of a field that must be an index below `size`."""
         value = self.get(field, default)
@@ -87,7 +96,7 @@ class Section:
         return value
 
     def number(self, field: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
-        """Return the value of a field that must be a finite number in [low, high]."""
+        """Return a field that must be a finite number in [low, high]."""
         value = self.get(field, default)
         if not _is_finite(value) or not low <= value <= high:
             bounded = f" in [{low:g}, {high:g}]" if math.isfinite(low) else ""
@@ -95,7 +104,7 @@ class Section:
         return value
 
     def numbers(self, field: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the value of a field that must be finite numbers, as many as the default has; null is the default."""
+        """Return a field that must be as many finite numbers as the default."""
         value = self.get(field)
         if value is None:
             return default
@@ -104,14 +113,14 @@ class Section:
         return tuple(value)
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return the value of a field that must be true or false; null is the default."""
+        """Return a field that must be true or false, 1 or 0, or null."""
         value = self.get(field)
-        if value is not None and not isinstance(value, bool):
+        if value not in (None, False, True):
             self.refuse(field, "true or false", value)
-        return default if value is None else value
+        return default if value is None else bool(value)
 
     def text(self, field: str) -> str:
-        """Return the value of a field that must be a string; "" for null and an absent one."""
+        """Return a field that must be a string; "" without one."""
         value = self.get(field) or ""
         if not isinstance(value, str):
             self.refuse(field, "a string", value)
@@ -124,7 +133,7 @@ class Section:
 
 
 def check_grid(image_size: int, patch_size: int, width: int) -> None:
-    """Raise `ValueError` if the position embeddings of the patches of an image are too large to compute."""
+    """Raise `ValueError` if the position embeddings are too large to compute."""
     if (image_size // patch_size) ** 2 * width > _LARGEST_TABLE:
         raise ValueError(
             f"expected position embeddings of at most {_LARGEST_TABLE} elements, got patches of {patch_size} pixels in "

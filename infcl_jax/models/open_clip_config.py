@@ -15,7 +15,7 @@ from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.bert_names import bert_config
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.config import BertConfig, CLIPConfig, Interpolation, ResizeMode, TextConfig, VisionConfig
-from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, LARGEST_SIZE, Section, check_grid
+from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIZE, Section, check_grid
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.timm_names import timm_vision_config
 from infcl_jax.ops.bias_activation.api import Activation
@@ -181,7 +181,7 @@ def _clip_config(config: Any, preprocess: Any) -> CLIPConfig:
 
 def _vision_config(vision: Section, quick_gelu: bool) -> VisionConfig | ResNetConfig:
     vision.only(_PLAIN_VISION)
-    image_size = _side(vision, "image_size", 224)
+    image_size = vision.side("image_size", 224)
     if vision.text("timm_model_name"):
         return _timm_config(vision, image_size)
     layers, width, head_width = vision.get("layers"), vision.count("width", 768), vision.count("head_width", 64)
@@ -189,7 +189,7 @@ def _vision_config(vision: Section, quick_gelu: bool) -> VisionConfig | ResNetCo
         stages = tuple(vision.with_value("layers", n).count("layers", largest=LARGEST_DEPTH) for n in layers)
         check_grid(image_size, 32, width * 32)
         return ResNetConfig(width=width, layers=stages, heads=width * 32 // head_width, image_size=image_size)  # type: ignore[arg-type]
-    patch_size = _side(vision, "patch_size", 16)
+    patch_size = vision.side("patch_size", 16)
     check_grid(image_size, patch_size, width)
     return VisionConfig(
         width=width,
@@ -268,12 +268,3 @@ def _block_fields(tower: Section, quick_gelu: bool) -> dict[str, Any]:
         "norm_epsilon": tower.section("norm_kwargs", {"eps"}).number("eps", LAYER_NORM_EPSILON, 0, 1),
         "layer_scale": None if tower.get("ls_init_value") is None else tower.number("ls_init_value", 0.0),
     }
-
-
-def _side(section: Section, field: str, default: int) -> int:
-    """Return the side of a square, given as number or pair."""
-    value = section.get(field)
-    sides = value if isinstance(value, list | tuple) else [default if value is None else value]
-    if not 1 <= len(sides) <= 2 or any(side != sides[0] for side in sides):
-        section.refuse(field, "a number or a pair of equal numbers", value)
-    return section.with_value(field, sides[0]).count(field, largest=LARGEST_SIDE)

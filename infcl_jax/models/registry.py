@@ -13,13 +13,16 @@ from typing import Any, overload
 
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import CLIP
-from infcl_jax.models.config import BertConfig, CLIPConfig, transformer_config
+from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig, transformer_config
+from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, LARGEST_SIZE, Section, check_grid
 from infcl_jax.models.names import CONFIGS
 from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.text_pair import TextPair, TextPairConfig
 from infcl_jax.models.vit import VisionTransformer
+
+_LARGEST = {"layers": LARGEST_DEPTH, "image_size": LARGEST_SIDE, "patch_size": LARGEST_SIDE}  # others: LARGEST_SIZE
 
 
 def model_names() -> tuple[str, ...]:
@@ -67,12 +70,22 @@ def change_config[Config: (CLIPConfig, TextPairConfig)](config: Config, **overri
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"expected model overrides among {', '.join(known)}, got {unknown[0]!r}{hint}")
+    for key, value in overrides.items():
+        largest = _LARGEST.get(key.rpartition(".")[2], LARGEST_SIZE)
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, int | float) and abs(number) > largest for number in values):
+            Section("", overrides).refuse(key, f"at most {largest}", value)
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if "." not in key}
     for tower in ("vision", "text") if isinstance(config, CLIPConfig) else ("text",):
         prefix = f"{tower}."
         fields = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
         changes[tower] = dataclasses.replace(getattr(config, tower), **fields)
-    return dataclasses.replace(config, **changes)
+    config = dataclasses.replace(config, **changes)
+    if isinstance(config, CLIPConfig):
+        vision = config.vision
+        patch_size, ratio = (vision.patch_size, 1) if isinstance(vision, VisionConfig) else (32, 32)
+        check_grid(vision.image_size, patch_size, vision.width * ratio)
+    return config
 
 
 def _base_config(name: str) -> CLIPConfig:

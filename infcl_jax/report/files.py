@@ -11,16 +11,15 @@ from typing import Any
 
 from PIL import Image
 
-from infcl_jax.file_io import open_regular, parse_json
+from infcl_jax.file_io import JSON_BYTES, parse_json, read_regular
 
 _LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # magnitudes of normal numbers in fp32
 
 
-def read_bytes(path: Path, warnings: list[str]) -> bytes | None:
-    """Read a file; None if it is missing or unreadable."""
+def read_bytes(path: Path, warnings: list[str], limit: int = JSON_BYTES, *, tail: bool = False) -> bytes | None:
+    """Read a file, see `read_regular`; None if it is missing or unreadable."""
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return read_regular(path, limit, tail=tail)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -80,7 +79,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {"confusions": _is_confusion, "exampl
 
 
 def read_picture(path: Path, warnings: list[str]) -> bytes | None:
-    """Read a PNG file; None if it is missing, damaged or larger than a browser shows."""
+    """Read a PNG file; None if it is missing, damaged or too large."""
     content = read_bytes(path, warnings)
     if content is None:
         return None
@@ -106,7 +105,7 @@ def number(value: object) -> float | None:
 
 
 def bounded(value: float) -> float:
-    """Round to the range of fp32, so that sums and ratios of values neither overflow nor underflow."""
+    """Clip to the range of fp32, so that sums and ratios stay finite."""
     if abs(value) > _LARGEST:
         return math.copysign(math.inf, value)
     return 0.0 if abs(value) < _SMALLEST else float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.evaluation.writers import EXAMPLES_FILE
+from infcl_jax.file_io import LINES_BYTES
 from infcl_jax.report.files import (
     bounded,
     byte_size,
@@ -36,13 +38,11 @@ GRID_FILE = "retrieval.png"
 
 _LATEST = 2.0**38  # seconds since the Unix epoch, the year 10680
 _MESSAGES = 12  # latest messages of the log that a report shows
-# Warnings, errors and advice of the log, after the date.
-_MESSAGE = re.compile(
-    rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S*  ("
-    rb"(warning|error|\w+Error|\w*Interrupt\w*|OutOfMemory): "
-    rb"|(process \d+: )?waiting for data: "
-    rb"|.*(NOT saved|is damaged)).*$",
-    re.MULTILINE,
+_MESSAGE_BYTES = 2000  # longest message; later bytes are left out
+_LOG_BYTES = 16 * 2**20  # end of the log that is read, some 100,000 lines
+# Date and first word of a line, without the word for messages of checkpoints. Takes linear time.
+_DATED = re.compile(
+    rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S*  (?:process \d+: )?(?:.*(?:NOT saved|is damaged)|(\w+|waiting for data): )"
 )
 
 
@@ -235,7 +235,7 @@ def format_seconds(seconds: float) -> str:
 
 def _read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     """Read the lines of metrics, without damaged ones."""
-    content = read_bytes(path, warnings)
+    content = read_bytes(path, warnings, LINES_BYTES)
     if content is None:
         if not warnings:
             warnings.append(f"no {METRICS_FILE}: the run has not logged a step")
@@ -288,9 +288,19 @@ def _latest_results(lines: list[dict[str, Any]]) -> tuple[dict[str, float], int 
 
 def _read_messages(path: Path, warnings: list[str]) -> tuple[str, ...]:
     """Read the latest warnings, errors and advice of a log file."""
-    content = read_bytes(path, warnings) or b""
-    lines = [match[0].decode(errors="replace") for match in _MESSAGE.finditer(content)]
-    return tuple(lines[-_MESSAGES:])
+    content = read_bytes(path, warnings, _LOG_BYTES, tail=True) or b""
+    lines = (line.rstrip(b"\n")[:_MESSAGE_BYTES] for line in io.BytesIO(content))
+    latest = collections.deque(filter(_is_message, lines), maxlen=_MESSAGES)
+    return tuple(line.decode(errors="replace") for line in latest)
+
+
+def _is_message(line: bytes) -> bool:
+    """Return whether a line of the log is a warning, an error or advice."""
+    dated = _DATED.match(line)
+    if dated is None or dated[1] is None:
+        return dated is not None
+    known = (b"warning", b"error", b"OutOfMemory", b"waiting for data")
+    return dated[1] in known or dated[1].endswith(b"Error") or b"Interrupt" in dated[1]
 
 
 def _is_locked(path: Path) -> bool:

@@ -12,11 +12,12 @@ class Callback:
 
     `infcl_jax.train` calls the hooks of each callback in the order of the list, on every process with the same steps.
     A hook that prints or writes files should do so where `infcl_jax.distributed.is_lead()` is true. An exception of a
-    hook ends the run. If `on_step` or `on_evaluation` raises on all processes, the last step is saved first, and the
-    same call continues after it. The hook is not called again for the same step.
+    hook ends the run. If `on_step`, `on_evaluation` or `on_checkpoint` raises on all processes, the last step is saved
+    first, and the same call continues after it. The hook is not called again for the same step.
 
-    The devices compute the next step while `on_step` runs, so a fast hook costs no time. `on_evaluation` and
-    `on_checkpoint` run between two steps.
+    The devices compute the next step while `on_step` runs, so a fast hook costs no time. If `on_step` raises at step k,
+    step k + 1 is saved, and no hook is called for step k + 1. `on_evaluation` and `on_checkpoint` run between two
+    steps.
 
     Examples:
       >>> class Losses(infcl_jax.Callback):

@@ -34,7 +34,7 @@ def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None
     try:
         yield
     except Exception as error:
-        saved = _all_fail() and save()
+        saved = _all_fail(step) and save()
         state = f"step {step}, which is {'' if saved else 'not '}saved"
         advice = f"the same command continues from {'there' if saved else 'the last checkpoint'}"
         if batch_size is not None and "RESOURCE_EXHAUSTED" in str(error):
@@ -46,13 +46,13 @@ def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None
         raise
 
 
-def _all_fail() -> bool:
-    """Return whether all processes fail now."""
+def _all_fail(step: int) -> bool:
+    """Return whether all processes fail after this step."""
     failure = next(_failures)
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return True
     try:
-        coordination_client().wait_at_barrier(f"infcl_jax/failed/{failure}", _ALL_SECONDS * 1000)
+        coordination_client().wait_at_barrier(f"infcl_jax/failed/{step}/{failure}", _ALL_SECONDS * 1000)
     except jax.errors.JaxRuntimeError:
         return False
     return True

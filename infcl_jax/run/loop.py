@@ -133,7 +133,7 @@ class TrainLoop:
             self.checkpoints.check_finite(step, state)
             if save or stop:  # before callbacks and the evaluation, whose failure must not lose the step
                 with progress.pause("checkpoint"):
-                    self.checkpoints.save(step, state, self.data)
+                    self.save(step, state)
             with keep_step(step, functools.partial(self.saved, step, state)):
                 self.callbacks.on_step(step, scalars)
             if evaluate_now and not stop:
@@ -142,13 +142,15 @@ class TrainLoop:
                         results = self.evaluate(step, state)
                 except Interrupted:  # the resumed run repeats it
                     stop = True
-                    self.checkpoints.save(step, state, self.data)
+                    self.save(step, state)
             self.data_wait.resume()
             if stop:
                 self.checkpoints.wait()
+                self.report_checkpoint(step, state)
                 raise self.preemption.saved(step)
             if last:
                 self.export(state)
+                self.report_checkpoint(step, state)
         return results
 
     def progress(self) -> TrainProgress:
@@ -294,8 +296,24 @@ class TrainLoop:
                 self.callbacks.on_evaluation(step, results)
         return results
 
+    def save(self, step: int, state: TrainState) -> None:
+        """Start to save a step, after the callbacks of the checkpoint before it."""
+        self.report_checkpoint(step, state)
+        self.checkpoints.save(step, state, self.data)
+
+    def report_checkpoint(self, step: int, state: TrainState) -> None:
+        """Call `on_checkpoint` for the latest complete checkpoint, once.
+
+        Args:
+          step: finished step, which is saved if a callback fails.
+          state: its train state.
+        """
+        if complete := self.checkpoints.take_complete():
+            with keep_step(step, functools.partial(self.saved, step, state)):
+                self.callbacks.on_checkpoint(*complete)
+
     def saved(self, step: int, state: TrainState, report: tuple[Any, ...] = ()) -> bool:
-        """Report a step and save it, where that has not been done; return whether it is on disk.
+        """Report and save a step; return whether it is on disk.
 
         Args:
           step: finished step.
@@ -308,8 +326,8 @@ class TrainLoop:
             self.data.bad_records.add(union(self.data.bad_records.indices()))
             self.checkpoints.save(step, state, self.data)
             return self.checkpoints.latest_step() == step
-        except (ValueError, OSError, FloatingPointError) as error:
-            print_line(f"step {step} is not saved: {error}")
+        except Exception as error:  # orbax raises any exception, which must not hide the first failure
+            print_line(f"step {step} is not saved: {type(error).__name__}: {error}")
             return False
 
 

@@ -12,7 +12,7 @@ from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, model_config, text_pair_config
 from infcl_jax.run.text_retrieval import read_text_pair
-from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides, with_changes
+from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
 from infcl_jax.training import load_config
 
 TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
@@ -33,14 +33,17 @@ def saved_config(workdir: str | Path) -> ConfigDict:
       FileNotFoundError: no run in `workdir`.
       ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
     """
-    values = flattened(load_config(workdir))
+    config, values = default_config(), flattened(load_config(workdir))
     for name in values:
         if name not in SETTINGS:
             raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
     try:
-        return with_changes(default_config(), values)
-    except ValueError as error:
+        for name, value in values.items():
+            SETTINGS[name].check(value)
+        config.update_from_flattened_dict(values)  # keeps the types that the command line needs
+    except (TypeError, ValueError) as error:
         raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
+    return config
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:

@@ -28,6 +28,7 @@ from infcl_jax.planner import (
     plan_memory,
     utilization,
 )
+from infcl_jax.printable import printable
 from infcl_jax.process_watch import fail, failures
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
@@ -114,10 +115,10 @@ def train(
     except Interrupted as interrupted:
         if preemption.interrupted:
             raise KeyboardInterrupt(interrupted.message) from None
-        print(interrupted, file=sys.stderr)  # Python prints no message of a SystemExit with a status
+        print(printable(str(interrupted)), file=sys.stderr)  # Python prints no message of a SystemExit with a status
         raise
     except WorkersCannotStart as error:
-        sys.exit(f"error: {error}")  # only scripts are at fault, so no traceback
+        sys.exit(f"error: {printable(str(error))}")  # only scripts are at fault, so no traceback
 
 
 def train_process(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -157,7 +158,6 @@ def _train_on(
         keep_best=config.keep_best,
         resume=config.resume,
         max_failed_saves=config.max_failed_saves,
-        saved=callbacks.on_checkpoint,
     )
     with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
         console.open_log(workdir, outputs)
@@ -250,7 +250,8 @@ def _train_on(
                 results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
             except WorkerLost as error:
                 first = data.get_state()["next_batch"] + 1
-                end = safeguards.lost_workers.end(error, first, first + data.batches_ahead(error))
+                last = min(first + data.batches_ahead(error), config.total_steps)
+                end = safeguards.lost_workers.end(error, first, last)
                 fail(end)
                 raise end from None
             except jax.errors.JaxRuntimeError as error:

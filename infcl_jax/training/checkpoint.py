@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -91,7 +91,6 @@ class Checkpointer:
         resume: str = LATEST,
         max_failed_saves: int = 3,
         say: Say = print_on_lead,
-        saved: Callable[[int, epath.Path], None] | None = None,
     ):
         """Open the checkpoint directory, which the first save creates.
 
@@ -104,16 +103,15 @@ class Checkpointer:
             ones aside. A path: that run or checkpoint, until this run has a checkpoint of its own.
           max_failed_saves: number of failed saves in a row that stops the run.
           say: printer of one line about a checkpoint.
-          saved: function called on every process with the step and the folder of each complete checkpoint, before the
-            next save or at the end; None: none.
         """
-        self._say, self._saved = say, saved
+        self._say = say
         self._own = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, self._say)
         self._retention = Retention(keep, keep_every, keep_best)
         self._resume, self._max_failed_saves = resume, max_failed_saves
         self._source: tuple[CheckpointFolder, int] | None = None  # checkpoint to restore
         self._chosen = self._prepared = False
         self._saving: _Save | None = None
+        self._complete: tuple[int, epath.Path] | None = None  # see `take_complete`
         self._failures = 0  # in a row
         self.failed_saves = 0
         self._checkpointer = self._make_checkpointer()
@@ -193,7 +191,7 @@ class Checkpointer:
         save.thread.start()
 
     def record(self, step: int, results: Mapping[str, float]) -> None:
-        """Add results to the checkpoint of their step, for `keep_best`, and delete what was kept for worse ones.
+        """Add results to the checkpoint of their step, for `keep_best`.
 
         Waits until the checkpoint is on disk. Without a checkpoint of the step in this work directory it does nothing.
 
@@ -273,6 +271,18 @@ class Checkpointer:
         self._settle()
         if self._failures:
             raise OSError(f"the last checkpoint was not saved; {self._advice()}")
+
+    def take_complete(self) -> tuple[int, epath.Path] | None:
+        """Return step and folder of the latest save, once it is on disk.
+
+        Waits for the save in progress. None if it failed, or if an earlier call returned it.
+
+        Raises:
+          OSError: `max_failed_saves` saves in a row failed.
+        """
+        self._settle()
+        complete, self._complete = self._complete, None
+        return complete
 
     def __enter__(self) -> "Checkpointer":
         """Return the checkpointer."""
@@ -365,8 +375,7 @@ class Checkpointer:
         if not failed:
             self._own.trust(save.step)
             self._source, self._chosen, self._failures = (self._own, save.step), True, 0
-            if self._saved is not None:
-                self._saved(save.step, self._own.path / str(save.step))
+            self._complete = save.step, self._own.path / str(save.step)
             return
         self._failures += 1
         self.failed_saves += 1

@@ -158,7 +158,7 @@ class CheckpointFolder:
 
 
 def _delete(path: epath.Path) -> None:
-    """Delete a folder, or a file or link in its place; not what a link names."""
+    """Delete a folder, a file, or a link but not its target."""
     if path.is_dir() and not os.path.islink(path):
         path.rmtree()
     else:

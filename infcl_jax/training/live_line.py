@@ -18,7 +18,7 @@ class LiveLine:
     """Last line of a terminal, which is replaced in place."""
 
     def fit(self, fields: Sequence[str]) -> str:
-        """Join the fields that fit into the width of the terminal, with escaped control characters."""
+        """Join and escape the fields that fit into the terminal."""
         fields = list(map(printable, fields))
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap
         line = fields[0][:width]

@@ -1,4 +1,4 @@
-"""Steps at which data workers were killed, to tell chance from a fault that every start would meet."""
+"""Steps at which data workers were killed, kept over restarts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOST_WORKERS_FILE = "lost_workers.json"
 
 
 class LostWorkers:
-    """Memory of the steps that lost a data worker, in a file of the work directory.
+    """Steps that lost a data worker, in a file of the work directory.
 
     A loss has a range of steps, because a worker reads ahead: its first step waits for data in vain, and its last one
     is the latest whose data the worker may have read. Two losses with a common step are the same fault. The ranges of
     all processes are in one file, since a step needs the same data on every number of processes.
 
     Examples:
-      >>> lost = LostWorkers()  # remembers nothing
+      >>> lost = LostWorkers()  # without a file
       >>> print(lost.end(WorkerLost("data worker 1 of 2 was killed", killed=True), 3, 5))
       data worker 1 of 2 was killed; lost at step 3, the same command resumes the run
     """
@@ -50,7 +50,7 @@ class LostWorkers:
             self._write()
 
     def end(self, error: WorkerLost, first: int, last: int) -> WorkerLost | Interrupted:
-        """Remember a lost worker, and return the exception that ends the run.
+        """Record a lost worker, and return the exception that ends the run.
 
         Args:
           error: loss of a worker.

@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from infcl_jax.distributed import union
-from infcl_jax.file_io import open_regular, parse_json
+from infcl_jax.file_io import JSON_BYTES, open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
 # Custom metadata that announces a manifest. A folder with it and without the manifest was not completed.
@@ -117,12 +117,11 @@ def _read(folder: epath.Path) -> dict[str, Any]:
       ValueError: it is damaged.
     """
     path = folder / MANIFEST
-    with _open(path) as file:
-        text = file.read()
+    text = _read_bytes(path)
     manifest = parse_json(text, path)
     files, results = manifest.get("files"), manifest.get("results")
-    valid = isinstance(files, dict) and isinstance(results, dict) and all(map(_is_file_entry, files.values()))
-    if not valid or not all(isinstance(value, int | float) for value in results.values()):
+    valid = isinstance(files, dict) and isinstance(results, dict) and all(map(_is_inside, files))
+    if not valid or not all(map(_is_file_entry, files.values())) or not all(map(_is_number, results.values())):
         raise ValueError(f"expected the manifest of a checkpoint, got {text[:40]!r}")
     if text != _format(files, results).encode():
         raise ValueError("expected a manifest with the checksum of its content, got another checksum")
@@ -131,6 +130,16 @@ def _read(folder: epath.Path) -> dict[str, Any]:
 
 def _is_file_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a path names no file outside of its folder."""
+    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number in the range of floats."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _replace(folder: epath.Path, files: Mapping[str, Any], results: Mapping[str, float]) -> None:
@@ -181,8 +190,13 @@ def _checksum(path: epath.Path) -> str:
 
 
 def _open(path: epath.Path) -> Any:
-    """Open a file of any file system; a local one must be regular, since the read of a FIFO may never end."""
+    """Open a file of any file system; a local one must be regular."""
     return path.open("rb") if "://" in os.fspath(path) else open_regular(path)
+
+
+def _read_bytes(path: epath.Path) -> bytes:
+    """Read JSON of any file system; a local file must be regular."""
+    return path.read_bytes() if "://" in os.fspath(path) else read_regular(path, JSON_BYTES)
 
 
 def _announced(folder: epath.Path) -> bool:
@@ -190,8 +204,7 @@ def _announced(folder: epath.Path) -> bool:
 
     It must, unless intact metadata of orbax lacks the announcement."""
     try:
-        with _open(folder / _METADATA) as file:
-            metadata = parse_json(file.read(), _METADATA)
+        metadata = parse_json(_read_bytes(folder / _METADATA), _METADATA)
         return (metadata.get("custom_metadata") or {}).get("manifest") is not None
     except (OSError, ValueError, AttributeError):
         return True

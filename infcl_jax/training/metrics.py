@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from infcl_jax.file_io import open_regular, replacing
+from infcl_jax.file_io import LINES_BYTES, read_regular, replacing
 from infcl_jax.training.outputs import AppendFile, Outputs
 from infcl_jax.training.writers import Target, Writer, open_writer
 
 METRICS_FILE = "metrics.jsonl"
+
+_LINE_BYTES = 16 * 2**20  # longest line, some 300,000 metrics
 
 DATA_WAIT_SHOWN = 0.05  # fraction of the time from which on waiting for data is printed
 
@@ -142,7 +144,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a line before the last is not a metrics object, or the path names no regular file.
+        ValueError: a line before the last is not a metrics object, or the path names no regular file or one above
+          1 GiB.
     """
     path = Path(path)
     if not path.exists():
@@ -154,7 +157,7 @@ def _repair(path: Path, resume_step: int | None) -> None:
     """Drop a truncated last line and all lines after `resume_step`."""
     kept = [raw for line, raw in _parse(path) if resume_step is None or line["step"] <= resume_step]
     content = b"".join(raw + b"\n" for raw in kept)
-    if content == _read(path):
+    if content == read_regular(path, LINES_BYTES):
         return
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(content)
@@ -162,17 +165,12 @@ def _repair(path: Path, resume_step: int | None) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
 def _parse(path: Path) -> list[tuple[dict[str, int | float], bytes]]:
     """Parse a metrics file into (object, raw line) pairs.
 
     An invalid last line is skipped. Any other invalid line raises `ValueError`.
     """
-    lines = _read(path).split(b"\n")
+    lines = read_regular(path, LINES_BYTES).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     parsed = []
@@ -186,11 +184,13 @@ def _parse(path: Path) -> list[tuple[dict[str, int | float], bytes]]:
 
 
 def parse_line(raw: bytes) -> dict[str, int | float] | None:
-    """Parse a line of a metrics file; None if it is not a metrics object.
+    """Parse a line of a metrics file; None if it is damaged.
 
     Args:
       raw: JSON object of numbers by name, with an int64 step >= 0. "NaN", "Infinity" and "-Infinity" become floats.
     """
+    if len(raw) > _LINE_BYTES:
+        return None
     try:
         line = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(raw).items()}
         for value in line.values():

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
+from infcl_jax.file_io import LINES_BYTES, read_regular
 from infcl_jax.training.ema import updated_ema
 from infcl_jax.training.outputs import AppendFile, Outputs, print_line
 
@@ -220,7 +221,7 @@ def _lines_until(path: Path, step: int) -> list[bytes]:
     A truncated line ends them.
     """
     lines = []
-    for raw in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+    for raw in read_regular(path, LINES_BYTES).splitlines(keepends=True) if path.is_file() else ():
         try:
             if not raw.endswith(b"\n") or json.loads(raw)["step"] > step:
                 break

@@ -37,7 +37,7 @@ def reason(error: OSError) -> str:
 
 
 def print_line(*lines: str) -> None:
-    """Print a line, or the lines of a table, on the console of the run, or else on stdout.
+    """Print lines on the console of the run, or else on stdout.
 
     Control characters are escaped, so that no name of a file or dataset moves the cursor or forges a line.
 

@@ -83,7 +83,7 @@ class RunConsole:
             self._early = []
 
     def print(self, *lines: str) -> None:
-        """Print a line, or lines such as those of a table; control characters are escaped."""
+        """Print lines, with escaped control characters."""
         with self._lock:
             self._show(*lines)
             self._write(*lines)

@@ -20,7 +20,7 @@ from typing import Any
 
 from infcl_jax.distributed import is_lead
 from infcl_jax.exit_codes import RESUME, Interrupted
-from infcl_jax.file_io import open_writable
+from infcl_jax.file_io import open_regular, open_writable
 from infcl_jax.printable import printable
 
 LOCK_FILE = ".lock"
@@ -96,6 +96,7 @@ class WorkdirLock:
 
         Raises:
           Interrupted: another process holds the lock.
+          PermissionError: the lock file belongs to another user.
         """
         if not is_lead():
             return self
@@ -130,7 +131,13 @@ class WorkdirLock:
 
     def _take(self) -> str | None:
         """Take the lock, or return its holder and the age of its heartbeat."""
-        file = open_writable(self._path, os.O_RDWR, 0o600)
+        try:
+            file = open_writable(self._path, os.O_RDWR, 0o600)
+        except PermissionError as error:
+            raise PermissionError(
+                f"cannot lock workdir {self._workdir}: {self._path} belongs to {_owner(self._path)}; if that run has "
+                "ended, delete the file, otherwise choose another --workdir"
+            ) from error
         try:
             flocked = _flock(file)
             holder, age = _parse(_read(file)), self._age(file)
@@ -158,8 +165,9 @@ class WorkdirLock:
     def _read(self) -> str | None:
         """Return the content of the lock file; None if it cannot be read."""
         try:
-            return self._path.read_text(errors="replace")
-        except OSError:
+            with open_regular(self._path) as file:
+                return _read(file.fileno())
+        except (OSError, ValueError):
             return None
 
     def _beat(self) -> None:
@@ -216,6 +224,16 @@ def _parse(text: str) -> Holder | None:
 
 def _read(file: int) -> str:
     return os.pread(file, 1 << 16, 0).decode(errors="replace")
+
+
+def _owner(path: Path) -> str:
+    """Return the name of a file's owner; the user ID if it has none."""
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
+    except OSError:
+        return "another user"
 
 
 def _boot_id() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infcl_jax.checks import check_choice
+from infcl_jax.file_io import LINES_BYTES, read_regular
 from infcl_jax.training.outputs import AppendFile, Outputs
 from infcl_jax.training.tensorboard import EventFile
 from infcl_jax.training.wandb_run import WandbRun
@@ -136,7 +137,7 @@ def _rows(rows: list[tuple[Any, ...]]) -> bytes:
 def _rows_until(path: str | os.PathLike[str], step: int | None) -> int:
     """Count the bytes of the header and the whole rows up to a step."""
     count = 0
-    for number, row in enumerate(Path(path).read_bytes().splitlines(keepends=True)):
+    for number, row in enumerate(read_regular(path, LINES_BYTES).splitlines(keepends=True)):
         first = row.split(b",", 1)[0]
         valid = row.endswith(b"\n") and (number == 0 or (first.isdigit() and len(first) < 20))
         if not valid or (number and step is not None and int(first) > step):

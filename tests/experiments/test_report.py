@@ -214,6 +214,25 @@ def test_warnings_and_advice_of_the_log_are_shown(tmp_path):
     assert all(line in page_of(tmp_path, folder).text for line in shown)
 
 
+@pytest.mark.parametrize("line", ["Interrupt" * 2**20, "process 1: " + "a" * 2**23])
+def test_long_lines_of_the_log_take_linear_time_and_are_cut(tmp_path, line):
+    folder, date, last = make_run(tmp_path / "run"), "2026-11-24 03:36:15+0000  ", "error: " + "é" * 2000
+    (folder / LOG_FILE).write_text(f"{date}{line}\n{date}{last}\n")
+    start = time.monotonic()
+    (message,) = read_run(folder, "run").messages
+    assert f"{date}{last}".startswith(message.rstrip("\ufffd")) and len(message) < 2000
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, LOG_FILE, ENVIRONMENT_FILE, "config.json", "evaluation.json"])
+def test_a_file_larger_than_memory_is_left_out(tmp_path, name):
+    folder = make_run(tmp_path / "run")
+    (folder / name).touch()
+    os.truncate(folder / name, 2**40)
+    record = read_run(folder, "run")
+    assert record.messages == () and (name == LOG_FILE or f"{name} is unreadable" in " ".join(record.warnings))
+
+
 def test_texts_are_escaped_and_nothing_is_loaded(tmp_path):
     folder = make_run(tmp_path / f"a {HOSTILE.replace('/', '')}", config={"dataset": HOSTILE})
     image = np.zeros((8, 8, 3), np.uint8)

@@ -269,6 +269,9 @@ class Recorder:
     def wait(self):
         self.events.append("wait")
 
+    def take_complete(self):
+        return None
+
     def write(self, step, metrics):
         self.metrics.append(metrics)
         self.events.append(f"{'record' if 'loss' in metrics else 'record evaluation'} {step}")

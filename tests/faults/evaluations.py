@@ -91,6 +91,10 @@ class Hook(infcl_jax.Callback):
         if (self.event, self.step) == ("evaluation", step):
             self.function()
 
+    def on_checkpoint(self, step, path):
+        if (self.event, self.step) == ("checkpoint", step):
+            self.function()
+
 
 def fail():
     raise KeyError("an error of the callback")
@@ -169,6 +173,12 @@ FAULTS = {
     ),
     "on_step of a saved step": Fault(
         6, "failed after step 6, which is saved", lambda run: contextlib.nullcontext(Hook("step", 6, fail))
+    ),
+    "on_checkpoint": Fault(
+        8, "failed after step 8, which is saved", lambda run: contextlib.nullcontext(Hook("checkpoint", 6, fail))
+    ),
+    "on_checkpoint at the end": Fault(
+        8, "failed after step 8, which is saved", lambda run: contextlib.nullcontext(Hook("checkpoint", 8, fail))
     ),
 }
 KILLS = {

@@ -112,6 +112,20 @@ def newcomer(folder: Path, first: str, order: Sequence[int], same: bool = False)
         return ends + end(job)
 
 
+def taken_over(folder: Path) -> list[End]:
+    """Start a job again while it runs, stop the first start, and the second once it trains."""
+    port = runs.free_port()
+    with running(folder, port) as job, contextlib.ExitStack() as stack:
+        second = start(folder, port, (0, 1), steps=1_000_000, log_every=100)
+        stack.callback(lambda: [process.kill() for process in second])
+        time.sleep(12.0)  # the imports take some
+        job[1].terminate()
+        ends, size = end(job), (folder / "metrics.jsonl").stat().st_size
+        wait_for(lambda: (folder / "metrics.jsonl").stat().st_size > size, second)
+        second[1].terminate()
+        return end(second) + ends
+
+
 def program(folder: Path, ranks: Sequence[int] = (0, 1)) -> list[End]:
     """Start a job on the port of a program that listens and never answers."""
     with socket.create_server(("", 0)) as listener:
@@ -189,6 +203,7 @@ def cases() -> dict[str, Case]:
         rows[name] = (lambda f, a=first: newcomer(f, a, [1]), stopped[1:], [IN_USE])
     same = (lambda f: newcomer(f, "training", (0, 1), same=True), stopped, [IN_USE, IN_USE])
     rows["same command twice"] = same
+    rows["same command twice, the first stopped"] = (taken_over, [RESUME] * 4, [])
     rows["port of a program"] = (program, [1, 1], [IN_USE, IN_USE])
     rows["killed and started again"] = (restart, [0, 0], [])
     rows["process 1 replaced"] = (replaced, [RESUME, 0, 0], ["lost process 1"])

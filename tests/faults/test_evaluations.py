@@ -28,6 +28,7 @@ def reference(tmp_path_factory):
         ("out of memory", False),
         ("on_evaluation", True),
         ("on_step", False),
+        ("on_checkpoint", True),
         pytest.param("killed in the evaluation", True, marks=pytest.mark.slow),
         pytest.param("killed after the results", True, marks=pytest.mark.slow),
     ],

@@ -159,6 +159,11 @@ def _special(path: Path, rng: np.random.Generator) -> None:
         path.symlink_to(("/dev/zero", path.name, "/")[kind - 2])
 
 
+def _sparse(path: Path, rng: np.random.Generator) -> None:
+    """Extend a file to more bytes than fit memory."""
+    os.truncate(path, 2**40)
+
+
 DAMAGES: dict[str, Callable[[Path, np.random.Generator], None]] = {
     "bytes": _bytes,
     "content": _content,
@@ -166,6 +171,7 @@ DAMAGES: dict[str, Callable[[Path, np.random.Generator], None]] = {
     "json": _json,
     "json again": _json,
     "special": _special,
+    "sparse": _sparse,
 }
 
 

@@ -181,6 +181,7 @@ def test_tensors_of_safetensors_are_mapped_into_memory(tmp_path, dtype):
     "shard",
     [
         *("/etc/passwd", "../x.safetensors", "a/b.safetensors", "a\\b.safetensors", ".", "..", "", "a\0.bin", "x.txt"),
+        *("x\x1b[2J.safetensors", "x\n.bin", "x\u2028.bin", "x\ud800.bin"),
         *(None, 3, [], {}, ["x.safetensors"], f"{WEIGHTS}.index.json"),
     ],
 )

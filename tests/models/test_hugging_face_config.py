@@ -39,6 +39,22 @@ def test_bad_configurations_of_transformers(config, message):
         hugging_face.read_config(HUGGING_FACE | config, {}, None)
 
 
+@pytest.mark.parametrize("size", [224, 224.0, [224, 224], [224], {"shortest_edge": 224}])
+@pytest.mark.parametrize("crop", [True, 1, 0, None])
+def test_sizes_and_flags_of_the_preprocessing(size, crop):
+    config = hugging_face.read_config(HUGGING_FACE, {"size": size, "do_center_crop": crop}, None)
+    assert config.resize_mode == "shortest"
+    square = {"size": {"height": 224, "width": 224}, "do_center_crop": crop}
+    assert hugging_face.read_config(HUGGING_FACE, square, None).resize_mode == ("shortest" if crop else "squash")
+
+
+@pytest.mark.parametrize("field", ["logit_scale_init_value", "projection_dim"])
+def test_null_is_the_default_of_a_field(field):
+    assert hugging_face.read_config(HUGGING_FACE | {field: None}, {}, None) == hugging_face.read_config(
+        HUGGING_FACE, {}, None
+    )
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -46,7 +62,9 @@ def test_bad_configurations_of_transformers(config, message):
         {"image_std": 3},
         {"resample": "3"},
         {"size": []},
-        {"do_center_crop": 1, "size": {"height": 3}},
+        {"size": [224, 256]},
+        {"size": 224.5},
+        {"do_center_crop": 2, "size": {"height": 3}},
     ],
 )
 def test_a_bad_preprocessing_of_transformers_names_the_field(wrong):

@@ -129,6 +129,13 @@ def test_fields(field):
     assert read_open_clip_config(changed(**{field: value})) == model_config("ViT-B-32", **overrides)
 
 
+@pytest.mark.parametrize("value", [0, 1, None])
+@pytest.mark.parametrize("field", ["quick_gelu", "vision__no_ln_pre", "text__proj_bias"])
+def test_flags_are_true_or_false_or_1_or_0(field, value):
+    config = read_open_clip_config(changed(**{field: value}))
+    assert config == read_open_clip_config(changed(**{field: bool(value)}))
+
+
 def test_the_end_token():
     config = changed(text__pool_type="eos", text__eos_id=7)
     assert read_open_clip_config(config) == model_config("ViT-B-32", **{"text.end_token": 7})
@@ -216,6 +223,7 @@ def test_a_path_is_a_model(tmp_path):
         ({"vision__act_kwargs": []}, r"expected vision_cfg.act_kwargs to be a JSON object, got \[\]"),
         ({"vision__mlp_ratio": math.nan}, "expected vision_cfg.mlp_ratio to be a finite number"),
         ({"init_logit_scale": "1"}, "expected init_logit_scale to be a finite number, got init_logit_scale='1'"),
+        ({"quick_gelu": 2}, "expected quick_gelu to be true or false, got quick_gelu=2"),
         ({"quick_gelu": "no"}, "expected quick_gelu to be true or false, got quick_gelu='no'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Named configurations: sizes, overrides, errors."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,15 @@ def test_patch_size_changes_the_number_of_positions():
         ("tiny", {"feature_dtype": "int8"}, "expected feature_dtype to be one of"),
         ("tiny", {"image_std": (1.0, 0.0, 1.0)}, "expected image_std to be three numbers"),
         ("tiny", {"image_mean": (1.0,)}, "expected image_mean to be three numbers"),
+        ("tiny", {"text.vocab_size": 10**13}, "expected text.vocab_size to be at most 16777216, got .*=10000000000000"),
+        ("tiny", {"embed_dim": 2**24 + 1}, "expected embed_dim to be at most 16777216"),
+        ("tiny", {"vision.layers": 10**8}, "expected vision.layers to be at most 256, got vision.layers=100000000"),
+        ("RN50", {"vision.layers": (3, 4, 257, 3)}, "expected vision.layers to be at most 256"),
+        ("tiny", {"vision.mlp_ratio": math.inf}, "expected vision.mlp_ratio to be at most 16777216"),
+        ("tiny", {"vision.image_size": 2**14 + 8}, "expected vision.image_size to be at most 16384"),
+        ("tiny", {"vision.image_size": 2**14}, "expected position embeddings of at most 33554432 elements"),
+        ("RN50", {"vision.image_size": 2**14}, "expected position embeddings of at most 33554432 elements"),
+        ("bert-ViT-B-32", {"text.token_types": 2**40}, "expected text.token_types to be at most 16777216"),
     ],
 )
 def test_bad_names_and_overrides(name, overrides, message):

@@ -1,5 +1,7 @@
 """Hostile and damaged checkpoints of PyTorch: one line, no memory beyond the file, no code."""
 
+import pickle
+import time
 import tracemalloc
 import warnings
 
@@ -67,6 +69,47 @@ def test_attributes_of_a_state_dict_are_dropped():
     ordered = named("collections", "OrderedDict")
     state = torch_files.Raw(call(ordered) + torch_files.opcodes({"_metadata": {"": {"version": 1}}}) + b"b")
     assert load_pickle(pickled({"state_dict": state})) == {"state_dict": {}}
+
+
+PLAIN = {  # values and the first protocol that has their opcodes
+    "numbers": ({"small": True, "large": 2**3000, "negative": -(2**40)}, 1),
+    "keys": ({1.5: 1, True: 2, None: [], (1, 2): (3,)}, 2),
+    "bytes": ({"short": b"ab", "long": b"ab" * 200, b"key": 1}, 3),
+    "sets": ({"set": {1, (2, 3)}, "frozenset": frozenset([1]), "empty": set()}, 4),
+    "bytearray": ({"bytearray": bytearray(b"ab")}, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"), [(name, protocol) for name, (_, first) in PLAIN.items() for protocol in range(first, 6)]
+)
+def test_plain_values_beside_the_tensors_are_ignored(tmp_path, array, name, protocol):
+    data = pickle.dumps(PLAIN[name][0], protocol)
+    settings = torch_files.Raw(data[2 if protocol > 1 else 0 : -1])
+    saved = pickled({"settings": settings, "state_dict": {"table": tensor(storage())}})
+    torch_files.write(tmp_path / "x.pt", saved, {"data/0": array.tobytes()})
+    np.testing.assert_array_equal(read_tensors(tmp_path / "x.pt")["table"], array)
+
+
+@pytest.mark.parametrize("key", [3, 1.5, None, (1,), "k" * 1001], ids=lambda key: str(key)[:5])
+def test_keys_that_are_no_names_are_dropped(key):
+    assert load_pickle(pickled({"a": {key: 1, "b": 2}})) == {"a": {"b": 2}}
+
+
+@pytest.mark.parametrize(
+    "body", [b"]q\x01", b"]r\xff\xff\0\0", b"](e](e\x93", b"]q\0h\x01"], ids=["put", "long put", "class", "get"]
+)
+def test_a_wrong_operand_is_damage(body):
+    with pytest.raises(ValueError, match=r"^a damaged pickle$"):
+        load_pickle(b"\x80\x02" + body + b".")
+
+
+def test_a_call_does_not_copy_its_arguments():
+    arguments = b"](" + storage() + b"K\0))" + b"N" * 400_000 + b"eq\0"
+    calls = (torch_files.REBUILD + b"q\x01](" + b"h\x01h\0R" * 30_000) + b"e."
+    start = time.process_time()
+    assert len(load_pickle(b"\x80\x02" + arguments + calls)) == 30_000
+    assert time.process_time() - start < 10  # seconds; copies of the arguments take over 30
 
 
 @pytest.mark.parametrize("name", ["compressed storage", "compressed pickle", "overlapping members", "larger size"])

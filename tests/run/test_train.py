@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -15,13 +16,17 @@ import runs
 
 import infcl_jax
 from infcl_jax.data import SOURCES, load_source
+from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.run import training_data
+from infcl_jax.run.kept_step import keep_step
+from infcl_jax.run.loop import TrainLoop
 from infcl_jax.settings import make_config
 from infcl_jax.training import WorkdirLock
 from infcl_jax.training.lost_workers import LOST_WORKERS_FILE
+from infcl_jax.training.manifest import read_results
 
 SETTINGS = {
     "dataset": "digits",
@@ -66,7 +71,8 @@ class Recorder(infcl_jax.Callback):
 
     def on_checkpoint(self, step, path):
         self.events.append(f"checkpoint {step}")
-        self.complete.append((path / "manifest.json").exists())
+        results = read_results(path)
+        self.complete.append((path / "manifest.json").exists() and (step < 6 or "zero_shot/top1" in results))
 
     def on_end(self, step, results):
         self.events.append(f"end {step}")
@@ -91,7 +97,7 @@ def test_a_stopped_run_goes_on_with_the_same_call_in_any_thread(tmp_path, handle
     thread = threading.Thread(target=lambda: results.append(infcl_jax.train(settings, tmp_path, (second,))))
     thread.start()
     thread.join()
-    steps = ["start 3", "checkpoint 4", "checkpoint 6", "evaluation 6", "end 6"]
+    steps = ["start 3", "checkpoint 4", "evaluation 6", "checkpoint 6", "end 6"]
     assert second.events == steps and results == [second.results]
     assert all(first.complete + second.complete)
     metrics = first.metrics | second.metrics
@@ -104,9 +110,25 @@ def test_a_stopped_run_goes_on_with_the_same_call_in_any_thread(tmp_path, handle
 
 def test_another_run_in_the_workdir_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(WorkdirLock.__init__, "__kwdefaults__", {"wait": 0})
-    with WorkdirLock(tmp_path), pytest.raises(Interrupted) as caught:
-        infcl_jax.train(SETTINGS, tmp_path)
-    assert caught.value.code == RESUME and "is in use by process" in capsys.readouterr().err
+    workdir = tmp_path / "red\x1b[31m"
+    workdir.mkdir()
+    with WorkdirLock(workdir), pytest.raises(Interrupted) as caught:
+        infcl_jax.train(SETTINGS, workdir)
+    assert caught.value.code == RESUME and "red\\x1b[31m is in use by process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("two\nlines"), OSError(28, "No space left"), TypeError("x")])
+def test_a_save_that_fails_too_does_not_hide_the_first_failure(error, capsys):
+    data = SimpleNamespace(bad_records=BadRecords(SimpleNamespace(name="photos", split="train"), limit=9))
+    checkpoints = SimpleNamespace(save=lambda *_: (_ for _ in ()).throw(error))
+    loop = TrainLoop(None, None, None, data, None, None, None, checkpoints, None, None)
+    with pytest.raises(KeyError, match="first") as caught, keep_step(3, lambda: loop.saved(3, None)):
+        raise KeyError("first")
+    assert caught.value.__notes__ == [
+        "failed after step 3, which is not saved; the same command continues from the last checkpoint"
+    ]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"step 3 is not saved: {type(error).__name__}: ")
 
 
 @pytest.mark.parametrize(

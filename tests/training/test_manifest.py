@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from infcl_jax.training.manifest import MANIFEST, read_results, verify, write_manifest
+from infcl_jax.training.manifest import MANIFEST, _replace, read_results, verify, write_manifest
 
 FAULTS = Path(__file__).parents[1] / "faults"
 
@@ -42,6 +42,17 @@ def test_an_intact_checkpoint_has_its_results(folder):
 def test_damage_is_named(folder, file, content, damage):
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     assert verify(epath.Path(folder)) == (damage, True, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [("../outside", 0.5), ("/outside", 0.5), ("state/../../outside", 0.5), ("a\0b", 0.5), (None, 10**400)],
+)
+def test_a_manifest_names_no_file_outside_and_no_huge_result(folder, file, value):
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    _replace(epath.Path(folder), files | ({file: files["empty"]} if file else {}), {"zero_shot/top1": value})
+    assert verify(epath.Path(folder)).damage == f"{MANIFEST} is missing or damaged"
+    assert read_results(epath.Path(folder)) == {}
 
 
 def test_a_save_without_its_manifest_is_incomplete(folder):

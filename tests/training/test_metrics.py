@@ -117,6 +117,17 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
             read_metrics(path)
 
 
+@pytest.mark.parametrize(("size", "message"), [(2**40, "at most 1024 MiB"), (2**25, "line 1")])
+def test_a_sparse_file_is_refused(tmp_path, size, message):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(0, 2)
+        file.write(b"\n{}")
+    with pytest.raises(ValueError, match=message):
+        read_metrics(path)
+
+
 def test_only_the_lead_touches_the_folder(tmp_path):
     write_steps(tmp_path / "run", [1, 2], lead=False, writers=("csv", "tensorboard"))
     assert list(tmp_path.iterdir()) == []

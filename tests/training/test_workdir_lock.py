@@ -104,6 +104,23 @@ def test_a_run_whose_lock_was_taken_over_ends(tmp_path, monkeypatch, capfd):
     assert (tmp_path / LOCK_FILE).read_text()  # of the other process
 
 
+def test_a_lock_that_became_a_fifo_is_left_alone(tmp_path):
+    with WorkdirLock(tmp_path):
+        (tmp_path / LOCK_FILE).unlink()
+        os.mkfifo(tmp_path / LOCK_FILE)
+    assert (tmp_path / LOCK_FILE).is_fifo()
+
+
+@pytest.mark.parametrize("user", [0, 2**31 - 2])
+def test_a_lock_of_another_user_is_named(tmp_path, monkeypatch, user):
+    (tmp_path / LOCK_FILE).touch()
+    monkeypatch.setattr(workdir_lock, "open_writable", lambda path, *_: (_ for _ in ()).throw(PermissionError(13, "")))
+    monkeypatch.setattr(type(tmp_path), "stat", lambda path, **_: os.stat_result([0, 0, 0, 0, user, 0, 0, 0, 0, 0]))
+    owner = "root" if user == 0 else f"user {user}"
+    with pytest.raises(PermissionError, match=rf"^cannot lock workdir .* belongs to {owner}; .*delete the file, other"):
+        WorkdirLock(tmp_path).__enter__()
+
+
 def test_the_heartbeat_touches_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir_lock, "BEAT", 0.01)
     with WorkdirLock(tmp_path):

@@ -18,9 +18,11 @@ from infcl_jax.file_io import open_regular, parse_json
 LARGEST_IMAGE = 2**30  # bytes of an image file: the default of max_image_pixels at 8 bytes a pixel, and a quarter more
 LARGEST_TEXT = 2**28  # bytes of a file of class names, templates or JSON
 _MAX_FILES = 2**20  # of a pattern with braces
+_MAX_CHARACTERS = 2**28  # of these files together
+_MAX_PATTERN, _MAX_BRACES = 4096, 16  # characters and braces of a pattern
 _MAX_OPEN = 64  # files per `Files`; a process has 1024 file descriptors by default
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})")
 
 
 class FileStamp(NamedTuple):
@@ -54,7 +56,7 @@ def expand(path: str) -> list[str]:
       FileNotFoundError: no file matches a wildcard.
     """
     files: list[str] = []
-    for pattern in path.split("::"):
+    for pattern in map(os.path.expanduser, path.split("::")):
         for name in [pattern] if not is_remote(pattern) and os.path.exists(pattern) else expand_braces(pattern):
             if not any(character in name for character in "*?[") or (not is_remote(name) and os.path.exists(name)):
                 files.append(name)
@@ -70,18 +72,22 @@ def expand_braces(path: str) -> list[str]:
     """List the paths that braces stand for.
 
     Raises:
-      ValueError: braces are damaged, or stand for more than 2^20 paths.
+      ValueError: braces are damaged or too many, or stand for more than 2^20 paths.
     """
+    if "{" in path and (len(path) > _MAX_PATTERN or path.count("{") > _MAX_BRACES):
+        raise ValueError(
+            f"expected at most {_MAX_PATTERN} characters and {_MAX_BRACES} braces in a pattern, got {path[:100]}"
+        )
     match = _BRACES.search(path)
     if match is None:
         return [path]
     span = _RANGE.fullmatch(match[1])
     if span is None and "," not in match[1]:
-        raise ValueError(f"expected braces such as {{000..041}} or {{a,b}}, got {match[0]} in {path}")
+        raise ValueError(f"expected braces such as {{000..041}} or {{a,b}}, got {match[0][:100]} in {path[:100]}")
     if span is not None:
         low, high = int(span[1]), int(span[2])
         if high < low:
-            raise ValueError(f"expected an ascending range in braces, got {match[0]} in {path}")
+            raise ValueError(f"expected an ascending range in braces, got {match[0]} in {path[:100]}")
         if high - low >= _MAX_FILES:
             raise ValueError(f"expected at most {_MAX_FILES} files in braces, got {match[0][:100]}")
         width = max(map(len, span.groups())) if any(text[0] == "0" for text in span.groups()) else 0
@@ -89,8 +95,11 @@ def expand_braces(path: str) -> list[str]:
     else:
         names = match[1].split(",")
     tails = expand_braces(path[match.end() :])
-    if len(names) * len(tails) > _MAX_FILES:
-        raise ValueError(f"expected at most {_MAX_FILES} files in braces, got more in {path[:100]}")
+    count = len(names) * len(tails)
+    if count > _MAX_FILES or count * len(path) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"expected at most {_MAX_FILES} files in braces and {_MAX_CHARACTERS} characters, got more in {path[:100]}"
+        )
     return [path[: match.start()] + name + tail for name in names for tail in tails]
 
 
@@ -98,7 +107,7 @@ def _glob(pattern: str) -> list[str]:
     if is_remote(pattern):
         system, local = _file_system(pattern)
         return sorted(str(system.unstrip_protocol(path)) for path in system.glob(local))
-    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    return sorted(glob.glob(pattern, recursive=True))
 
 
 def _file_system(path: str) -> tuple[Any, str]:
@@ -159,7 +168,7 @@ def read_file(path: str, limit: int = LARGEST_TEXT) -> bytes:
     """
     with open_file(path) as file:
         if not is_remote(path):
-            size = os.fstat(file.fileno()).st_size  # 0 for files of the kernel, some of which never end
+            size = os.fstat(file.fileno()).st_size  # 0 for files of /proc, which may never end
             check_size(size, limit, path)
             return file.read(size)
         data = file.read(limit + 1)

@@ -29,6 +29,7 @@ from infcl_jax.data.sources.base import (
 )
 from infcl_jax.data.sources.sample_range import SampleRange
 
+_MAX_WILD = 4  # components with wildcards; links to their own folder match again in each
 _KEYS = ("path", "weight", "max_samples", "split", "name")
 _SEED_STEP = 0x9E3779B1  # 2**32 over the golden ratio; the seeds of the components differ
 
@@ -227,7 +228,7 @@ def _check_entry(entry_name: str, entry: Any) -> None:
     if set(entry) - set(_KEYS):
         unknown = ", ".join(sorted(set(entry) - set(_KEYS)))
         raise ValueError(f"{entry_name}: expected the keys {', '.join(_KEYS)}, got {unknown}")
-    if entry["path"].partition("?")[0].rstrip("/").endswith(".json"):
+    if paths.split_options(entry["path"])[0].rstrip("/").endswith(".json"):
         raise ValueError(
             f"{entry_name}: expected a dataset that is no mixture, got {entry['path']}; list its components here"
         )
@@ -242,19 +243,20 @@ def _check_entry(entry_name: str, entry: Any) -> None:
 
 
 def _resolve(dataset: str, folder: str, outside: bool | None) -> tuple[str, list[str]]:
-    """Make relative paths of a component relative to the mixture's folder; return all paths that it names."""
+    """Resolve the paths of a component against the mixture's folder."""
     path, options = paths.split_options(dataset)
-    pieces = path.split("::")
-    if len(pieces) == 1 and not _is_path(folder, path):
+    patterns = list(map(os.path.expanduser, path.split("::")))
+    if len(patterns) == 1 and not _is_path(folder, path):
         return dataset, []
     if paths.outside_option(options) and not outside:
         raise ValueError(f"expected {paths.OUTSIDE}=true at the mixture, got it in {dataset}")
     named = []
-    for piece in pieces:
-        named += [piece] if os.path.exists(_join(folder, piece)) else files.expand_braces(piece)
+    for pattern in patterns:
+        named += [pattern] if os.path.exists(_join(folder, pattern)) else files.expand_braces(pattern)
     for name in named:
+        _check_wildcards(name)
         paths.resolve(name, folder, outside)
-    joined = "::".join(_join(folder, piece) for piece in pieces)
+    joined = "::".join(_join(folder, pattern) for pattern in patterns)
     if outside is False:
         for file in files.expand(joined) if files.has_pattern(joined) else ():
             paths.check_inside(file, folder)
@@ -264,6 +266,16 @@ def _resolve(dataset: str, folder: str, outside: bool | None) -> tuple[str, list
     if outside is not None:
         options.setdefault(paths.OUTSIDE, str(outside).lower())
     return joined + (f"?{urlencode(options, safe='/,:')}" if options else ""), named
+
+
+def _check_wildcards(pattern: str) -> None:
+    """Refuse wildcards whose search may take exponential time."""
+    components = pattern.split("/")
+    wild = [number for number, text in enumerate(components) if any(character in text for character in "*?[")]
+    if wild and ("**" in pattern or len(wild) > _MAX_WILD or ".." in components[wild[0] :]):
+        raise ValueError(
+            f"expected wildcards in at most {_MAX_WILD} components of a path, without ** and .., got {pattern[:100]}"
+        )
 
 
 def _join(folder: str, path: str) -> str:

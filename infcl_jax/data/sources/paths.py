@@ -1,4 +1,4 @@
-"""Paths that a dataset's files name: joined to its folder, and kept off other file systems."""
+"""Checked paths from the files of a dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = re.compile(r"\?(\w+=[^&]*(?:&\w+=[^&]*)*)$")
 
 
 def split_options(dataset: str) -> tuple[str, dict[str, str]]:
-    """Split a dataset into its path and its options, "a.csv?image=file" into "a.csv" and {"image": "file"}."""
+    """Split "a.csv?image=file" into "a.csv" and {"image": "file"}."""
     match = _OPTIONS.search(dataset)
     return (dataset[: match.start()], dict(parse_qsl(match[1]))) if match else (dataset, {})
 
@@ -51,10 +51,10 @@ def resolve(path: str, folder: str, outside: bool | None = None) -> str:
         resolved. True: it is anywhere.
 
     Raises:
-      ValueError: the path is empty, too long, has a null byte, "::" or a leading "~", or is out of bounds.
+      ValueError: the path is empty, too long, has a null byte or "::", or is out of bounds.
     """
-    if not 0 < len(path) <= _LONGEST or "\0" in path or "::" in path or path.startswith("~"):
-        raise ValueError(f"expected a path of at most {_LONGEST} characters without ~ and ::, got {path[:100]!r}")
+    if not 0 < len(path) <= _LONGEST or "\0" in path or "::" in path:
+        raise ValueError(f"expected a path of at most {_LONGEST} characters without ::, got {path[:100]!r}")
     absolute = files.is_remote(path) or os.path.isabs(path)
     if absolute and outside is not True and _file_system(path) != _file_system(folder):
         system = _file_system(folder) or "local paths"
@@ -79,7 +79,7 @@ def check_inside(path: str, folder: str) -> None:
 
 
 def are_outside(paths: pa.ChunkedArray, folder: str) -> np.ndarray:
-    """Tell which paths leave a folder, as texts: links in the folder are not followed.
+    """Mark the paths outside a folder, without following its links.
 
     Args:
       paths: strings or bytes [rows], without nulls.
@@ -147,7 +147,7 @@ def _text(value: pa.Scalar) -> str:
 
 
 def _file_system(path: str) -> str:
-    """Return the scheme of a URL, with the host where it has one; "" for a local path."""
+    """Return scheme and host of a URL; "" for a local path."""
     scheme, separator, rest = path.partition("://")
     return f"{scheme}://{rest.partition('/')[0] if scheme in _HOSTED else ''}" if separator else ""
 
@@ -167,4 +167,5 @@ def _normal(path: str, base: str = "") -> str:
         local = not files.is_remote(base)
         path = os.path.join(base, path) if local or not os.path.isabs(path) else path
     scheme, separator, rest = path.partition("://")
+    rest = rest.lstrip("/") if scheme == "memory" else rest  # fsspec writes memory:///a for memory://a
     return f"{scheme}://{posixpath.normpath(rest)}" if separator else os.path.abspath(path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from csv import Error as CSVError
 from csv import reader
@@ -15,7 +18,15 @@ from pyarrow import csv, json, parquet
 
 from infcl_jax.data.sources import captions, files
 from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, locate, starts_of, warn_dropped
-from infcl_jax.data.sources.columns import RowGroups, as_string, first_known, has_bytes, is_filled, is_text
+from infcl_jax.data.sources.columns import (
+    RowGroups,
+    as_string,
+    first_known,
+    has_bytes,
+    is_filled,
+    is_text,
+    read_columns,
+)
 from infcl_jax.data.sources.labels import UNLABELED, column_labels, label_strings, prompts
 from infcl_jax.data.sources.paths import OUTSIDE, outside_option, report_outside, resolve
 from infcl_jax.file_io import open_regular
@@ -32,6 +43,9 @@ _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
 _HEADER = 2**20  # bytes of the first line of a CSV file
 _SHOWN = 1000  # characters of the columns in messages
 _CHECKED = 16  # images whose existence is checked
+_NESTED = 64  # levels of a JSON value; Arrow recurses without a limit
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # of JSON
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class TableSource:
@@ -226,8 +240,9 @@ class _Table:
             schema = file.schema_arrow
             self._choose_columns(schema.names, options)
             if has_bytes(schema.field(self._image).type):
-                self._groups = RowGroups(file, self._image)
-            return file.read(columns=[name for name in self._used() if not self._groups or name != self._image])
+                self._groups = RowGroups(file, path, self._image)
+            used = [name for name in self._used() if not self._groups or name != self._image]
+            return read_columns(file, path, used)
         except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} is not a parquet file: {reason}") from error
@@ -298,7 +313,7 @@ class _Table:
         first = ""
         for key in keys:
             try:
-                path = resolve(key, self.images_folder, self._outside or None)  # all paths outside are counted later
+                path = resolve(key, self.images_folder, self._outside or None)  # `report_outside` follows
                 if files.is_remote(path) or os.path.exists(path):
                     return
                 first = first or f"none of the first {len(keys)} images exists, the first is {path}"
@@ -347,8 +362,19 @@ class _Table:
 def _check_lines(file: BinaryIO, path: str) -> None:
     """Check for lines that Arrow cannot read."""
     for line in iter(lambda: file.readline(_BLOCK), b""):
-        if line.lstrip().startswith(b"null"):  # Arrow 26 crashes where a block of lines starts with it
-            raise ValueError(f"expected an object in every line of {path}, got null; remove such lines")
         if len(line) == _BLOCK:
             raise ValueError(f"expected lines of less than {_BLOCK} bytes in {path}, got a longer one")
+        for row in line.removeprefix(codecs.BOM_UTF8).split(b"\r"):  # all line breaks of Arrow
+            row = row.strip()
+            # Arrow 26 crashes where a block of lines starts with null. An object of several lines could nest deeper.
+            if row[:1] + row[-1:] not in (b"", b"{}"):
+                raise ValueError(f"expected an object in every line of {path}, got {row[:40]!r}; correct such lines")
+            if row.count(b"[") + row.count(b"{") > _NESTED and _depth(row) > _NESTED:
+                raise ValueError(f"expected at most {_NESTED} nested values in {path}, got more; simplify such lines")
     file.seek(0)
+
+
+def _depth(row: bytes) -> int:
+    """Return the largest number of nested values in JSON."""
+    brackets = _STRING.sub(b"", row).translate(None, _NO_BRACKETS)
+    return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))

@@ -179,10 +179,12 @@ def _integer(file: BinaryIO, size: int) -> int:
 
 
 def _is_shard(shard: Any) -> bool:
-    """Check the header of a shard: size, modification time, samples, dropped samples by reason, problem."""
+    """Check the header entry of a shard."""
     match shard:
         case [int(size), str(), int(count), dict(dropped), str() | None]:
-            return 0 <= count <= size // tar_scan.BLOCK and all(isinstance(n, int) for n in dropped.values())
+            numbers = [size, count, *dropped.values()]
+            valid = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
+            return valid and count <= size // tar_scan.BLOCK
     return False
 
 

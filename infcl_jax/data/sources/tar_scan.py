@@ -28,6 +28,7 @@ _FORMAT, _FORMAT_OFFSET = b"ustar", 257  # of ustar, GNU and PAX headers
 _SEARCH_WINDOW = 2**20  # bytes per read in the search for a header
 _LARGEST = 2**32 - 1
 _LONGEST_NAME = 2**16  # bytes of an extended header; a larger one is damaged
+_MAX_RECORDS = 1024  # of a PAX header; a few are usual
 
 
 class DamagedTarError(Exception):
@@ -170,14 +171,14 @@ def _text(field: bytes) -> str:
 
 def _pax(records: bytes) -> tuple[str | None, int | None]:
     """Parse name and size of a PAX header, "LENGTH KEY=VALUE" records."""
-    values = {}
-    while records:
-        length, space, _ = records.partition(b" ")
-        if not space or len(length) > 9 or not length.isdigit() or not len(length) < int(length) <= len(records):
+    values, start = {}, 0
+    for _ in range(_MAX_RECORDS):
+        length, space, _ = records[start : start + 10].partition(b" ")
+        if not space or not length.isdigit() or not len(length) < int(length) <= len(records) - start:
             break
-        key, _, value = records[len(length) + 1 : int(length) - 1].partition(b"=")
+        key, _, value = records[start + len(length) + 1 : start + int(length) - 1].partition(b"=")
         values[key] = value
-        records = records[int(length) :]
+        start += int(length)
     size = values.get(b"size", b"")
     return _text(values.get(b"path", b"")) or None, int(size) if size.isdigit() and len(size) < 20 else None
 

@@ -67,7 +67,7 @@ class RecordFile:
 
 def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each line that is not blank."""
-    newlines, size, blank = [], os.path.getsize(path), b"\r\n\t "
+    newlines, size = [], os.path.getsize(path)
     with open_regular(path) as file:
         position = 0
         while block := file.read(_BLOCK):
@@ -75,11 +75,12 @@ def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
             position += len(block)
         stops = np.concatenate([*newlines, [size]]).astype(np.int64)
         starts = np.concatenate([[0], stops[:-1] + 1]).astype(np.int64)
-        short = np.flatnonzero(stops - starts <= 2)  # only these can be empty or a line break alone
-        keep = np.ones(len(starts), bool)
-        for row in short:
-            file.seek(int(starts[row]))
-            keep[row] = bool(file.read(max(0, int(stops[row] - starts[row]))).strip(blank))
+        keep = stops > starts
+        short = np.flatnonzero(keep & (stops - starts <= 2))  # only these can be a line break alone
+        if len(short):
+            data = np.memmap(file, np.uint8, "r")
+            ends = data[np.stack([starts[short], stops[short] - 1])]
+            keep[short] = ~np.isin(ends, np.frombuffer(b"\r\t ", np.uint8)).all(0)
     return starts[keep], stops[keep]
 
 

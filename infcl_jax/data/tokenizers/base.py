@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
+from infcl_jax.file_io import open_regular
 
 SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
 
@@ -21,8 +22,22 @@ SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has,
 # to encode, for tokens that truncation drops.
 _LONGEST_TEXT, _LONGEST_TOKEN = 2**14, 64
 
+_LARGEST_FILE = 2**28  # bytes of a vocabulary; Gemma's tokenizer.json has 33 MiB
+
 _logger = logging.getLogger(__name__)
 _count_lock = threading.Lock()  # module-level, because a tokenizer with a lock cannot be pickled
+
+
+def read_vocabulary_file(path: Path) -> bytes:
+    """Read a vocabulary of at most 256 MiB.
+
+    Raises:
+      ValueError: the path names a larger file, or no regular file.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise ValueError(f"expected at most {_LARGEST_FILE >> 20} MiB of vocabulary in {path}, got more")
+        return file.read(_LARGEST_FILE)
 
 
 class Tokenizer(Protocol):

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from infcl_jax.data.tokenizers.base import BaseTokenizer
+from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
 from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
-from infcl_jax.file_io import open_regular
 from infcl_jax.printable import printable
 
 _FILE = "tokenizer.json"
@@ -49,8 +48,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
                 f"expected a tokenizer of Hugging Face at {path}, got no file {file};"
                 " AutoTokenizer.from_pretrained(NAME).save_pretrained(PATH) writes one"
             )
-        with open_regular(file) as opened:
-            data = opened.read()
+        data = read_vocabulary_file(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
             padding = (self._tokenizer.padding or {}).get("pad_token")

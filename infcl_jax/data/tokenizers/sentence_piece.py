@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from infcl_jax.data.tokenizers.base import BaseTokenizer
+from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
 from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
-from infcl_jax.file_io import open_regular
 from infcl_jax.printable import printable
 
 _SHOWN = 200  # characters of a reason in an error
@@ -48,10 +47,10 @@ class SentencePieceTokenizer(BaseTokenizer):
         file = next((path / name for name in _FILES if (path / name).is_file()), path)
         if not file.is_file():
             raise ValueError(f"expected a SentencePiece model at {path}, got no file; a folder needs one of {_FILES}")
+        data = read_vocabulary_file(file)
         self._model = sentencepiece.SentencePieceProcessor()
         try:
-            with open_regular(file) as opened:
-                self._model.LoadFromSerializedProto(opened.read())
+            self._model.LoadFromSerializedProto(data)
             size, end = self._model.vocab_size(), self._model.eos_id()
         except Exception as error:  # the package raises RuntimeError or TypeError
             reason = printable(str(error))[:_SHOWN]

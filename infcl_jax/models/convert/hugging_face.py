@@ -55,7 +55,7 @@ def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], defa
         return dataclasses.replace(default, text=bert.read_config(config, default.text))
     if kind not in ("clip", "siglip"):
         raise ValueError(f"expected model_type clip, siglip, {', '.join(bert.KINDS)} in {CONFIG_FILE}, got {kind!r}")
-    fields = Section("", config)
+    fields = Section("", config).defaults({"projection_dim": 512, "logit_scale_init_value": math.log(1 / 0.07)})
     vision, text = (fields.section(f"{tower}_config").defaults(_DEFAULTS[kind, tower]) for tower in ("vision", "text"))
     shape: dict[str, Any] = {
         "image_size": vision.count("image_size", largest=LARGEST_SIDE),
@@ -69,12 +69,12 @@ def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], defa
     if kind == "clip":
         end = text.index("eos_token_id", 0, words["vocab_size"])
         return CLIPConfig(
-            embed_dim=fields.count("projection_dim", 512),
+            embed_dim=fields.count("projection_dim"),
             vision=VisionConfig(**_tower(vision), **shape),
             text=TextConfig(
                 **_tower(text), **words, end_token=None if end in (_LEGACY_END, words["vocab_size"] - 1) else end
             ),
-            init_logit_scale=fields.number("logit_scale_init_value", math.log(1 / 0.07)),
+            init_logit_scale=fields.number("logit_scale_init_value", 0.0),
             **_images(preprocessor, {}),
         )
     if not vision.flag("vision_use_head", True):
@@ -181,6 +181,8 @@ def _images(preprocessor: Mapping[str, Any], default: Mapping[str, Any]) -> dict
     if "resample" in names:
         changes["interpolation"] = images.choice("resample", _RESAMPLE, None)
     if "size" in names:
-        is_square = not isinstance(images.get("size"), int) and images.section("size").get("height") is not None
-        changes["resize_mode"] = "squash" if is_square and not images.flag("do_center_crop") else "shortest"
+        by_name = isinstance(images.get("size"), Mapping)
+        size = images.section("size") if by_name else Section("size", {"shortest_edge": images.side("size")})
+        is_squashed = size.get("height") is not None and not images.flag("do_center_crop")
+        changes["resize_mode"] = "squash" if is_squashed else "shortest"
     return {**default, **changes}

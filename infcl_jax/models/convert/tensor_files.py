@@ -78,7 +78,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"expected a weight_map with names of files in {path}, got {type(shards).__name__}")
     for shard in shards.values():
         is_plain = isinstance(shard, str) and os.path.basename(shard) == shard and "\\" not in shard
-        if not is_plain or not shard.endswith((".safetensors", *_TORCH_SUFFIXES)) or "\0" in shard:
+        if not is_plain or not shard.endswith((".safetensors", *_TORCH_SUFFIXES)) or printable(shard) != shard:
             raise ValueError(
                 f"expected shards to be files .safetensors, {', '.join(_TORCH_SUFFIXES)} in the folder of {path}, got "
                 f"{printable(str(shard)[:_SHOWN])}"

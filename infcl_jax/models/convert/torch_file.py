@@ -109,9 +109,7 @@ def _read_archive(archive: _Archive) -> dict[str, np.ndarray]:
     for key in _STATE_KEYS:
         if isinstance(saved, dict) and isinstance(saved.get(key), dict):
             saved = saved[key]
-    if not isinstance(saved, dict) or not all(
-        isinstance(name, str) and isinstance(value, StridedTensor) for name, value in saved.items()
-    ):
+    if not isinstance(saved, dict) or {type(value) for value in saved.values()} != {StridedTensor}:
         raise UnsupportedError(f"expected tensors by name, got {type(saved).__name__}")
     prefix = "module." if all(name.startswith("module.") for name in saved) else ""
     return {name.removeprefix(prefix): _read_tensor(printable(name)[:_SHOWN], archive, saved[name]) for name in saved}

@@ -1,7 +1,8 @@
 """Interpreter of the pickles of PyTorch checkpoints.
 
 `pickle` runs what a file names: with allowed functions only, a file can still change their attributes, hash nested
-tuples for hours and allocate a memo of gigabytes. This interpreter has the opcodes that `torch.save` writes.
+tuples for hours and allocate a memo of gigabytes. This interpreter has the opcodes that `torch.save` writes. Each takes
+constant time, or time linear in the operands that it removes from the stack.
 """
 
 import pickletools
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 
 from infcl_jax.printable import printable
 
-_VALUES = frozenset(
-    ["BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"]
-)
+_STRINGS = frozenset(["BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"])
+_BYTES = frozenset(["BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"])
+_NUMBERS = frozenset(["BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT"])
+_VALUES = _STRINGS | _BYTES | _NUMBERS
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LARGEST_KEY = 2**60  # larger integers share hashes
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": list}  # a set would hash its elements
+_LONGEST_NAME = 1000  # characters of a key; an insertion compares it with an equal key
 _SHOWN = 100  # characters of a name in an error
 
 
@@ -58,8 +61,9 @@ def load_pickle(data: bytes) -> Any:
       data: `data.pkl` of `torch.save`.
 
     Returns:
-      Dictionaries, lists, tuples, strings and numbers, with `StridedTensor` for tensors. Attributes of dictionaries,
-      such as `_metadata` of a state dict, are dropped.
+      Dictionaries, lists (also for sets), tuples, strings, bytes and numbers, with `StridedTensor` for tensors.
+      Attributes of dictionaries, such as `_metadata` of a state dict, are dropped, as are items of dictionaries whose
+      keys are no strings, such as those of an optimizer's state.
 
     Raises:
       UnsupportedError: the pickle has another class or opcode.
@@ -77,23 +81,26 @@ def _interpret(data: bytes) -> Any:
     """Run the opcodes; a wrong operand raises almost any exception."""
     stack: list[Any] = []
     outer: list[list[Any]] = []  # stacks below the marks
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _VALUES:
             stack.append(argument)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
-        elif name in ("EMPTY_DICT", "EMPTY_LIST"):
-            stack.append({} if name == "EMPTY_DICT" else [])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if argument is None else argument] = stack[-1]
+            index = len(memo) if argument is None else argument
+            if index > len(memo):
+                raise IndexError(name)
+            memo[index : index + 1] = [stack[-1]]
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name == "MARK":
             outer.append(stack)
             stack = []
-        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
+        elif name in ("TUPLE", "FROZENSET", "APPENDS", "ADDITEMS", "SETITEMS"):
             items, stack = stack, outer.pop()
             _extend(stack, name, items)
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "SETITEM"):
@@ -102,7 +109,9 @@ def _interpret(data: bytes) -> Any:
             _extend(stack, name, items)
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             module, attribute = argument.split(" ") if argument else [stack.pop(), stack.pop()][::-1]
-            stack.append(_Class(str(module), str(attribute)))
+            if not type(module) is type(attribute) is str:
+                raise TypeError(name)
+            stack.append(_Class(module, attribute))
         elif name == "REDUCE":
             arguments, function = stack.pop(), stack.pop()
             stack.append(_call(function, arguments))
@@ -121,15 +130,14 @@ def _interpret(data: bytes) -> Any:
 
 
 def _extend(stack: list[Any], name: str, items: list[Any]) -> None:
-    """Push a tuple, or add items to the list or dictionary on top of the stack."""
-    if name.startswith("TUPLE"):
+    """Push a tuple, or extend the container on top of the stack."""
+    if name.startswith(("TUPLE", "FROZENSET")):
         stack.append(tuple(items))
-    elif name.startswith("APPEND"):
+    elif name.startswith(("APPEND", "ADDITEMS")):
         list.extend(stack[-1], items)
-    else:
-        if not all(isinstance(key, str) or (type(key) is int and abs(key) < _LARGEST_KEY) for key in items[::2]):
-            raise UnsupportedError("expected names or numbers as keys of dictionaries, got others")
-        dict.update(stack[-1], zip(items[::2], items[1::2], strict=True))
+    else:  # a key that is no string may take long to hash
+        pairs = zip(items[::2], items[1::2], strict=True)
+        dict.update(stack[-1], [(k, value) for k, value in pairs if type(k) is str and len(k) <= _LONGEST_NAME])
 
 
 def _call(function: Any, arguments: Any) -> Any:
@@ -138,7 +146,7 @@ def _call(function: Any, arguments: Any) -> Any:
     if (module, name) == ("collections", "OrderedDict") and arguments == ():
         return {}
     if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-        storage, offset, shape, strides, *_ = arguments
+        storage, offset, shape, strides = arguments[:4]
         if type(storage) is not Storage:
             raise TypeError(name)
         return StridedTensor(storage, offset, shape, strides)

@@ -29,6 +29,7 @@ def folder(tmp_path):
         ("a.jpg", "/data", None, "/data/a.jpg"),
         ("a.jpg", "", None, "a.jpg"),
         ("../a.jpg", "/data", None, "/data/../a.jpg"),
+        ("~/a.jpg", "/data", None, "/data/~/a.jpg"),
         ("/else/a.jpg", "/data", None, "/else/a.jpg"),
         ("a.jpg", "gs://bucket/data", None, "gs://bucket/data/a.jpg"),
         ("gs://other/a.jpg", "gs://bucket/data", None, "gs://other/a.jpg"),
@@ -47,7 +48,6 @@ def test_paths_on_the_file_system_of_the_folder(path, base, outside, target):
         ("", "/data", True),
         ("x" * 5000, "/data", True),
         ("a\0.jpg", "/data", True),
-        ("~/a.jpg", "/data", True),
         ("simplecache::gs://bucket/a.jpg", "gs://bucket", True),
         ("file:///data/a.jpg", "/data", None),
         ("x/file:///a.jpg", "/data", None),
@@ -151,7 +151,18 @@ def test_links_of_folders_of_images(folder):
         ("a.csv::memory://a.csv", "", "expected a path on the file system of the dataset"),
         ("a.csv?folder=memory://x", "", "expected a path on the file system of the dataset"),
         ("a.csv?outside=true", "", "expected outside=true at the mixture"),
-        ("~/a.csv", "", "expected a path of at most"),
+        ("~/../a.csv", "?outside=false", "expected a path inside the folder"),
+        ("{~,x}/*.csv", "", "no file matches"),
+        ("*/../" * 12 + "*.tar", "", "expected wildcards in at most 4 components of a path, without"),
+        ("{*,x}/{..,x}/*.tar", "", "expected wildcards in at most 4 components of a path, without"),
+        ("**/*.tar", "", "expected wildcards in at most 4 components of a path, without"),
+        ("*/" * 4 + "*.tar", "", "expected wildcards in at most 4 components of a path, without"),
+        ("a?b.json", "", "expected a dataset that is no mixture"),
+        ("{0..0}" * 800 + ".csv", "", "expected at most 4096 characters and 16 braces"),
+        ("{0..0}" * 17 + ".csv", "", "expected at most 4096 characters and 16 braces"),
+        ("x" * 5000 + "{0..1048575}.csv", "", "expected at most 4096 characters and 16 braces"),
+        ("x" * 1000 + "{0..1048575}.csv", "", "expected at most 1048576 files in braces and 268435456 characters"),
+        ("{" + "0" * 4000 + "..1048575}.csv", "", "expected braces such as"),
         ("x/../../a.csv", "?outside=false", "expected a path inside the folder"),
         ("up/*.csv", "?outside=false", "expected a path inside the folder"),
         ("{/etc,.}/a.csv", "?outside=false", "expected a path inside the folder"),
@@ -167,7 +178,7 @@ def test_components_of_mixtures_out_of_bounds(folder, path, option, match):
     write(folder, [("../b.jpg", "b")], "b.csv")
     write(folder.parent, [("b.jpg", "a")])
     (folder / "m.json").write_text(json.dumps([{"path": path}]))
-    with pytest.raises(ValueError, match=rf"m\.json, component 0: .*{match}"):
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"m\.json, component 0: .*{match}"):
         load_source(f"{folder}/m.json{option}", "train")
 
 
@@ -182,6 +193,20 @@ def test_components_of_mixtures_outside_are_counted(folder, caplog):
     assert len(load_source(f"{folder}/m.json?outside=true", "train")) == 3
 
 
+@pytest.mark.parametrize("base", ["absolute", "relative"])
+@pytest.mark.parametrize("path", ["~/a.csv", "~/[a].csv", "a.csv::~/*.csv", "~b.csv"])
+def test_components_of_mixtures_in_the_home_folder(folder, caplog, monkeypatch, base, path):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.chdir(folder)
+    write(folder.parent, [("b.jpg", "a")])
+    write(folder, [("a.jpg", "a")])
+    write(folder, [("a.jpg", "a")], "~b.csv")
+    (folder / "m.json").write_text(json.dumps([{"path": path}]))
+    source = load_source("m.json" if base == "relative" else f"{folder}/m.json", "train")
+    assert source[0]["image"] == IMAGE
+    assert ("paths outside the folder" in caplog.text) == ("~/" in path)
+
+
 @pytest.mark.parametrize("dataset", ["a.csv", "m.json", ""])
 def test_values_of_the_option(folder, dataset):
     write(folder, [("a.jpg", "a")])
@@ -190,15 +215,16 @@ def test_values_of_the_option(folder, dataset):
         load_source(f"{folder}/{dataset}?outside=no", "train")
 
 
-def test_tables_on_other_file_systems(tmp_path):
+def test_tables_on_other_file_systems(tmp_path, caplog):
     fsspec = pytest.importorskip("fsspec")
     system = fsspec.filesystem("memory")
-    rows = ["a.jpg", "memory://paths/b.jpg", "/etc/passwd", f"file://{tmp_path}/a.jpg"]
+    rows = ["memory:///paths/set/a.jpg", "memory://paths/b.jpg", "/etc/passwd", f"file://{tmp_path}/a.jpg"]
     (tmp_path / "a.jpg").write_bytes(IMAGE)
     for name in ("set/a.jpg", "b.jpg"):
         system.pipe(f"/paths/{name}", IMAGE)
     system.pipe("/paths/set/a.csv", "\n".join(["path,caption", *(f"{row},text" for row in rows)]).encode())
     source = load_source("memory://paths/set/a.csv", "train")
+    assert "has 3 of 4 paths outside the folder" in caplog.text
     assert [source[i]["image"] for i in range(2)] == [IMAGE] * 2
     for index in (2, 3):
         with pytest.raises(BadRecordError, match=r"expected a path on the file system of the dataset \(memory://\)"):

@@ -7,6 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from infcl_jax.data import BadRecordError, load_source
+from infcl_jax.data.sources import columns
 
 ROWS = [(f"images/{i:06d}.jpg", f'caption {i}, "quoted"\nand a second line') for i in range(4)]
 CAPTIONS = [row[1] for row in ROWS]
@@ -160,12 +161,70 @@ def test_mistakes(tmp_path, text, option, match):
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
 def test_other_files_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"garbage")
-    with pytest.raises(ValueError, match=rf"{name} (is not a parquet file|cannot be read): "):
+    with pytest.raises(ValueError, match=rf"{name}(, got b'garbage'| is not a parquet file: )"):
         load(tmp_path / name)
 
 
-@pytest.mark.parametrize("lines", ["null\n", '{"path": "a.jpg", "text": "a"}\n  null\n'])
-def test_null_instead_of_an_object_is_refused(tmp_path, lines):
-    (tmp_path / "a.jsonl").write_text(lines)
-    with pytest.raises(ValueError, match=r"^expected an object in every line of .*a\.jsonl, got null; remove"):
-        load_source(str(tmp_path / "a.jsonl"), "train")
+ROW = b'{"path": "images/000000.jpg", "text": "[{"}'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"null\n",
+        ROW + b"\n  null\n",
+        b"\xef\xbb\xbfnull\n" + ROW,
+        ROW + b"\rnull   \n" + ROW,
+        b'{"path": "a.jpg", "text":\n' + b"[\n" * 2000 + b"]\n" * 2000 + b"}\n",
+        b"[1]\n",
+    ],
+)
+def test_lines_without_an_object_are_refused(tmp_path, lines):
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    with pytest.raises(ValueError, match=r"^expected an object in every line of .*a\.jsonl, got b'.*'; correct"):
+        load(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("value", ["[" * 2500 + "]" * 2500, '{"a":' * 64 + "1" + "}" * 64])
+@pytest.mark.parametrize("column", ["text", "other"])
+def test_deep_values_are_refused(tmp_path, value, column):
+    (tmp_path / "a.jsonl").write_text(f'{{"path": "a.jpg", "{column}": {value}}}')
+    with pytest.raises(ValueError, match=r"^expected at most 64 nested values in .*a\.jsonl, got more"):
+        load(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("value", ["[" * 63 + "]" * 63, json.dumps("[{" * 1000 + '\\"['), [[1]] * 1000])
+@pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
+def test_lines_with_many_brackets(folder, value, line_break):
+    line = ROW[:-1].decode() + f', "other": {value}}}'
+    (folder / "a.jsonl").write_bytes(f"\ufeff{line}{line_break}{line}".encode())
+    assert captions(load(folder / "a.jsonl")) == ["[{"] * 2
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_parquet_of_far_more_rows_than_bytes_is_refused(tmp_path, monkeypatch, images):
+    monkeypatch.setattr(columns, "_DECODED", 2**20)
+    image, text = captioned.jpeg(0) * 100, "x" * 10_000
+    table = pa.table(
+        {"image": [image] * 2000 if images else ["a.jpg"] * 2000, "text": ["a" if images else text] * 2000}
+    )
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert table.nbytes > 100 * (tmp_path / "a.parquet").stat().st_size + 2**20
+    with pytest.raises(ValueError, match=r"expected at most .* bytes in the columns .*image.* of .*a\.parquet"):
+        load(tmp_path / "a.parquet")[0]
+
+
+def test_parquet_that_does_not_fit_into_memory_is_refused(folder, monkeypatch):
+    def out_of_memory(*args):
+        raise pa.ArrowMemoryError("malloc of size 2147483648 failed")
+
+    as_parquet(folder / "a.parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", out_of_memory)
+    with pytest.raises(ValueError, match=r"^expected at most .* of .*a\.parquet$"):
+        load(folder / "a.parquet")
+
+
+def test_images_whose_names_start_with_a_tilde(tmp_path):
+    (tmp_path / "~a.jpg").write_bytes(captioned.jpeg(0))
+    captioned.write_csv(tmp_path / "a.csv", [("~a.jpg", "a")])
+    assert load(tmp_path / "a.csv")[0]["image"] == captioned.jpeg(0)

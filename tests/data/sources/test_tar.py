@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.data import BadRecordError, load_source
-from infcl_jax.data.sources import tar_index
+from infcl_jax.data.sources import tar_index, tar_scan
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
@@ -250,6 +250,8 @@ DAMAGE = {
     "another count": changed(2, 2),
     "dropped": changed(3, ["no image"]),
     "dropped count": changed(3, {"no image": "1"}),
+    "dropped count of 4300 digits": changed(3, {"no image": int("9" * 4300)}),
+    "negative dropped count": changed(3, {"no image": -1}),
     "problem": changed(4, 3),
 }
 
@@ -321,6 +323,11 @@ def test_pax_numbers_of_thousands_of_digits(tmp_path, record):
     path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
     path.write_bytes(block + path.read_bytes())
     assert captions(load(path)) == ["caption 0", "caption 1"]
+
+
+@pytest.mark.parametrize("count", [tar_scan._MAX_RECORDS - 1, tar_scan._MAX_RECORDS])
+def test_pax_headers_of_many_records(count):
+    assert tar_scan._pax(b"2 " * count + b"10 path=a\n") == ("a" if count < tar_scan._MAX_RECORDS else None, None)
 
 
 def test_index_goes_to_the_cache_folder_or_stays_in_memory(tmp_path, monkeypatch):

@@ -166,6 +166,14 @@ def test_huge_records_are_not_read(tmp_path, monkeypatch):
         QuerySource(tmp_path / "a.jsonl")[1]
 
 
+@pytest.mark.parametrize("line", [b"\n", b"\r\n", b" \n", b" \t\n"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\t"])
+def test_blank_lines_are_skipped(tmp_path, line, end):
+    (tmp_path / "a").write_bytes(line * 100_000 + b"a\n" + line + b" b" + end)
+    records = text_records.RecordFile(tmp_path / "a")
+    assert [records[i] for i in range(len(records))] == [b"a", b" b"]
+
+
 def test_queries_are_cut_with_one_warning(caplog):
     texts = pickle.loads(pickle.dumps(PairTexts(load_tokenizer("bytes", 12), query_length=6)))
     for _ in range(2):

@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,19 @@ def test_a_small_file_of_merges_takes_little_memory(tmp_path):
             file.write(bytes(2**20))
     with pytest.raises(ValueError, match=r"^expected at most 16 MiB of merges in .*merges.txt.gz, got more$"):
         load_tokenizer(f"clip:{tmp_path / 'merges.txt.gz'}")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("hf", "tokenizer.json"), ("sentencepiece", "spiece.model")])
+def test_a_large_vocabulary_is_refused_unread(kind, name, tmp_path):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"^expected at most 256 MiB of vocabulary in .*{name}, got more$"):
+            load_tokenizer(f"{kind}:{tmp_path}")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

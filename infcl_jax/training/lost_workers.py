@@ -7,11 +7,14 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from infcl_jax.data.workers import WorkerLost
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.file_io import read_json, replacing
 from infcl_jax.training.outputs import Outputs
+
+if TYPE_CHECKING:  # benchmarks of losses have no packages of the data pipeline
+    from infcl_jax.data.workers import WorkerLost
 
 LOST_WORKERS_FILE = "lost_workers.json"
 
@@ -63,7 +66,8 @@ class LostWorkers:
         if not error.killed:
             return error
         if any(first <= other_last and other_first <= last for other_first, other_last in self._ranges):
-            return WorkerLost(f"{error}; lost at step {first} again, so another start would lose it too", killed=False)
+            again = f"{error}; lost at step {first} again, so another start would lose it too"
+            return type(error)(again, killed=False)
         self._ranges.append((first, last))
         self._write()
         return Interrupted(f"{error}; lost at step {first}, the same command resumes the run")

@@ -15,8 +15,8 @@ RESUME = 75  # of infcl_jax.exit_codes, whose package imports JAX
 
 def leave(number: int, frame: FrameType | None) -> None:
     """Exit after a stop signal that no run handles yet."""
-    name = signal.Signals(number).name
-    os.write(sys.stderr.fileno(), f"asked to stop: nothing to save; the same command starts again ({name})\n".encode())
+    line = f"asked to stop: no new step to save; the same command continues the run ({signal.Signals(number).name})\n"
+    os.write(sys.stderr.fileno(), line.encode())
     os._exit(RESUME)
 
 

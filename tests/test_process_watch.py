@@ -27,7 +27,7 @@ def watch(tmp_path):
     """The watch of process 1 of 4, without its effects on this process."""
     watch = ProcessWatch.__new__(ProcessWatch)
     watch.folder, watch._rank, watch._count = tmp_path, 1, 4
-    watch.log, watch._client = tmp_path / "process-1.err", None
+    watch.log, watch._client, watch._lead = tmp_path / "process-1.err", None, None
     watch._start_timeout = watch._lost_process_timeout = 120
     watch._hosts, watch._failing, watch._started = {0: "a", 1: "a", 2: "b"}, False, time.time()
     return watch

@@ -229,13 +229,13 @@ def cases() -> dict[str, Case]:
         rows[f"{number.name} {seconds} s after the start"] = (
             lambda f, n=number, s=seconds: signaled(f, n, s),
             [RESUME],
-            ["asked to stop: nothing to save"],
+            ["asked to stop: no new step to save"],
         )
     missing = "process 0: expected 2 processes within 20 s, got fewer; without a start in "
     both = (
         lambda f: signaled(f, signal.SIGTERM, 0.3, (0, 1)),
         [RESUME] * 2,
-        [missing, "asked to stop: nothing to save"],
+        [missing, "asked to stop: no new step to save"],
     )
     rows["SIGTERM to process 1 while it imports"] = both
     for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):

@@ -75,7 +75,7 @@ test-gpu: $(STAMP)  ## Tests that need a GPU
 
 faults: $(FAULTS)  ## Every count of docs/reliability.md in full, for hours; with `make -k`, also after a failure
 
-faults-hostile: $(HOSTILE)  ## Hostile weights, datasets and work directories; starts, workers and evaluations that fail: about TODO minutes
+faults-hostile: $(HOSTILE)  ## Hostile weights, datasets and work directories; starts, workers and evaluations that fail: about an hour
 
 $(FAULTS): faults-%: $(STAMP)
 	$(BIN)/python -m tests.faults.$*

@@ -143,9 +143,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
       [(1, 4.1)]
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line before the last is not a metrics object, or the path names no regular file or one above
-          1 GiB.
+      FileNotFoundError: the file does not exist.
+      ValueError: a line before the last is not a metrics object, or the path names no regular file or one above 1 GiB.
     """
     path = Path(path)
     if not path.exists():

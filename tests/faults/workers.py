@@ -3,7 +3,8 @@
 python -m tests.faults.workers [--kills=N] [--seed=N]
 
 A row has the fault, the exit status, the seconds until the run has ended and its lines on stderr. The command exits
-with status 1 if a status or a number of lines is not as expected.
+with status 1 if a status or a number of lines is not as expected, or if shared memory of workers is left. No other run
+may have workers meanwhile.
 """
 
 import argparse

@@ -1,19 +1,25 @@
 """Inputs in processes of their own, with limits of time and memory."""
 
+import argparse
+import collections
 import json
 import os
 import resource
 import signal
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MEMORY = 2**29  # bytes that one input may add to the process
 SECONDS = 60  # no input takes ten
 
 
-def run_apart(run: Callable[[str, int, Path], dict[str, Any]], kind: str, seed: int) -> dict[str, Any]:
+Run = Callable[[str, int, Path], dict[str, Any]]
+
+
+def run_apart(run: Run, kind: str, seed: int) -> dict[str, Any]:
     """Call `run(kind, seed, folder)` in a fork.
 
     Args:
@@ -46,3 +52,29 @@ def run_apart(run: Callable[[str, int, Path], dict[str, Any]], kind: str, seed: 
     if not result["problem"] and result["bytes"] > MEMORY:
         result["problem"] = f"{result['bytes'] / 2**20:.0f} MiB of memory"
     return result
+
+
+def count_outcomes(run: Run, kinds: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
+    """Run inputs apart, print the counts of each kind, and exit with 1 after a problem.
+
+    Args:
+      run: see `run_apart`; its "counts" are added up, and its "line" is printed with the flag `--lines`.
+      kinds: kinds of the inputs, in turns.
+      arguments: flags "count", "seed" and, if any, "lines".
+    """
+    outcomes: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in kinds}
+    names, problems, most = set(), 0, 0
+    for number in range(arguments.count):
+        kind, seed = kinds[number % len(kinds)], arguments.seed + number
+        result = run_apart(run, kind, seed)
+        names.add(f"{kind}: {result['name']}")
+        outcomes[kind].update({"inputs": 1} | result.get("counts", {"crashed": 1}))
+        most = max(most, result["bytes"])
+        line = result["problem"] or (getattr(arguments, "lines", False) and result.get("line"))
+        problems += bool(result["problem"])
+        if line:
+            print(f"seed {seed}, {kind}, {result['name']}: {line}", flush=True)
+    for kind, counts in outcomes.items():
+        print(f"{kind}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    print(f"{arguments.count} inputs of {len(names)} kinds, at most {most / 2**20:.0f} MiB, {problems} problems")
+    sys.exit(problems > 0)

@@ -9,10 +9,8 @@ one line. Each input runs in a process of its own, which must neither crash, han
 """
 
 import argparse
-import collections
 import functools
 import os
-import sys
 import tempfile
 import traceback
 import warnings
@@ -27,7 +25,7 @@ from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.training import train_bpe
 from tests.faults import captions, images, special_files, tables, tars
-from tests.faults.apart import run_apart
+from tests.faults.apart import count_outcomes
 from tests.faults.case import Case
 
 SIDE = 16  # pixels
@@ -162,21 +160,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the forks run no JAX
     for kind in TOKENIZERS:
         tokenizer(kind)  # before the forks
-    inputs: dict[str, collections.Counter] = {kind: collections.Counter() for kind in DRAWS}
-    names, problems, most = set(), 0, 0
-    for number in range(arguments.count):
-        kind = tuple(DRAWS)[number % len(DRAWS)]
-        result = run_apart(run, kind, arguments.seed + number)
-        names.add(f"{kind}: {result['name']}")
-        inputs[kind].update({"inputs": 1} | result.get("counts", {}))
-        most = max(most, result["bytes"])
-        if result["problem"]:
-            problems += 1
-            print(f"seed {arguments.seed + number}, {kind}, {result['name']}: {result['problem']}", flush=True)
-    for kind, counts in inputs.items():
-        print(f"{kind}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    print(f"{arguments.count} inputs of {len(names)} kinds, at most {most / 2**20:.0f} MiB, {problems} problems")
-    sys.exit(problems > 0)
+    count_outcomes(run, tuple(DRAWS), arguments)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ input must load, with weights of the right shapes and texts of valid ids, or be 
 """
 
 import argparse
-import collections
 import contextlib
 import functools
 import gzip
 import json
 import os
 import struct
-import sys
 import tempfile
 import traceback
 import warnings
@@ -33,7 +31,7 @@ from infcl_jax.models import load_pretrained, variable_shapes
 from infcl_jax.models.convert.tensor_files import read_tensors
 from infcl_jax.models.convert.weight_map import flat_shapes
 from tests.faults import torch_files
-from tests.faults.apart import run_apart
+from tests.faults.apart import count_outcomes
 from tests.faults.case import choose
 from tests.faults.json_damage import WRONG, damage_bytes, damage_json
 
@@ -241,11 +239,11 @@ DRAWS: dict[str, Callable[[np.random.Generator, Path], Draw]] = {
 KINDS = ("safetensors", "config", "tokenizer", "index", "config", "tokenizer", "torch", "config", "tokenizer")
 
 
-def run(kind: str, seed: int, folder: Path) -> dict[str, str]:
+def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     """Draw the input of a seed and load it.
 
     Returns:
-      "name" of the damage, "outcome", and "problem", "" if the contract holds.
+      "name" of the damage, "counts" of the outcome, and "problem", "" if the contract holds.
     """
     case = Draw("?", lambda: None)
     try:
@@ -257,13 +255,13 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, str]:
         line = str(error)
         problem = "" if line and "\n" not in line and "\x1b" not in line and len(line) < 2000 else f"no line: {line!r}"
         outcome = "no file" if isinstance(error, FileNotFoundError) else "refused"
-        return {"name": case.name, "outcome": outcome, "line": line[:200], "problem": problem[:300]}
+        return {"name": case.name, "counts": {outcome: 1}, "line": line[:200], "problem": problem[:300]}
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:200]!r}"
-        return {"name": case.name, "outcome": "opaque", "problem": problem}
+        return {"name": case.name, "counts": {"opaque": 1}, "problem": problem}
     touched = "something is written" if (folder / "touched").exists() else ""
-    return {"name": case.name, "outcome": "loaded", "problem": touched}
+    return {"name": case.name, "counts": {"loaded": 1}, "problem": touched}
 
 
 def main() -> None:
@@ -278,23 +276,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:  # traces the models before the forks
             _model_files(Path(folder), library)
             load_model(Path(folder))
-    outcomes: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in DRAWS}
-    names, problems, most = set(), 0, 0
-    for number in range(arguments.count):
-        kind, seed = KINDS[number % len(KINDS)], arguments.seed + number
-        result = run_apart(run, kind, seed)
-        names.add(f"{kind}: {result['name']}")
-        outcomes[kind].update({"inputs": 1, result.get("outcome", "crashed"): 1})
-        most = max(most, result["bytes"])
-        if result["problem"]:
-            problems += 1
-            print(f"seed {seed}, {kind}, {result['name']}: {result['problem']}", flush=True)
-        elif arguments.lines and "line" in result:
-            print(f"seed {seed}, {kind}, {result['name']}: {result['line']}", flush=True)
-    for kind, counts in outcomes.items():
-        print(f"{kind}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    print(f"{arguments.count} inputs of {len(names)} kinds, at most {most / 2**20:.0f} MiB, {problems} problems")
-    sys.exit(problems > 0)
+    count_outcomes(run, KINDS, arguments)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,15 @@ GUARDED = "import infcl_jax\nif __name__ == '__main__':\n    infcl_jax.train({se
 
 def workers(process: subprocess.Popen) -> list[int]:
     """Process ids of the data workers of a run that have started to read."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, status = (folder / "comm").read_text(), (folder / "status").read_text()
         except OSError:  # ended meanwhile
             continue
         if name.startswith("data worker") and f"PPid:\t{process.pid}\n" in status:
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 def kill(workdir: Path, number: signal.Signals, delay: float) -> tuple[int, float, list[str]]:

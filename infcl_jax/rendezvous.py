@@ -159,7 +159,7 @@ def _identity(watch: ProcessWatch | None) -> dict[str, Any]:
 
 
 def _listen(address: Address, count: int, deadline: float) -> socket.socket:
-    """Listen alone on the coordinator's port, on the interfaces on which JAX will, once it is free."""
+    """Listen alone on the coordinator's port, on JAX's interfaces, once it is free."""
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host = parse_address(bind).host if bind else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     port = parse_address(bind).port if bind else address.port

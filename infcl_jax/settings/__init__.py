@@ -7,14 +7,17 @@ from infcl_jax.settings.config import (
     default_config,
     flattened,
     format_changes,
+    keep_recorded,
     make_config,
     name_changes,
     scaled_learning_rate,
     with_changes,
 )
 from infcl_jax.settings.length import total_steps, with_total_steps
+from infcl_jax.settings.names import closest_setting
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
-from infcl_jax.settings.setting import Range, Setting, type_name
+from infcl_jax.settings.precision import model_changes, resolved_precision
+from infcl_jax.settings.setting import Range, Setting, as_integer, type_name
 from infcl_jax.settings.table import SECTIONS, SETTINGS
 from infcl_jax.settings.text import format_entry, format_help, format_markdown, format_python
 
@@ -23,10 +26,12 @@ __all__ = [
     "SETTINGS",
     "Range",
     "Setting",
+    "as_integer",
     "changed_settings",
     "check_config",
     "check_fixed",
     "check_model_overrides",
+    "closest_setting",
     "default_config",
     "flattened",
     "format_changes",
@@ -34,9 +39,12 @@ __all__ = [
     "format_help",
     "format_markdown",
     "format_python",
+    "keep_recorded",
     "make_config",
+    "model_changes",
     "name_changes",
     "parse_overrides",
+    "resolved_precision",
     "scaled_learning_rate",
     "total_steps",
     "type_name",

@@ -1,19 +1,40 @@
 """Defaults, checks and comparison of configurations."""
 
 import contextlib
-import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
 from infcl_jax.checks import check_positive_int
 from infcl_jax.settings.consistency import check_consistency
-from infcl_jax.settings.setting import Setting
+from infcl_jax.settings.names import closest_setting
+from infcl_jax.settings.setting import Setting, as_integer
 from infcl_jax.settings.table import SETTINGS
+
+
+class SettingsDict(ConfigDict):
+    """Settings, or a group of them, that suggests names and takes integers such as 12.8e9."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a value.
+
+        Raises:
+          KeyError: the configuration is locked, and there is no such setting.
+          TypeError: the value has another type.
+        """
+        if key in self:
+            kind = self.get_type(key)
+            if kind is int:
+                value = as_integer(value)
+            elif kind is tuple and value == (None,):  # None on the command line
+                value = None
+        elif self.is_locked and (close := closest_setting(key)):
+            raise KeyError(f"no such setting: {key}; did you mean {close}?")
+        super().__setitem__(key, value)
 
 
 def default_config() -> ConfigDict:
@@ -25,13 +46,14 @@ def default_config() -> ConfigDict:
       >>> default_config().optimizer.name
       'adamw'
     """
-    config = ConfigDict()
+    config = SettingsDict()
     for setting in SETTINGS.values():
         group, _, field = setting.name.rpartition(".")
         if group and group not in config:
-            config[group] = ConfigDict()
+            config[group] = SettingsDict()
         owner = config[group] if group else config
-        owner[field] = placeholder(setting.base_type) if setting.default is None else setting.default
+        kind = tuple if get_origin(setting.base_type) else setting.base_type  # a generic type is no field type
+        owner[field] = placeholder(kind) if setting.default is None else setting.default
     return config.lock()
 
 
@@ -54,9 +76,11 @@ def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     changed = config.copy_and_resolve_references()
     for name, value in _dotted(changes).items():
         if name not in SETTINGS:
-            close = difflib.get_close_matches(name, SETTINGS, 1)
-            advice = f"did you mean {close[0]!r}?" if close else "docs/settings.md lists them"
+            close = closest_setting(name)
+            advice = f"did you mean {close!r}?" if close else "docs/settings.md lists them"
             raise ValueError(f"expected names of settings, got {name!r}; {advice}")
+        if SETTINGS[name].base_type is int:
+            value = as_integer(value)
         SETTINGS[name].check(value)
         changed.update_from_flattened_dict({name: value})
     return changed
@@ -169,6 +193,20 @@ def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, A
     """
     after = flattened(new)
     return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
+
+
+def keep_recorded(old: ConfigDict, new: ConfigDict) -> ConfigDict:
+    """Return the settings of a resumed run: recorded values in place of defaults that are chosen once, at its start.
+
+    Args:
+      old: settings of the run, from `infcl_jax.run.saved_config`.
+      new: settings with which it is resumed.
+    """
+    resumed, recorded = new.copy_and_resolve_references(), {s.name: value for s, value in setting_values(old)}
+    for setting, value in setting_values(new):
+        if setting.resolved_once and value == setting.default:
+            resumed.update_from_flattened_dict({setting.name: recorded[setting.name]})
+    return resumed
 
 
 def check_fixed(

@@ -12,6 +12,7 @@ _LARGEST_INT, _LARGEST_FLOAT = 2**63 - 1, float(np.finfo(np.float32).max)
 _SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
+_AS_DEFAULT: Any = object()  # runs without the setting behave like its default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Setting:
       fixed: whether a resumed run must keep the value.
       shapes: whether names or shapes of a checkpoint's arrays can depend on the value.
       evaluated: whether an evaluation may change the value.
+      before: value of runs from before the setting existed, or had its present default. A resumed run that does not
+        change the default keeps the value of its `config.json`, or this one without it.
     """
 
     name: str
@@ -71,6 +74,12 @@ class Setting:
     fixed: bool = False
     shapes: bool = False
     evaluated: bool = False
+    before: Any = _AS_DEFAULT
+
+    @property
+    def resolved_once(self) -> bool:
+        """Return whether a resumed run keeps the recorded value in place of the default."""
+        return self.before is not _AS_DEFAULT
 
     @property
     def base_type(self) -> Any:
@@ -131,6 +140,11 @@ def is_a(value: Any, kind: Any) -> bool:
         number = isinstance(value, int | kind) and not isinstance(value, bool)
         return number and abs(value) <= (_LARGEST_INT if kind is int else _LARGEST_FLOAT)  # false for NaN
     return isinstance(value, kind)
+
+
+def as_integer(value: Any) -> Any:
+    """Return a whole float, such as 12.8e9, as an integer, and other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def type_name(kind: Any) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from infcl_jax.data.sources.base import Example
 from infcl_jax.data.sources.files import check_size
@@ -12,6 +17,9 @@ NONE = "none"  # value of the option "caption" for images without captions or la
 LARGEST = 2**20  # bytes of a text file, characters of a caption; longer than a book chapter
 LARGEST_JSON = 2**23  # bytes of a JSON file of captions, which escapes each byte as up to six
 JSON_FIELDS = ("caption", "captions", "text", "texts", "title")
+_ESCAPE = r"""\\(?:[\\'"abfnrtv]|x[\da-fA-F]{2}|u[\da-fA-F]{4}|U000[\da-fA-F]{5})"""
+_ITEM = re.compile(rf"""'(?:[^'\\\n]|{_ESCAPE})*'|"(?:[^"\\\n]|{_ESCAPE})*"|None|nan""")  # of Python
+_LIST = re.compile(rf"\[\s*(?:(?:{_ITEM.pattern})(?:\s*,\s*|\s+))*(?:{_ITEM.pattern})?\s*\]")
 
 
 def largest(extension: str) -> int:
@@ -34,21 +42,63 @@ def text(data: bytes) -> str:
 def json_captions(data: bytes, fields: Sequence[str] = JSON_FIELDS) -> list[str]:
     """Find the captions in JSON data.
 
+    Null, NaN, blank texts, empty lists and missing fields are no captions.
+
     Args:
       data: JSON of a text, a list of texts, or an object with one of them in a field.
       fields: names of the field, in order of preference.
 
+    Returns:
+      Captions without surrounding white space; empty if there are none.
+
     Raises:
-      ValueError: the JSON is damaged, or there is no caption.
+      ValueError: the JSON is damaged, or a caption has another type.
     """
     value = parse_json(data, "the caption", object)
-    if isinstance(value, dict):
-        value = next((value[field] for field in fields if value.get(field)), None)
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"expected JSON with a text or texts in one of {', '.join(fields)}, got {str(value)[:40]}")
-    return [item.strip() for item in value]
+    for content in [value.get(field) for field in fields] if isinstance(value, dict) else [value]:
+        captions = as_captions(content)
+        if captions is None:
+            raise ValueError(
+                f"expected JSON with a text or texts in one of {', '.join(fields)}, got {str(content)[:40]}"
+            )
+        if captions:
+            return captions
+    return []
+
+
+def as_captions(value: Any) -> list[str] | None:
+    """Return the captions of a text or list of texts, without missing ones.
+
+    Returns:
+      Captions without blank, null and NaN ones; None if the value is of another type.
+    """
+    items = value if isinstance(value, list) else [value]
+    if not all(item is None or isinstance(item, str) or _is_nan(item) for item in items):
+        return None
+    return [item.strip() for item in items if isinstance(item, str) and item.strip()]
+
+
+def cell_captions(cell: str) -> list[str]:
+    """Find the captions in a cell of a table.
+
+    Pandas writes lists as Python does ("['a', 'b']"), and arrays as NumPy does ("['a' 'b']").
+
+    Args:
+      cell: text, or list of texts in JSON, Python or NumPy; without surrounding white space.
+    """
+    if cell[:1] != "[" or cell[-1:] != "]":
+        return [cell]
+    try:
+        captions = as_captions(json.loads(cell))
+    except (ValueError, RecursionError):
+        captions = None
+    if captions is None and _LIST.fullmatch(cell):
+        captions = as_captions([ast.literal_eval(item) for item in _ITEM.findall(cell) if item[0] in "'\""])
+    return [cell] if captions is None else captions
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def example(image: bytes, captions: Sequence[str], label: int = -1) -> Example:

@@ -228,3 +228,138 @@ def test_images_whose_names_start_with_a_tilde(tmp_path):
     (tmp_path / "~a.jpg").write_bytes(captioned.jpeg(0))
     captioned.write_csv(tmp_path / "a.csv", [("~a.jpg", "a")])
     assert load(tmp_path / "a.csv")[0]["image"] == captioned.jpeg(0)
+
+
+IMAGES = [captioned.jpeg(i) for i in range(4)]
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+BYTES_AND_PATH = [{"bytes": image, "path": "x.jpg"} for image in IMAGES]
+TYPES = {
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), list("abca")),
+    "large": (pa.large_string(), list("abca")),
+    "view": (pa.string_view(), list("abca")),
+    "bytes": (pa.binary_view(), [b"a", b"b", b"c", b"a"]),
+    "list": (pa.list_(pa.string()), [["a", "x"], ["b"], ["c"], ["a"]]),
+    "large list": (pa.large_list(pa.large_string()), [["a"], ["b", None], ["c"], ["", "a"]]),
+    "fixed-size list": (pa.list_(pa.string(), 2), [["a", "x"], ["b", None], ["c", "x"], ["a", ""]]),
+    "list of dictionary": (pa.list_(pa.dictionary(pa.int8(), pa.string())), [["a"], ["b"], ["c"], ["a"]]),
+}
+
+
+def write_parquet(path, images, texts, column="image", **options):
+    parquet.write_table(pa.table({column: images, "text": texts}), path, **options)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_types_of_parquet_captions(folder, kind):
+    arrow, values = TYPES[kind]
+    source = load(write_parquet(folder / "a.parquet", [p for p, _ in ROWS], pa.array(values, arrow)))
+    assert captions(source) == list("abca")
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        pa.array(IMAGES, pa.large_binary()),
+        pa.array(IMAGES, pa.binary_view()),
+        pa.array(IMAGES).dictionary_encode(),
+        pa.array([{"bytes": image} for image in IMAGES]),
+        pa.array(BYTES_AND_PATH, pa.struct([("path", pa.large_string()), ("bytes", pa.large_binary())])),
+    ],
+)
+def test_types_of_parquet_images(tmp_path, images):
+    source = load(write_parquet(tmp_path / "a.parquet", images, list("abcd")))
+    assert [source[i]["image"] for i in range(4)] == IMAGES
+
+
+@pytest.mark.parametrize("missing", [None, b""])
+@pytest.mark.parametrize("struct", [True, False])
+@pytest.mark.parametrize("size", [1, 1000])  # statistics have the bounds of small values alone
+def test_rows_without_embedded_image_are_dropped(tmp_path, missing, struct, size):
+    images = [image * size for image in IMAGES]
+    images[1] = missing
+    column = [{"bytes": image, "path": None} if struct else image for image in images] + [None] * 2
+    source = load(write_parquet(tmp_path / "a.parquet", column, list("abcdef"), row_group_size=2))
+    assert source.dropped == {"no image": 3} and captions(source) == list("acd")
+    assert [source[i]["image"] for i in range(3)] == [images[0], *images[2:]]
+
+
+@pytest.mark.parametrize("struct", [True, False])
+def test_row_groups_with_known_images_are_not_read(tmp_path, monkeypatch, struct):
+    """Nor is any row group by another process, which gets the rows."""
+    column = BYTES_AND_PATH if struct else IMAGES
+    path = write_parquet(tmp_path / "a.parquet", [*column, None, None, None, column[0]], ["a"] * 8, row_group_size=2)
+    read, batches = [], parquet.ParquetFile.iter_batches
+
+    def recorded(file, size, groups, columns):
+        read.extend(groups if groups and columns != ["text"] else [])
+        return batches(file, size, groups, columns)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", recorded)
+    source = load(path)
+    assert (len(source), read) == (5, [3])
+    assert pickle.loads(pickle.dumps(source)).dropped == {"no image": 3} and read == [3]
+
+
+def test_images_beside_urls_and_paths_are_read(tmp_path):
+    names = ["path", "jpeg", "png", "webp", "image_bytes"]
+    for name in names[1:]:
+        table = {"url": ["https://x/a.jpg"] * 4, "path": ["gone.jpg"] * 4, name: IMAGES, "caption": list("abcd")}
+        parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+        assert load(tmp_path / "a.parquet")[3]["image"] == IMAGES[3]
+
+
+@pytest.mark.parametrize("bad", [None, "", " \t", "\u3000", "[]", "['', ' ']", b" ", [], [None, " "], float("nan")])
+def test_blank_captions_are_dropped(tmp_path, bad):
+    if not isinstance(bad, float):
+        whole = [b"a", b"b"] if isinstance(bad, bytes) else [["a"], ["b"]] if isinstance(bad, list) else ["a", "b"]
+        path = write_parquet(tmp_path / "a.parquet", IMAGES[:3], [whole[0], bad, whole[1]])
+        assert (captions(load(path)), load(path).dropped) == (["a", "b"], {"no caption": 1})
+    if not isinstance(bad, bytes):
+        (tmp_path / "0.jpg").write_bytes(IMAGES[0])
+        lines = [json.dumps({"image": "0.jpg", "text": text}) for text in ("a", bad, "b")]
+        (tmp_path / "a.jsonl").write_text(
+            "\n".join(lines).replace('"a"', '["a"]').replace('"b"', '["b"]')
+            if isinstance(bad, list)
+            else "\n".join(lines)
+        )
+        assert load(tmp_path / "a.jsonl").dropped == {"no caption": 1}
+
+
+def test_paths_of_structs_stay_in_bounds(folder):
+    column = [{"bytes": None, "path": "images/000000.jpg"}, {"bytes": b"", "path": "gs://b/a.jpg"}, {"path": "/a.jpg"}]
+    path = write_parquet(folder / "a.parquet", pa.array(column, STRUCT), list("abc"))
+    source = load(path)
+    assert source[0]["image"] == IMAGES[0] and source.key(0) == "images/000000.jpg"
+    with pytest.raises(BadRecordError, match="file system"):
+        source[1]
+    with pytest.raises(ValueError, match=r"2 of 3 paths outside the folder"):
+        load(f"{path}?outside=false")
+
+
+@pytest.mark.parametrize(
+    ("images", "texts", "match"),
+    [
+        ([1, 2], ["a", "b"], "a.parquet, image column 'image': expected paths, encoded images .*, got int64"),
+        ([{"x": b"a"}], ["a"], "a.parquet, image column 'image': expected .*, got struct"),
+        ([["a"]], ["a"], "a.parquet, image column 'image': expected .*, got list"),
+        (
+            IMAGES[:1],
+            [1],
+            "a.parquet, caption column 'text': expected texts or lists of texts, got int64; name another",
+        ),
+        (IMAGES[:1], [[["a"]]], "a.parquet, caption column 'text': expected texts or lists of texts, got list"),
+        (IMAGES[:1], [{"raw": "a"}], "a.parquet, caption column 'text': expected texts or .*, got struct"),
+        ([None, None], ["a", "b"], "a.parquet has no row with an image and a caption"),
+    ],
+)
+def test_wrong_types_name_file_and_column(tmp_path, images, texts, match):
+    with pytest.raises(ValueError, match=match) as error:
+        load(write_parquet(tmp_path / "a.parquet", images, texts))
+    assert "\n" not in str(error.value)
+
+
+def test_embedded_images_alone(tmp_path):
+    parquet.write_table(pa.table({"image": [*IMAGES, None]}), tmp_path / "a.parquet")
+    source = load(f"{tmp_path}/a.parquet?caption=none")
+    assert (len(source), source[3]["image"], source.dropped) == (4, IMAGES[3], {"no image": 1})

@@ -1,0 +1,277 @@
+"""Rows of one table: its columns, images and captions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from csv import Error as CSVError
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from infcl_jax.data.sources import captions, files
+from infcl_jax.data.sources.columns import (
+    RowGroups,
+    as_string,
+    class_names,
+    first_known,
+    image_fields,
+    is_filled,
+    is_text,
+    may_be_images,
+    plain_type,
+    read_columns,
+)
+from infcl_jax.data.sources.labels import UNLABELED, label_strings
+from infcl_jax.data.sources.paths import outside_option, resolve
+from infcl_jax.data.sources.text_tables import read_csv, read_json_lines
+from infcl_jax.file_io import open_regular
+
+IMAGE_COLUMNS = (
+    "image", "image_path", "filepath", "file_path", "filename", "file_name", "path", "file", "img", "img_path", "jpg",
+    "jpeg", "png", "webp", "image_bytes", "bytes", "url", "image_url",
+)  # fmt: skip
+CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
+LABEL_COLUMNS = ("label", "class")
+_SHOWN = 1000  # characters of the columns in messages
+_CHECKED = 16  # images whose existence is checked
+
+
+class TableFile:
+    """Rows of one file that have an image and a caption or label.
+
+    Attributes:
+      path: path of the file.
+      folder: folder of the file.
+      images_folder: base of relative image paths.
+      columns: names of all columns.
+      captioned: whether there is a caption column.
+      label_column: description of the label column.
+      class_names: names of integer labels in the file itself, as Hugging Face writes them; else None.
+      labels: int32 [rows], -1 without label.
+      paths: paths of the images [rows], "" for images in the table; None if all are.
+      embedded: bool [all rows], whether the image is in the table; None if no image can be.
+      dropped: number of rows that are left out, by reason.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, str], embedded: np.ndarray | None = None):
+        self.path = path
+        self.dropped: dict[str, int] = {}
+        self.folder = path.rpartition("/")[0]
+        self.images_folder = options.get("folder") or self.folder
+        self.class_names: tuple[str, ...] | None = None
+        self.embedded = embedded
+        self._outside = outside_option(options)
+        self._groups: RowGroups | None = None
+        read = self._read_parquet if path.endswith(".parquet") else self._read_text
+        table = read(path, options)
+        self._label_values = table.column(self._label) if self._label else None
+        paths = self._read_paths(table)
+        complete = self._complete(table, paths)
+        self._rows = np.flatnonzero(complete)
+        # Filtering keeps the chunks of a column: one Arrow array has at most 2 GiB of text.
+        kept = pa.array(complete)
+        self._texts = [table.column(name).filter(kept) for name in self._captions]
+        self._label_values = table.column(self._label).filter(kept) if self._label else None
+        self.labels = np.full(len(self._rows), UNLABELED, np.int32)
+        self.paths = None if paths is None or not len(self) else paths.filter(kept)
+        self._check_paths()
+
+    def _choose_columns(
+        self, columns: Sequence[str], options: Mapping[str, str], binary: Sequence[str] = ()
+    ) -> list[str]:
+        """Choose the columns to read.
+
+        Args:
+          columns: names of all columns.
+          options: options of `TableSource`.
+          binary: names of columns with encoded images, which come before paths.
+
+        Returns:
+          Names of the chosen columns, that of the images first.
+        """
+        self.columns = ", ".join(columns)[:_SHOWN]
+        requested = [column for column in options.get("caption", "").split(",") if column]
+        self._image = (
+            options.get("image") or first_known(binary, IMAGE_COLUMNS) or self._detect(columns, "image", IMAGE_COLUMNS)
+        )
+        self._label = options.get("label") or first_known(columns, LABEL_COLUMNS)
+        self._images_only = requested == [captions.NONE]
+        if self._images_only:
+            requested, self._label = [], None
+        elif not requested and (first_known(columns, CAPTION_COLUMNS) or not self._label):
+            requested = [self._detect(columns, "caption", CAPTION_COLUMNS)]
+        self._captions, self.captioned = requested, bool(requested)
+        self.label_column = f"{self.path}, column {self._label!r}"
+        chosen = [("image", self._image), *(("caption", column) for column in self._captions)]
+        named = chosen + ([("label", self._label)] if self._label else [])
+        for option, column in named:
+            if list(columns).count(column) > 1:
+                raise ValueError(f"{self.path} has several columns named {column!r}; rename all but one")
+            if column not in columns:
+                raise ValueError(f"{self.path} has no {option} column {column!r}; its columns are {self.columns}")
+        return list(dict.fromkeys(column for _, column in named))
+
+    def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
+        column = first_known(columns, known)
+        if column is None:
+            raise ValueError(
+                f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
+            )
+        return column
+
+    def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
+        try:
+            if not files.is_remote(path):
+                open_regular(path).close()  # Arrow reads local files itself, and waits for FIFOs
+            file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
+            types = {field.name: plain_type(field.type) for field in file.schema_arrow}
+            image, *used = self._choose_columns(
+                file.schema_arrow.names, options, [name for name, kind in types.items() if may_be_images(kind)]
+            )
+            has_bytes, has_paths = self._image_fields(types[image])
+            if has_bytes:
+                groups = RowGroups(file, path, image)
+                self.embedded = groups.filled() if self.embedded is None else self.embedded
+                self._groups = groups if self.embedded.any() else None
+            if has_paths and not (has_bytes and self.embedded.all()):
+                used.append(f"{image}.path" if pa.types.is_struct(types[image]) else image)
+            self.class_names = class_names(file.schema_arrow, self._label)
+            return read_columns(file, path, used)
+        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for damaged data
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is not a parquet file: {reason}") from error
+
+    def _read_text(self, path: str, options: Mapping[str, str]) -> pa.Table:
+        def choose(columns: Sequence[str]) -> list[str]:
+            return self._choose_columns(columns, options)
+
+        try:
+            with files.open_file(path) as file:
+                if path.endswith(".jsonl"):
+                    return read_json_lines(file, path, choose)
+                table, damaged = read_csv(file, path, choose)
+        except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} cannot be read: {reason}; check that it is a table in UTF-8") from error
+        if damaged:
+            self.dropped["damaged row"] = damaged
+        return table
+
+    def _image_fields(self, kind: pa.DataType) -> tuple[bool, bool]:
+        try:
+            return image_fields(kind)
+        except ValueError as error:
+            raise ValueError(f"{self.path}, image column {self._image!r}: {error}") from None
+
+    def _read_paths(self, table: pa.Table) -> pa.ChunkedArray | None:
+        """Return the paths of images, "" for embedded ones; None without paths."""
+        if self._image not in table.column_names:
+            return None
+        column = table.column(self._image)
+        if not is_text(column.type):
+            _, has_paths = self._image_fields(column.type)
+            if not has_paths:
+                return pa.chunked_array([pa.nulls(table.num_rows, pa.string())])
+            column = pc.struct_field(column, "path")
+        return column if self.embedded is None else pc.if_else(self.embedded, pa.scalar("", column.type), column)
+
+    def _complete(self, table: pa.Table, paths: pa.ChunkedArray | None) -> np.ndarray:
+        """Return a mask of the complete rows, and count the others."""
+        images = np.zeros(table.num_rows, bool) if self.embedded is None else self.embedded
+        if paths is not None:
+            images = images | is_filled(paths)
+        if self._images_only:
+            texts = np.ones(len(images), bool)  # a table without columns has no rows
+        elif self.captioned:
+            texts = np.any([self._is_filled(table, name) for name in self._captions], axis=0)
+        else:
+            texts = np.asarray(pc.not_equal(self.label_strings(), ""))
+        for reason, mask in (("no image", ~images), ("no caption" if self.captioned else "no label", images & ~texts)):
+            if mask.any():
+                self.dropped[reason] = int(mask.sum())
+        return images & texts
+
+    def _is_filled(self, table: pa.Table, column: str) -> np.ndarray:
+        try:
+            return is_filled(table.column(column))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}, caption column {column!r}: {error}; name another with ?caption=COLUMN"
+            ) from None
+
+    def _check_paths(self) -> None:
+        if self.paths is None or self._groups is not None or not len(self):
+            return  # where some images are in the table, paths without a file are bad records
+        keys = [self.key(row) for row in range(min(_CHECKED, len(self)))]
+        if keys[0].startswith(("http://", "https://")):
+            raise ValueError(
+                f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
+                "for example with img2dataset, or name another column with ?image=COLUMN"
+            )
+        first = ""
+        for key in keys:
+            try:
+                path = resolve(key, self.images_folder, self._outside or None)  # `report_outside` follows
+                if files.is_remote(path) or os.path.exists(path):
+                    return
+                first = first or f"none of the first {len(keys)} images exists, the first is {path}"
+            except ValueError as error:
+                first = first or str(error)
+        raise ValueError(
+            f"{self.path}: {first}; name their folder with ?folder=FOLDER, or their column with ?image=COLUMN"
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def image(self, row: int) -> bytes:
+        """Read the encoded image of a row."""
+        key = self.key(row)
+        if self._groups is not None and not key:
+            return self._groups.read(int(self._rows[row]))
+        return files.read_file(resolve(key, self.images_folder, self._outside), files.LARGEST_IMAGE)
+
+    def captions(self, row: int) -> list[str]:
+        """Return the captions of a row."""
+        result: list[str] = []
+        for column in self._texts:
+            value = column[row].as_py()
+            cells = value if isinstance(value, list) else [value]
+            texts = [captions.text(cell) if isinstance(cell, bytes) else (cell or "").strip() for cell in cells]
+            result += texts if isinstance(value, list) else captions.cell_captions(texts[0])
+        return result
+
+    def label_strings(self) -> pa.ChunkedArray:
+        """Return the label column as strings, "" where there is none.
+
+        Raises:
+          ValueError: there is no label column, or it has other values than texts and numbers.
+        """
+        if self._label is None:
+            raise ValueError(
+                f"{self.path} has no label column; its columns are {self.columns}: name one with ?label=COLUMN"
+            )
+        return label_strings(self._label_values, self.label_column)
+
+    def key(self, row: int) -> str:
+        """Return the image path of a row, or "" for images in the table."""
+        return "" if self.paths is None else as_string(self.paths[row])
+
+    def image_names(self) -> list[str]:
+        """Name the image of each row by path or hash."""
+        names = []
+        for row in range(len(self)):
+            key = self.key(row)
+            path = key if files.is_remote(key) else os.path.join(self.images_folder, key)
+            names.append((path if files.is_remote(path) else os.path.abspath(path)) if key else self._image_hash(row))
+        return names
+
+    def _image_hash(self, row: int) -> str:
+        try:
+            return hashlib.blake2b(self.image(row)).hexdigest()
+        except ValueError:  # a bad record
+            return f"{self.path}:{row}"

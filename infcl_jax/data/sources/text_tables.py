@@ -1,0 +1,180 @@
+"""CSV, TSV and JSON lines files as Arrow tables."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from csv import reader
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+from pyarrow import csv, json
+
+from infcl_jax.data.sources.quotes import first_stray_quote
+from infcl_jax.data.sources.tar_scan import IMAGES
+from infcl_jax.file_io import parse_json
+
+_BLOCK = 2**26  # bytes of text parsed at once; longer than any row
+_HEADER = 2**20  # bytes of the first line of a CSV file
+_NESTED = 64  # levels of a JSON value; Arrow recurses without a limit
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # of JSON
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_TYPES = {str: "a text", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+
+_logger = logging.getLogger(__name__)
+
+Choose = Callable[[Sequence[str]], list[str]]  # from the names of all columns to those of used ones, images first
+
+
+def read_csv(file: BinaryIO, path: str, choose: Choose) -> tuple[pa.Table, int]:
+    """Read used columns of a CSV or TSV file, as bytes.
+
+    A TSV file with stray quotes was written without quoting, as Google's Conceptual Captions are, so its quotes are
+    text. OpenCLIP's own TSV files are quoted by pandas. A CSV file needs quotes, so stray ones are a warning.
+
+    Args:
+      file: the open file.
+      path: path of the file.
+      choose: see `Choose`.
+
+    Returns:
+      The table, and the number of rows with a wrong number of columns, which are left out.
+
+    Raises:
+      pa.ArrowException, UnicodeDecodeError, csv.Error: the file is damaged.
+    """
+    damaged = 0
+
+    def skip_damaged(row: Any) -> str:
+        nonlocal damaged
+        damaged += 1
+        return "skip"
+
+    header = file.readline(_HEADER)
+    separator = "\t" if b"\t" in header else ","
+    names = next(reader(header.decode("utf-8-sig").splitlines()[:1], delimiter=separator), [])
+    used = choose(names)
+    file.seek(0)
+    line = first_stray_quote(file, separator, _row_test(separator, names.index(used[0]), len(names)))
+    file.seek(0)
+    quoted = line is None or separator == ","
+    if not quoted:
+        _logger.warning("%s: the quote in line %d does not enclose a cell; all quotes are read as text", path, line)
+    elif line is not None:
+        _logger.warning(
+            "%s: the quoted cell in line %d is not closed at its end, which can swallow the rows behind it; correct it,"
+            ' and write quotes within quoted cells as ""',
+            path,
+            line,
+        )
+    # Arrow would keep the quotes in the names of an unquoted file.
+    named = {} if quoted else {"column_names": names, "skip_rows": 1}
+    table = csv.read_csv(
+        file,
+        csv.ReadOptions(block_size=_BLOCK, use_threads=False, **named),
+        csv.ParseOptions(
+            delimiter=separator,
+            quote_char='"' if quoted else False,
+            newlines_in_values=quoted,
+            invalid_row_handler=skip_damaged,
+        ),
+        # Bytes, because one caption that is not UTF-8 must not spoil the table.
+        csv.ConvertOptions(check_utf8=False, include_columns=used, column_types=dict.fromkeys(used, pa.binary())),
+    )
+    return table, damaged
+
+
+def _row_test(separator: str, image: int, columns: int) -> Callable[[bytes], bool]:
+    """Return a test for lines that look like a row, with an image file."""
+    extensions = tuple(f".{extension}".encode() for extension in IMAGES)
+
+    def is_row(line: bytes) -> bool:
+        cells = line.split(separator.encode())
+        return len(cells) >= max(columns, 2) and cells[image].strip(b'"\r\n ').lower().endswith(extensions)
+
+    return is_row
+
+
+def read_json_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
+    """Read used columns of a JSON lines file.
+
+    Args:
+      file: the open file.
+      path: path of the file.
+      choose: see `Choose`.
+
+    Raises:
+      ValueError: a line is not an object, or nested too deeply, or a used column has values of several types.
+    """
+    for _, row in _objects(file, path):
+        if row.count(b"[") + row.count(b"{") > _NESTED and _depth(row) > _NESTED:
+            raise ValueError(f"expected at most {_NESTED} nested values in {path}, got more; simplify such lines")
+    file.seek(0)
+    try:
+        table = json.read_json(file, json.ReadOptions(block_size=_BLOCK))
+    except pa.ArrowInvalid:
+        return _parse_lines(file, path, choose)
+    return table.select(choose(table.column_names))
+
+
+def _objects(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line from 1, and its object."""
+    file.seek(0)
+    number = 0
+    for line in iter(lambda: file.readline(_BLOCK), b""):
+        if len(line) == _BLOCK:
+            raise ValueError(f"expected lines of less than {_BLOCK} bytes in {path}, got a longer one")
+        rows = line.removeprefix(codecs.BOM_UTF8).split(b"\r")  # all line breaks of Arrow
+        if rows[-1] == b"\n":
+            rows.pop()  # of \r\n
+        for row in map(bytes.strip, rows):
+            number += 1
+            # Arrow 26 crashes where a block of lines starts with null. An object of several lines could nest deeper.
+            if row[:1] + row[-1:] not in (b"", b"{}"):
+                raise ValueError(f"expected an object in every line of {path}, got {row[:40]!r}; correct such lines")
+            if row:
+                yield number, row
+
+
+def _parse_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
+    """Read lines without Arrow.
+
+    Arrow wants one type in each column, also in unused ones, and refuses NaN.
+    """
+
+    def rows() -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((number, parse_json(row, f"line {number} of {path}")) for number, row in _objects(file, path))
+
+    used = choose(list(dict.fromkeys(name for _, row in rows() for name in row)))
+    columns: dict[str, list[Any]] = {name: [] for name in used}
+    first: dict[str, tuple[str, int]] = {}
+    for number, row in rows():
+        for name, values in columns.items():
+            value = row.get(name)
+            value = None if isinstance(value, float) and math.isnan(value) else value
+            kind, line = first.setdefault(name, (_kind(value), number)) if value is not None else ("", 0)
+            if value is not None and kind != _kind(value):
+                raise ValueError(
+                    f"expected values of one type in the column {name!r} of {path}, got {kind} in line {line} and"
+                    f" {_kind(value)} in line {number}; write all of them in the same way"
+                )
+            values.append(value)
+    return pa.table(columns)
+
+
+def _kind(value: Any) -> str:
+    """Name the JSON type of a value for messages."""
+    if isinstance(value, list):
+        texts = all(item is None or isinstance(item, str) for item in value)
+        return "a list of texts" if texts else "a list of other values"
+    return _TYPES[type(value)]
+
+
+def _depth(row: bytes) -> int:
+    """Return the largest number of nested values in JSON."""
+    brackets = _STRING.sub(b"", row).translate(None, _NO_BRACKETS)
+    return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))

@@ -26,7 +26,7 @@ from experiments import command_line
 from infcl_jax.data import ByteTokenizer, load_source, train_iterator
 from infcl_jax.data.encode import encode_jpeg
 from infcl_jax.data.sources import tar_index
-from infcl_jax.data.sources.tar_scan import BLOCK, ShardScan, scan_file
+from infcl_jax.data.sources.tar_scan import BLOCK, Layout, ShardScan, scan_file
 
 _SHARDS = flags.DEFINE_integer("shards", 100, "Number of tar files.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples_per_shard", 10000, "Samples of each tar file.", lower_bound=1)
@@ -63,9 +63,9 @@ def _write_shards(folder: Path) -> None:
         os.link(folder / "00000.tar", folder / f"{number:05d}.tar")
 
 
-def _scan_once(shards: Sequence[str], captions: Sequence[str], name: str) -> list[ShardScan]:
+def _scan_once(shards: Sequence[str], layout: Layout, name: str) -> list[ShardScan]:
     """Give every shard the samples of the first, in place of `tar_index._scan_all`."""
-    scan = scan_file(shards[0], captions)
+    scan = scan_file(shards[0], layout)
     return [scan._replace(entries=bytes(bytearray(scan.entries))) for _ in shards]
 
 

@@ -99,12 +99,12 @@ _HEADERS: tuple = (
     {"shards": "abcd"}, {"shards": {}}, {"shards": []}, {"shards": [[]]}, {"shards": [None]}, {"shards": [3]},
     {"shards": ["abcde"]},
 )  # fmt: skip
-# Field of a shard and its value: size, modification time, samples, dropped samples by reason, problem.
+# Field of a shard and its value: size, modification time, samples, dropped samples by reason, dotted name, problem.
 _FIELDS = (
     (0, -1), (0, 2**70), (0, "9"), (0, 1.5), (0, None), (1, 3), (1, None), (1, ["x"]), (2, -1), (2, 0), (2, 3), (2, 5),
     (2, 10**6), (2, 2**62), (2, 10**30), (2, "4"), (2, 4.0), (2, None), (2, [4]), (3, None), (3, []), (3, "no"),
     (3, {"x": "y"}), (3, {"x": None}), (3, {"x": [1]}), (3, {"x": -1}), (3, {"x": 2**63}),
-    (3, {"x": 10**4299}), (4, 3), (4, []), (4, {"x": 1}), (4, True), (5, "one more"),
+    (3, {"x": 10**4299}), (4, 3), (4, []), (5, 3), (5, []), (5, {"x": 1}), (5, True), (6, "one more"),
 )  # fmt: skip
 _ENTRIES = tuple((name, value) for name in tar_index.ENTRY_DTYPE.names for value in (0, 1, 127, 255, 2**32 - 1))
 _SIZES = (0, 1, 2**31, 2**63, 2**64 - 1)
@@ -150,6 +150,6 @@ def draw_index(rng: np.random.Generator, folder: Path) -> Case:
     elif kind == "size":
         path.write_bytes(index_file(header, entries, choose((*_SIZES, len(header) - 1, len(header) + 1), rng)))
     else:
-        path.write_bytes(b"infcltar2" + data[9:17] + data[21:])
+        path.write_bytes(b"infcltar3" + data[9:])
     os.utime(path)
     return Case(f"index {kind}", str(folder / "a.tar"), expected, may_be_refused=kind == "entries")

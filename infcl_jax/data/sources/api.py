@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infcl_jax.data.sources import files, paths, splits, table
+from infcl_jax.data.sources.annotations import check_no_annotations
 from infcl_jax.data.sources.base import Source
 from infcl_jax.data.sources.builtin import DIGITS, DigitsSource
 from infcl_jax.data.sources.folder import folder_source
@@ -31,11 +32,22 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
     - "shapes/quickstart", "coco_captions/2014": prepared TFDS dataset, `RecordSource`;
     - "shards-{00000..00041}.tar", "gs://bucket/*.tar", "a.tar::b.tar": tar files, `TarSource`;
     - "captions.csv", "captions.tsv", "captions.jsonl", "train-*.parquet": tables, `TableSource`;
-    - a folder: its tar files, its tables, or images with captions or in a subfolder per class, `folder_source`;
+    - a folder: the first of these that it has, `folder_source` for all but the first two:
+
+      1. tar files, also with the parquet files of img2dataset next to them;
+      2. tables, unless they are the records of img2dataset next to folders of images;
+      3. a `metadata.csv`, `metadata.jsonl` or `metadata.parquet` of images;
+      4. images with captions in `.txt` files, such as the layout "files" of img2dataset;
+      5. images in a subfolder per class;
+
     - "mixture.json": several datasets with weights, `load_mixture`.
 
-    A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images", "*.tar?caption=alt" or
-    "labels.csv?label=kind". With "?caption=none", the images of a path need no captions or labels, for features alone.
+    Tar files and tables together are an error. Hidden files and folders are left out, as are those of operating
+    systems, such as "@eaDir". Folders behind links are read.
+
+    A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images",
+    "*.tar?caption=alt&image=input.jpg" or "labels.csv?label=kind". With "?caption=none", the images of a path need no
+    captions or labels, for features alone.
 
     A path in a table or mixture stays on the file system of its folder, unless the option is "?outside=true". With
     "?outside=false", it stays in the folder.
@@ -56,7 +68,8 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     Raises:
       FileNotFoundError: the dataset is not prepared, or a path does not exist.
-      ValueError: the name, split or an option is unknown, the split is empty, or there are no images or captions.
+      ValueError: the name, split or an option is unknown, the split is empty, there are no images or captions, or tar
+        files are compressed.
       ImportError: the dataset needs a package that is not installed.
     """
     if dataset in SOURCES:
@@ -87,6 +100,7 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
     path, outside = os.path.expanduser(path).rstrip("/"), paths.outside_option(options)
     if path.endswith(_MIXTURE):
         _check_exists(path)
+        check_no_annotations(files.read_json(path, object), path)
         if split.start is not None or split.stop is not None:
             raise ValueError(
                 f'expected a split without bounds for {path}; give its components bounds, as their "split"'
@@ -104,6 +118,7 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
         return _load_files(files.expand(path), dataset, split.name, options)
     _check_exists(path)
     if not os.path.isdir(path):
+        files.check_uncompressed([path])
         raise ValueError(f"expected a folder or a file with one of the extensions {', '.join(_FILES)}, got {path}")
     names = splits.split_folder(path, split.name, (_TAR, *table.EXTENSIONS))
     if names[0] != path and os.path.isdir(names[0]):  # a split's subfolder, of tar files, tables or images
@@ -114,10 +129,11 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
 
 
 def _load_files(names: list[str], dataset: str, split: str, options: dict[str, str]) -> Source:
+    files.check_uncompressed(names)
     if all(name.endswith(_TAR) for name in names):
-        if set(options) - {"caption", paths.OUTSIDE}:
-            raise ValueError(f"expected the option caption of tar files, got {', '.join(options)} in {dataset}")
-        return TarSource(names, dataset, split, options.get("caption"))
+        if set(options) - {"caption", "image", paths.OUTSIDE}:
+            raise ValueError(f"expected the options image, caption of tar files, got {', '.join(options)} in {dataset}")
+        return TarSource(names, dataset, split, options.get("caption"), options.get("image"))
     if all(name.endswith(table.EXTENSIONS) for name in names):
         for name in names:
             _check_exists(name)

@@ -106,6 +106,15 @@ class KeyedSource(Source, Protocol):
 
 
 @runtime_checkable
+class RepeatingSource(Source, Protocol):
+    """Source that can have several samples of one image, such as a row for each caption."""
+
+    def image_numbers(self) -> np.ndarray:
+        """Number the different images of the samples, int64 [len]; may read all images."""
+        ...
+
+
+@runtime_checkable
 class OrderedSource(Source, Protocol):
     """Source with its own training order."""
 
@@ -131,16 +140,17 @@ class DroppingSource(Source, Protocol):
 class Classes(NamedTuple):
     """Class names in label order and prompt templates for zero-shot classification.
 
-    Each template contains one `{}` for the class name.
+    Each template contains one `{}` for the class name. Instead of templates, there can be the prompts of each class.
 
     Examples:
       >>> birds = Classes(names=("robin", "wren"), templates=("a photo of a {}, a bird.",))
       >>> birds.templates[0].format(birds.names[0])
       'a photo of a robin, a bird.'
+      >>> own = Classes(names=("robin", "wren"), templates=(("a bird with a red breast",), ("a brown bird", "a wren")))
     """
 
     names: tuple[str, ...]
-    templates: tuple[str, ...]
+    templates: tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 
 @runtime_checkable
@@ -249,10 +259,10 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.items())
 
 
-def warn_dropped(source: DroppingSource) -> None:
-    """Log how many samples a source has and leaves out, if any."""
+def warn_dropped(source: DroppingSource, hint: str = "") -> None:
+    """Log how many samples a source has and leaves out, if any, followed by a hint."""
     if source.dropped:
-        _logger.warning("%s: %d samples, dropped: %s", source.name, len(source), format_counts(source.dropped))
+        _logger.warning("%s: %d samples, dropped: %s%s", source.name, len(source), format_counts(source.dropped), hint)
 
 
 def check_index(index: int, size: int) -> None:

@@ -9,7 +9,7 @@ import re
 import stat
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,6 +23,9 @@ _MAX_PATTERN, _MAX_BRACES = 4096, 16  # characters and braces of a pattern
 _MAX_OPEN = 64  # files per `Files`; a process has 1024 file descriptors by default
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})")
+_COMPRESSED_TAR = re.compile(r"\.(?:tar\.(gz|bz2|xz|zstd?|lz4|z)|t(gz|bz2?|xz|zst))$", re.IGNORECASE)
+_COMPRESSIONS = {"gz": "gzip", "bz": "bzip2", "bz2": "bzip2", "xz": "xz", "zst": "zstd", "z": "compress"}
+_SYSTEM_FOLDERS = ("@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 
 
 class FileStamp(NamedTuple):
@@ -149,6 +152,37 @@ def open_file(path: str) -> BinaryIO:
         system, name = _file_system(path)
         return system.open(name, "rb")
     return open_regular(path)
+
+
+def is_hidden(name: str) -> bool:
+    """Tell if a file or folder is hidden or an operating system's, such as "@eaDir"."""
+    return name.startswith(".") or name in _SYSTEM_FOLDERS
+
+
+def is_compressed_tar(name: str) -> bool:
+    """Tell if a name is that of a compressed tar file, such as "a.tar.gz"."""
+    return _COMPRESSED_TAR.search(name) is not None
+
+
+def check_uncompressed(paths: Iterable[str]) -> None:
+    """Check that no name is that of a compressed tar file.
+
+    Raises:
+      ValueError: a name ends in ".tar.gz", ".tgz" or the like.
+    """
+    for path in paths:
+        if match := _COMPRESSED_TAR.search(path):
+            extension = (match[1] or match[2]).lower()
+            raise ValueError(compressed(path, _COMPRESSIONS.get(extension, extension)))
+
+
+def compressed(path: str, compression: str) -> str:
+    """Return the error message of a compressed tar file."""
+    tool = {"gzip": "gunzip", "bzip2": "bunzip2", "xz": "unxz", "zstd": "unzstd", "zip": "unzip"}.get(compression)
+    return (
+        f"expected plain tar files, which have random access, got {path}, which is compressed with {compression};"
+        f" decompress it{f' ({tool})' if tool else ''}"
+    )
 
 
 def is_file(path: str) -> bool:

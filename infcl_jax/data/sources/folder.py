@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from infcl_jax.data.sources import captions, files, paths
 from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
-from infcl_jax.data.sources.labels import CLASS_FILES, TEMPLATE_FILE, UNLABELED, label_values, prompts
+from infcl_jax.data.sources.folder_listing import CAPTION, check_no_others, list_folder, stem
+from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
-from infcl_jax.data.sources.tar_scan import IMAGES
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-_CAPTION = ".txt"
+
+_logger = logging.getLogger(__name__)
 
 
 def folder_source(folder: str, name: str, split: str, options: Mapping[str, str] | None = None) -> Source:
@@ -49,32 +51,43 @@ class FolderSource:
     """Images in a folder and its subfolders, with captions in `.txt` files.
 
     Samples are numbered in the order of the relative paths. The class of an image is its subfolder. Images without
-    caption and caption files without image are dropped. Without any captioned image, the captions are prompts of the
-    class, and images without class are dropped.
+    caption or with a blank one, and caption files without image, are dropped. Without any captioned image, the captions
+    are prompts of the class, and images without class are dropped. Hidden files and folders are left out, and links to
+    folders are followed, see `list_folder`.
 
     Args:
       folder: path of the folder.
       name: name of the dataset.
       split: name of the split.
       images_only: whether the samples are all images, without captions and classes.
-      outside: False: links to files outside the folder are bad records.
+      outside: None: links to folders outside are followed, with a warning. False: they are not, and links to files
+        outside are bad records. True: they are followed.
 
     Raises:
-      ValueError: the folder has no image with a caption or class, or a class has no name.
+      ValueError: the folder has no image with a caption or class, it has compressed tar files or annotations of other
+        tools instead, or a class has no name.
     """
 
     def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False, outside: bool | None = None):
         self.name, self.split, self._folder, self._images_only = name, split, folder, images_only
         self._outside = outside
-        keys, images, unpaired = _list_images(folder)
+        listing = list_folder(folder, follow_outside=outside is not False)
+        keys, images, unpaired = listing.captioned, listing.images, listing.unpaired
         self.captioned = bool(keys) and not images_only
         if images_only:
             keys, unpaired = images, 0
         elif not self.captioned:
+            check_no_others(folder, listing)
             keys = [key for key in images if _class_of(key)]
-        self._keys = keys
+        self._keys, self._renamed = keys, listing.renamed
         reason = "no caption" if self.captioned else "no class"
-        counts = {"no image": unpaired, reason: len(images) - len(keys)}
+        links = len(listing.outside)
+        counts = {"no image": unpaired, reason: len(images) - len(keys), "link outside": links * (outside is False)}
+        if links and outside is None:
+            _logger.warning(
+                "%s: %d links to folders outside %s, the first is %r; ?%s=false leaves them out",
+                name, links, folder, listing.outside[0], paths.OUTSIDE,
+            )  # fmt: skip
         self.dropped = {reason: count for reason, count in counts.items() if count}
         warn_dropped(self)
         if not keys:
@@ -110,7 +123,7 @@ class FolderSource:
                 return captions.uncaptioned_example(image)
             if not self.captioned:
                 return captions.example(image, prompts(self.classes(), label), label)
-            caption = self._read(_stem(key) + _CAPTION, captions.LARGEST)
+            caption = self._read(self._renamed.get(key, stem(key) + CAPTION), captions.LARGEST)
             return captions.example(image, [captions.text(caption)], label)
         except Exception as error:  # file systems raise any exception
             raise bad_record(self.describe(index), error) from error
@@ -151,26 +164,3 @@ class FolderSource:
 def _class_of(path: str) -> str:
     """Return the class of a relative path, its first folder; "" without folder."""
     return path.partition(os.sep)[0] if os.sep in path else ""
-
-
-def _list_images(folder: str) -> tuple[Sequence[str], Sequence[str], int]:
-    """List captioned images and all images by relative path; count caption files without image."""
-    captioned: list[str] = []
-    images: list[str] = []
-    unpaired = 0
-    for parent, _, names in os.walk(folder):
-        relative = os.path.relpath(parent, folder)
-        stems = {_stem(name) for name in names if name.endswith(_CAPTION) and name not in (*CLASS_FILES, TEMPLATE_FILE)}
-        paths = {os.path.normpath(os.path.join(relative, name)): _stem(name) for name in names if _is_image(name)}
-        images += paths
-        captioned += [path for path, stem in paths.items() if stem in stems]
-        unpaired += len(stems.difference(paths.values()))
-    return sorted(captioned), sorted(images), unpaired
-
-
-def _stem(name: str) -> str:
-    return os.path.splitext(name)[0]
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1][1:].lower() in IMAGES and not name.startswith(".")

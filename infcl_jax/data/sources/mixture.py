@@ -27,7 +27,7 @@ from infcl_jax.data.sources.base import (
     shard_name,
     starts_of,
 )
-from infcl_jax.data.sources.sample_range import SampleRange
+from infcl_jax.data.sources.sample_range import SampleRange, image_numbers
 
 _MAX_WILD = 4  # components with wildcards; links to their own folder match again in each
 _KEYS = ("path", "weight", "max_samples", "split", "name")
@@ -78,6 +78,12 @@ class MixtureSource:
     def __getitem__(self, index: int) -> Example:
         component, local = self.locate(index)
         return self._components[component][local]
+
+    def image_numbers(self) -> np.ndarray:
+        """Number the different images of each component."""
+        numbers = [image_numbers(component) for component in self._components]
+        starts = starts_of(int(images.max()) + 1 for images in numbers)
+        return np.concatenate([images + start for images, start in zip(numbers, starts, strict=False)])
 
     def key(self, index: int) -> str:
         """Return the name of a record in its component."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from pyarrow import parquet
 
 from infcl_jax.data.sources import files
 
@@ -58,7 +61,8 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     """Find the files or the subfolder of a split in a folder.
 
     A subfolder or files whose name contains the split's name as a word (`train/`, `train-00000.tar`, `coco_val.csv`)
-    are the split. In a folder without such names, everything is the split "train" or "all".
+    are the split. In a folder without such names, everything is the split "train" or "all". Hidden files and folders
+    are left out, as are the records of img2dataset: `00000.parquet` next to `00000.tar` or to the folder `00000`.
 
     Args:
       folder: path of the folder.
@@ -69,11 +73,12 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
       Sorted paths of files with the same extension, or the path of one folder.
 
     Raises:
-      ValueError: the folder has other splits.
+      ValueError: the folder has other splits, files of several kinds, or compressed ones among its tar files.
     """
-    names = sorted(os.listdir(folder))
+    names = sorted(name for name in os.listdir(folder) if not files.is_hidden(name))
     folders = [name for name in names if os.path.isdir(f"{folder}/{name}")]
-    tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith((".", "metadata."))]
+    tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith("metadata.")]
+    tables = _without_records(folder, tables, folders)
     if not tables and "data" in folders and any(f.endswith(tuple(extensions)) for f in os.listdir(f"{folder}/data")):
         return split_folder(f"{folder}/data", split, extensions)  # repositories of Hugging Face
     known = {alias for aliases in _ALIASES for alias in aliases}
@@ -90,9 +95,27 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     if not chosen:
         check_only_split(folder, split)
         chosen = tables
+    if any(name.endswith(".tar") for name in chosen):
+        files.check_uncompressed(f"{folder}/{n}" for n in names if chosen == tables or words(n) & requested)
     if len({os.path.splitext(name)[1] for name in chosen}) > 1:
         raise ValueError(f"{folder} has files of several kinds: {', '.join(chosen[:4])}; name the files, such as *.tar")
     return [f"{folder}/{name}" for name in chosen] or [folder]
+
+
+def _without_records(folder: str, tables: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Leave out img2dataset's records of a tar file or folder of the same name."""
+    stems = {name.removesuffix(".tar") for name in tables if name.endswith(".tar")}
+    beside_folders = [name for name in tables if name.endswith(".parquet") and name.removesuffix(".parquet") in folders]
+    if beside_folders and _has_status(f"{folder}/{beside_folders[0]}"):
+        stems.update(name.removesuffix(".parquet") for name in beside_folders)
+    return [name for name in tables if not (name.endswith(".parquet") and name.removesuffix(".parquet") in stems)]
+
+
+def _has_status(path: str) -> bool:
+    """Tell if a table has the columns of img2dataset's records."""
+    with contextlib.suppress(Exception), files.open_file(path) as file:  # a damaged table is an error where it is read
+        return {"key", "status"} <= set(parquet.read_schema(file).names)
+    return False
 
 
 def check_only_split(path: str, split: str) -> None:

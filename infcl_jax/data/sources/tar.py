@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import re
 from collections.abc import Sequence
+from urllib.parse import urlencode
 
 import numpy as np
 
 from infcl_jax.data.sources import captions, files, tar_scan
-from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, warn_dropped
-from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, prompts, read_class_names, read_templates
+from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, format_counts, warn_dropped
+from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, folder_classes, prompts, read_class_names
 from infcl_jax.data.sources.tar_index import load_index
+from infcl_jax.data.sources.tar_scan import Layout
 from infcl_jax.file_io import parse_json
 
 _CAPTIONS = ("txt", "json")
 _LABELS = ("cls", "json")
+_JSON_FIELD = re.compile(r"((?:.*?\.)?json)\.(.+)", re.IGNORECASE)  # value of the option "caption": EXTENSION.FIELD
 _READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
 
 _logger = logging.getLogger(__name__)
@@ -25,53 +28,61 @@ class TarSource:
     """Random access to the samples of tar files.
 
     A sample is the members whose names are equal up to the first dot of the last component: an image (jpg, jpeg, png,
-    webp and others) and a caption (txt, or json with a `caption`), in any order. Samples without image or caption are
-    dropped. Samples are numbered in the order of the shards, and by their first member within a shard.
+    webp and others) and a caption (txt, or json with a `caption`), in any order. A blank txt, and a json whose captions
+    are null, NaN or blank, is no caption. Samples without image or caption are dropped, as are members with further
+    dots, such as "a.0.jpg", whose extension is "0.jpg". Samples are numbered in the order of the shards, and by their
+    first member within a shard.
 
     With class names next to the shards (see `read_class_names`), samples also have the label of their cls member, or of
-    `label` in their json. If the first sample has no caption then, the captions are prompts of the class.
+    `label` in their json. If no sample has a caption then, the captions are prompts of the class.
 
     Args:
       shards: tar files, local or remote.
       name: name of the dataset.
       split: name of the split.
-      caption: extension of the caption member, or "json.FIELD"; None: txt, then json; "none": the samples are all
-        images, without captions and labels.
+      caption: extension of the caption member, such as "txt" or "outputs.txt", or "json.FIELD"; None: txt, then json;
+        "none": the samples are all images, without captions and labels.
+      image: extension of the image member, such as "input.jpg"; None: any known one.
 
     Raises:
       FileNotFoundError: a shard does not exist.
-      ValueError: no sample has an image and a caption.
+      ValueError: no sample has an image and a caption, or a shard is compressed.
     """
 
-    def __init__(self, shards: Sequence[str], name: str, split: str, caption: str | None = None):
+    def __init__(
+        self, shards: Sequence[str], name: str, split: str, caption: str | None = None, image: str | None = None
+    ):
         self.name, self.split = name, split
-        extension, _, field = (caption or "").partition(".")
+        self._options = {option: value for option, value in (("caption", caption), ("image", image)) if value}
+        match = _JSON_FIELD.fullmatch(caption or "")
+        extension, fields = (match[1], (match[2],)) if match else (caption, captions.JSON_FIELDS)
         self._images_only = caption == captions.NONE
-        self._members = () if self._images_only else (extension.lower(),) if extension else _CAPTIONS
-        self._fields = (field,) if field else captions.JSON_FIELDS
-        self._index = load_index(shards, self._members, name)
+        members = (extension.lower(),) if extension else _CAPTIONS
+        self._layout = Layout(() if self._images_only else members, fields, image and image.lower())
+        self._index = load_index(shards, self._layout, name)
         self._files = files.Files(self._index.shards)
         self._names = None if self._images_only else read_class_names(shards[0].rpartition("/")[0])
         self.captioned = not self._images_only
         if self._names is not None:
-            self._templates = read_templates(shards[0].rpartition("/")[0])
+            self._classes = folder_classes(self._names.names, shards[0].rpartition("/")[0])
             # Scanned only where labels have a meaning. The scan of a training set without labels takes minutes.
-            self._label_index = load_index(shards, _LABELS, name)
-            self.captioned = caption is not None or self._first_has_caption()
+            self._label_index = load_index(shards, Layout(_LABELS, (), self._layout.image), name)
+            self.captioned = caption is not None or len(self._index.entries) > 0
             if not self.captioned:
                 self._index = self._label_index
         for problem in self._index.problems:
             _logger.warning("%s", problem)
-        warn_dropped(self)
         if len(self) == 0:
-            members = " or ".join(self._members)
+            dropped = f"; dropped: {format_counts(self.dropped)}" if self.dropped else ""
             raise ValueError(
-                f"{name} has no sample with an image and a caption ({members})"
+                f"{name} has no sample with an image and a caption ({' or '.join(members)})"
                 + "".join(f"; {problem}" for problem in self._index.problems[:1])
-                + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION, or put"
-                f" labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside the tar files;"
-                f" ?caption={captions.NONE} reads images alone"
+                + (dropped + self._dotted_hint())
+                + "; name samples KEY.jpg and KEY.txt, or give the caption member with ?caption=EXTENSION or"
+                f" ?caption=json.FIELD, or put labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside"
+                f" the tar files; ?caption={captions.NONE} reads images alone"
             )
+        warn_dropped(self, self._dotted_hint())
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -103,23 +114,25 @@ class TarSource:
             )
         if len(self._label_index.entries) == 0:
             raise ValueError(f"{self.name} has no labels; put them into KEY.cls, or into KEY.json as a label")
-        return Classes(self._names.names, self._templates)
+        return self._classes
 
-    def _first_has_caption(self) -> bool:
-        """Tell if the first sample has a caption; json members can hold other data."""
-        if len(self._index.entries) == 0:
-            return False
-        shard, entry = self._index.locate(0)
-        with contextlib.suppress(Exception):  # a damaged caption is an error where it is read
-            member = self._members[int(entry["caption_member"])]
-            content = parse_json(self._read_member(shard, entry, member), member, object) if member == "json" else None
-            return not isinstance(content, dict) or any(content.get(field) for field in self._fields)
-        return True
+    def _dotted_hint(self) -> str:
+        """Tell how to use members whose names have further dots, if there are any."""
+        name = self._index.dotted
+        if name is None:
+            return ""
+        key, extension = tar_scan.split_name(name)
+        option = "image" if extension.rpartition(".")[2] in tar_scan.IMAGES else "caption"
+        options = urlencode({**self._options, option: extension}, safe=" ()")
+        return (
+            f"; the key of {name} ends at the first dot ({files.name_of(key)}), so its extension is {extension}:"
+            f" rename such files, or choose them with ?{options}"
+        )
 
     def _read_member(self, shard: int, entry: np.void, member: str) -> bytes:
         """Read the caption or label member of an entry, which has the given extension."""
         offset, size = int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"])
-        return self._files.read(shard, offset, size, captions.largest(member))
+        return self._files.read(shard, offset, size, captions.largest(member.rpartition(".")[2]))
 
     def _label(self, shard: int, entry: np.void) -> int:
         """Read the label of the sample with the image of an entry."""
@@ -147,7 +160,7 @@ class TarSource:
         if not self.captioned:
             image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
             return captions.example(image, prompts(self.classes(), label), label)
-        member = self._members[int(entry["caption_member"])]
+        member = self._layout.captions[int(entry["caption_member"])].rpartition(".")[2]
         files.check_size(int(entry["image_size"]), files.LARGEST_IMAGE, "an image")
         files.check_size(int(entry["caption_size"]), captions.largest(member), "a caption")
         image_start, caption_start = (int(entry[key]) * tar_scan.BLOCK for key in ("image_block", "caption_block"))
@@ -162,17 +175,20 @@ class TarSource:
             image = self._files.read(shard, image_start, image_stop - image_start)
             caption = self._files.read(shard, caption_start, caption_stop - caption_start)
         if member == "json":
-            return captions.example(image, captions.json_captions(caption, self._fields), label)
+            return captions.example(image, captions.json_captions(caption, self._layout.fields), label)
         return captions.example(image, [captions.text(caption)], label)
 
     def key(self, index: int) -> str:
-        """Return the key of a sample, the name of its members without extension.
-
-        It ends at the first dot of the last component, or after 100 bytes.
-        """
+        """Return the key of a sample, see `tar_scan.split_name`."""
         shard, entry = self._index.locate(index)
-        header = self._files.read(shard, (int(entry["image_block"]) - 1) * tar_scan.BLOCK, tar_scan.BLOCK)
-        return tar_scan.split_name(header[:100].partition(b"\0")[0].decode("utf-8", "replace"))[0]
+        header_bytes = (1 + int(entry["name_blocks"])) * tar_scan.BLOCK
+        start = int(entry["image_block"]) * tar_scan.BLOCK - header_bytes
+
+        def read(offset: int, size: int) -> bytes:
+            return self._files.read(shard, start + offset, size)
+
+        name, *_ = next(tar_scan.members(read, header_bytes + int(entry["image_size"]), []))
+        return tar_scan.split_name(name)[0]
 
     def describe(self, index: int) -> str:
         """Name a record by dataset, split, index, shard and key."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from infcl_jax.data.sources import files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
-from infcl_jax.data.sources.tar_scan import ShardScan
+from infcl_jax.data.sources.tar_scan import Layout, ShardScan
 from infcl_jax.file_io import open_regular, parse_json, replacing
 from infcl_jax.user_cache import user_cache
 
@@ -35,11 +35,12 @@ ENTRY_DTYPE = np.dtype(
         ("caption_block", "<u4"),
         ("caption_size", "<u4"),
         ("caption_member", "u1"),
+        ("name_blocks", "u1"),
     ]
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar3"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
+_MAGIC = b"infcltar4"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _PROGRESS_SECONDS = 10.0
@@ -51,13 +52,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TarIndex:
-    """Samples of a list of tar files, 17 bytes each.
+    """Samples of a list of tar files, 18 bytes each.
 
     Attributes:
       shards: paths of the tar files.
       starts: int64 [shards + 1], index of the first sample of each shard, then the number of samples.
       entries: `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk.
       dropped: number of members or samples that are left out, by reason.
+      dotted: name of the first member with further dots before the extension, or None; see `tar_scan.DOTTED`.
       problems: one line for each truncated or damaged shard, with the bytes.
       path: cache file, or None.
     """
@@ -66,6 +68,7 @@ class TarIndex:
     starts: np.ndarray
     entries: np.ndarray
     dropped: dict[str, int]
+    dotted: str | None
     problems: tuple[str, ...]
     path: str | None
 
@@ -79,7 +82,7 @@ class TarIndex:
         return locate(self.starts, index)[0], self.entries[index]
 
 
-def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> TarIndex:
+def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
     """Load the cached index of tar files, or build it.
 
     The cache is a hidden file next to the first shard, or in `~/.cache/infcl_jax` where that folder is not writable or
@@ -88,15 +91,15 @@ def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> Tar
 
     Args:
       shards: paths of the tar files.
-      captions: extensions of caption members, in order of preference.
+      layout: members of a sample.
       name: name of the dataset, for messages.
 
     Raises:
       FileNotFoundError: shards do not exist.
-      ValueError: a shard is no regular file.
+      ValueError: a shard is no regular file, or it is compressed.
     """
     stamps = _stamps(shards, name)
-    for cache in _cache_files(shards, captions):
+    for cache in _cache_files(shards, layout):
         try:
             header, entries = _read(cache)
         except FileNotFoundError:
@@ -106,8 +109,8 @@ def load_index(shards: Sequence[str], captions: Sequence[str], name: str) -> Tar
             continue
         if [tuple(shard[:2]) for shard in header["shards"]] == stamps:
             return _index(shards, header, entries, cache)
-        return _build(shards, stamps, captions, name, header, entries)
-    return _build(shards, stamps, captions, name, {"shards": []}, np.zeros(0, ENTRY_DTYPE))
+        return _build(shards, stamps, layout, name, header, entries)
+    return _build(shards, stamps, layout, name, {"shards": []}, np.zeros(0, ENTRY_DTYPE))
 
 
 def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
@@ -131,7 +134,7 @@ def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
     return [stamp for stamp in stamps if stamp is not None]
 
 
-def _cache_files(shards: Sequence[str], captions: Sequence[str]) -> list[str]:
+def _cache_files(shards: Sequence[str], layout: Layout) -> list[str]:
     """List the possible cache files, the preferred first."""
     folders: list[tuple[str, Path]] = []
     if not any(files.is_remote(shard) for shard in shards):
@@ -143,7 +146,7 @@ def _cache_files(shards: Sequence[str], captions: Sequence[str]) -> list[str]:
     for base, folder in folders:
         # Relative names keep the cache valid after the folder moves.
         names = [os.path.relpath(shard, base) if base else _absolute(shard) for shard in shards]
-        digest = hashlib.sha256(json.dumps([list(captions), names]).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps([layout, names]).encode()).hexdigest()[:16]
         result.append(str(folder / f".tar_index_{digest}"))
     return result
 
@@ -181,7 +184,7 @@ def _integer(file: BinaryIO, size: int) -> int:
 def _is_shard(shard: Any) -> bool:
     """Check the header entry of a shard."""
     match shard:
-        case [int(size), str(), int(count), dict(dropped), str() | None]:
+        case [int(size), str(), int(count), dict(dropped), str() | None, str() | None]:
             numbers = [size, count, *dropped.values()]
             valid = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
             return valid and count <= size // tar_scan.BLOCK
@@ -203,14 +206,15 @@ def _index(shards: Sequence[str], header: dict[str, Any], entries: np.ndarray, p
     dropped: dict[str, int] = {}
     for reason, count in itertools.chain.from_iterable(shard[3].items() for shard in header["shards"]):
         dropped[reason] = dropped.get(reason, 0) + count
-    problems = [f"{path}: {shard[4]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[4]]
-    return TarIndex(tuple(shards), starts_of(counts), entries, dropped, tuple(problems), path)
+    dotted = next((shard[4] for shard in header["shards"] if shard[4]), None)
+    problems = [f"{path}: {shard[5]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[5]]
+    return TarIndex(tuple(shards), starts_of(counts), entries, dropped, dotted, tuple(problems), path)
 
 
 def _build(
     shards: Sequence[str],
     stamps: Sequence[tuple[int, str]],
-    captions: Sequence[str],
+    layout: Layout,
     name: str,
     old: dict[str, Any],
     old_entries: np.ndarray,
@@ -218,20 +222,24 @@ def _build(
     """Scan the changed shards and cache the new index."""
     old_starts = starts_of(shard[2] for shard in old["shards"])
     unchanged = {
-        number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:5])
+        number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:6])
         for number, (shard, stamp) in enumerate(zip(old["shards"], stamps, strict=False))
         if tuple(shard[:2]) == stamp
     }
     changed = [number for number in range(len(shards)) if number not in unchanged]
-    scans = unchanged | dict(zip(changed, _scan_all([shards[i] for i in changed], captions, name), strict=True))
+    scans = unchanged | dict(zip(changed, _scan_all([shards[i] for i in changed], layout, name), strict=True))
+    for number, scan in scans.items():
+        if scan.problem and scan.problem.startswith(tar_scan.COMPRESSED):
+            raise ValueError(files.compressed(shards[number], scan.problem.rpartition(" ")[2]))
     size = ENTRY_DTYPE.itemsize
     header = {
         "shards": [
-            [*stamps[i], len(scans[i].entries) // size, scans[i].dropped, scans[i].problem] for i in range(len(shards))
+            [*stamps[i], len(scans[i].entries) // size, scans[i].dropped, scans[i].dotted, scans[i].problem]
+            for i in range(len(shards))
         ]
     }
     contents = [scans[i].entries for i in range(len(shards))]
-    for cache in _cache_files(shards, captions):
+    for cache in _cache_files(shards, layout):
         with contextlib.suppress(OSError):
             _write(cache, header, contents)
             return _index(shards, header, _read(cache)[1], cache)
@@ -250,13 +258,13 @@ def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None
         file.writelines(contents)
 
 
-def _scan_all(shards: Sequence[str], captions: Sequence[str], name: str) -> list[ShardScan]:
+def _scan_all(shards: Sequence[str], layout: Layout, name: str) -> list[ShardScan]:
     """Scan shards in parallel and log the progress."""
     processes = min(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_PROCESSES
     )
     local = not any(files.is_remote(shard) for shard in shards)
-    scan_batch: Callable[[Sequence[str], Sequence[str]], list[ShardScan]] = _scan_here
+    scan_batch: Callable[[Sequence[str], Layout], list[ShardScan]] = _scan_here
     batch = 1
     if local and processes > 1 and len(shards) > _FEW_SHARDS:
         scan_batch = _scan_in_process
@@ -265,7 +273,7 @@ def _scan_all(shards: Sequence[str], captions: Sequence[str], name: str) -> list
     start = last = time.monotonic()
     result: list[ShardScan] = []
     with concurrent.futures.ThreadPoolExecutor(processes if local else 4 * processes) as threads:
-        for scans in _in_order(threads, scan_batch, batches, captions):
+        for scans in _in_order(threads, scan_batch, batches, layout):
             result += scans
             if time.monotonic() - last > _PROGRESS_SECONDS:
                 last = time.monotonic()
@@ -277,9 +285,9 @@ def _in_order(
     threads: concurrent.futures.Executor,
     scan_batch: Callable,
     batches: Sequence[Sequence[str]],
-    captions: Sequence[str],
+    layout: Layout,
 ) -> Iterator[list[ShardScan]]:
-    futures = [threads.submit(scan_batch, batch, captions) for batch in batches]
+    futures = [threads.submit(scan_batch, batch, layout) for batch in batches]
     try:
         for future in futures:
             yield future.result()
@@ -288,27 +296,26 @@ def _in_order(
             future.cancel()
 
 
-def _scan_here(shards: Sequence[str], captions: Sequence[str]) -> list[ShardScan]:
+def _scan_here(shards: Sequence[str], layout: Layout) -> list[ShardScan]:
     return [
-        _scan_remote(shard, captions) if files.is_remote(shard) else tar_scan.scan_file(shard, captions)
-        for shard in shards
+        _scan_remote(shard, layout) if files.is_remote(shard) else tar_scan.scan_file(shard, layout) for shard in shards
     ]
 
 
-def _scan_remote(shard: str, captions: Sequence[str]) -> ShardScan:
+def _scan_remote(shard: str, layout: Layout) -> ShardScan:
     size = files.stamp(shard).size
     reader = files.Files([shard])
 
     def read(offset: int, count: int) -> bytes:
         return reader.read(0, offset, min(count, size - offset))
 
-    return tar_scan.scan(read, size, _REMOTE_WINDOW, captions)
+    return tar_scan.scan(read, size, _REMOTE_WINDOW, layout)
 
 
-def _scan_in_process(shards: Sequence[str], captions: Sequence[str]) -> list[ShardScan]:
+def _scan_in_process(shards: Sequence[str], layout: Layout) -> list[ShardScan]:
     """Scan shards in a new Python process, because parsing holds the GIL."""
     # A script of its own: spawned workers of `multiprocessing` would import the user's main module and JAX.
     command = [sys.executable, "-I", tar_scan.__file__]
     paths = [os.path.abspath(shard) for shard in shards]
-    process = subprocess.run(command, input=pickle.dumps((paths, list(captions))), stdout=subprocess.PIPE, check=True)
+    process = subprocess.run(command, input=pickle.dumps((paths, tuple(layout))), stdout=subprocess.PIPE, check=True)
     return [ShardScan(*scan) for scan in pickle.loads(process.stdout)]

@@ -6,18 +6,27 @@ Only the standard library is imported: the file is also a script that scans shar
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 BLOCK = 512  # bytes; headers and contents start at multiples of it
-LOCAL_WINDOW = 8192  # bytes per read; covers the headers of small members, skips the contents of images
-ENTRY = struct.Struct("<IIIIB")  # image block, image bytes, caption block, caption bytes, caption member
+LOCAL_WINDOW = 8192  # bytes per read; covers headers and captions of small members, skips the contents of images
+ENTRY = struct.Struct("<IIIIBB")  # image block, image bytes, caption block, caption bytes, caption member, name blocks
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm"))
+COMPRESSED = "compressed with"  # start of the problem of a compressed tar file
+DOTTED = "dotted name"  # reason of members such as a.0.jpg: the key is a, and 0.jpg is no known extension
 
+_COMPRESSION = re.compile(  # first bytes
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zstd>\x28\xb5\x2f\xfd)"
+    rb"|(?P<lz4>\x04\x22\x4d\x18)|(?P<zip>PK\x03\x04)"
+)
 _END = bytes(BLOCK)
 _FILES = (b"0", b"\0", b"7")  # type flags of regular files
 _EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # type flags of links, devices, folders: no contents
@@ -29,6 +38,9 @@ _SEARCH_WINDOW = 2**20  # bytes per read in the search for a header
 _LARGEST = 2**32 - 1
 _LONGEST_NAME = 2**16  # bytes of an extended header; a larger one is damaged
 _MAX_RECORDS = 1024  # of a PAX header; a few are usual
+_VISIBLE = re.compile(rb"[!-z]")
+_LARGEST_CAPTION = 2**23  # bytes of a member that is checked for a caption, see `captions.LARGEST_JSON`
+_MOST_NAME_BLOCKS = 255  # that an entry holds; more than a name of `_LONGEST_NAME` takes
 
 
 class DamagedTarError(Exception):
@@ -39,24 +51,55 @@ class DamagedHeaderError(DamagedTarError):
     """Error for a header with a wrong checksum."""
 
 
+class Layout(NamedTuple):
+    """Members that make a sample.
+
+    Attributes:
+      captions: extensions of caption or label members, in order of preference; empty: captions are not needed.
+      fields: fields of the caption in a json member, in order of preference; empty: the members need no caption.
+      image: extension of the image; None: one of `IMAGES`.
+    """
+
+    captions: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    image: str | None = None
+
+
 class ShardScan(NamedTuple):
     """Samples of one tar file.
 
     Attributes:
       entries: one `ENTRY` per sample, in the order of their first members.
       dropped: number of members or samples that are left out, by reason.
+      dotted: name of the first `DOTTED` member, or None.
       problem: damage of the file, with the bytes, or None.
     """
 
     entries: bytes
     dropped: dict[str, int]
+    dotted: str | None
     problem: str | None
 
 
 Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes
 
 
-def members(read: Read, end: int, window: int, problems: list[str]) -> Iterator[tuple[str, int, int]]:
+def _buffered(read: Read, window: int) -> Read:
+    """Wrap a reader, which then reads at least `window` bytes at once."""
+    start, buffer = 0, b""
+
+    def read_range(offset: int, size: int) -> bytes:
+        nonlocal start, buffer
+        if size > window:
+            return read(offset, size)
+        if not start <= offset <= start + len(buffer) - size:
+            start, buffer = offset, read(offset, window)
+        return buffer[offset - start : offset - start + size]
+
+    return read_range
+
+
+def members(read: Read, end: int, problems: list[str]) -> Iterator[tuple[str, int, int, int]]:
     """List the regular files of a tar file in ustar, GNU or PAX format.
 
     A member with a damaged header is left out. The listing continues at the next intact header.
@@ -64,22 +107,20 @@ def members(read: Read, end: int, window: int, problems: list[str]) -> Iterator[
     Args:
       read: reader of byte ranges.
       end: size of the tar file, in bytes.
-      window: bytes per read.
       problems: list that receives one line for each damaged header.
 
     Yields:
-      (name, offset of the contents, size of the contents), in bytes.
+      (name, offset of the contents, size of the contents, blocks of the extended headers before the header).
+      Offset and size are in bytes.
 
     Raises:
       DamagedTarError: the file is truncated, or no intact header follows a damaged one; the message has the byte.
     """
-    offset, start, buffer = 0, 0, b""
+    offset = first = 0  # first: header of the member, or its first extended header
     name: str | None = None  # from the extended header before the member
     size: int | None = None
     while offset < end:
-        if not start <= offset <= start + len(buffer) - BLOCK:
-            start, buffer = offset, read(offset, window)
-        header = buffer[offset - start : offset - start + BLOCK]
+        header = read(offset, BLOCK)
         if header == _END:
             return _check_end(read, offset)
         try:
@@ -89,7 +130,7 @@ def members(read: Read, end: int, window: int, problems: list[str]) -> Iterator[
             if following is None:
                 raise
             problems.append(f"{error}, continued at byte {following}")
-            offset, name, size = following, None, None
+            offset, first, name, size = following, following, None, None
             continue
         contents = offset + BLOCK
         if kind not in _FILES or size is None:
@@ -105,8 +146,8 @@ def members(read: Read, end: int, window: int, problems: list[str]) -> Iterator[
             name = long_name or name
         elif kind not in (_LONG_LINK, _PAX_GLOBAL):
             if kind in _FILES:
-                yield name or own_name, contents, size
-            name = size = None
+                yield name or own_name, contents, size, (contents - first) // BLOCK - 1
+            name, size, first = None, None, offset
         else:
             size = None
     raise DamagedTarError(f"truncated: no end-of-archive marker at byte {end}")
@@ -137,11 +178,11 @@ def split_name(name: str) -> tuple[str, str]:
     """Split a member's name at the first dot of its last component.
 
     Returns:
-      (key, lower-case extension).
+      (key, lower-case extension); the key of a hidden file is empty.
     """
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
-    return folder + slash + stem, extension.lower()
+    return stem and folder + slash + stem, extension.lower()
 
 
 def _parse(header: bytes, offset: int) -> tuple[bytes, str, int]:
@@ -166,7 +207,7 @@ def _binary(field: bytes) -> int:
 
 
 def _text(field: bytes) -> str:
-    return field.partition(b"\0")[0].decode("utf-8", "replace")
+    return field.partition(b"\0")[0].decode("utf-8", "backslashreplace")  # different names stay different
 
 
 def _pax(records: bytes) -> tuple[str | None, int | None]:
@@ -183,35 +224,46 @@ def _pax(records: bytes) -> tuple[str | None, int | None]:
     return _text(values.get(b"path", b"")) or None, int(size) if size.isdigit() and len(size) < 20 else None
 
 
-def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardScan:
+def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
     """Group the members of a tar file into samples.
 
-    Members whose names are equal up to the first dot of the last component belong to one sample, in any order.
+    Members whose names are equal up to the first dot of the last component belong to one sample, in any order. Hidden
+    files are no members.
 
     Args:
       read: reader of byte ranges.
       end: size of the tar file, in bytes.
       window: bytes per read.
-      captions: extensions of caption members, in order of preference; empty: captions are not needed.
+      layout: members of a sample.
 
     Returns:
       The samples with an image and a caption. A truncated file gives those before its end, a file with damaged headers
       those of all other members.
     """
-    fields = dict.fromkeys(IMAGES, 0) | {extension: 2 + 2 * i for i, extension in enumerate(captions)}
+    images = IMAGES if layout.image is None else (layout.image,)
+    fields = dict.fromkeys(images, 0) | {extension: 2 + 2 * i for i, extension in enumerate(layout.captions)}
     samples: dict[str, list[int]] = {}
     dropped: dict[str, int] = {}
+    dotted: str | None = None
     problems: list[str] = []
+    read = _buffered(read, window)
     try:
-        for name, offset, size in members(read, end, window, problems):
+        if compression := _COMPRESSION.match(read(0, 10)):
+            return ShardScan(b"", {}, None, f"{COMPRESSED} {compression.lastgroup}")
+        for name, offset, size, name_blocks in members(read, end, problems):
             key, extension = split_name(name)
             field = fields.get(extension)
+            if key and field is None and extension.rpartition(".")[2] in fields:
+                dotted = dotted or name
+                dropped[DOTTED] = dropped.get(DOTTED, 0) + 1
             if field is None or not key or not 0 < size <= _LARGEST or offset // BLOCK > _LARGEST:
                 continue  # an entry has 32 bits for each
-            sample = samples.setdefault(key, [0] * (2 + 2 * len(captions)))
+            sample = samples.setdefault(key, [0] * (3 + 2 * len(layout.captions)))
             if sample[field + 1]:
                 dropped["duplicate member"] = dropped.get("duplicate member", 0) + 1
-            else:
+            elif field == 0:
+                sample[0], sample[1], sample[-1] = offset // BLOCK, size, min(name_blocks, _MOST_NAME_BLOCKS)
+            elif any(sample[3:field:2]) or _has_caption(read, offset, size, extension, layout.fields):
                 sample[field : field + 2] = offset // BLOCK, size
     except DamagedTarError as error:
         problems.append(f"{error}, the rest of the file is left out")
@@ -219,31 +271,65 @@ def scan(read: Read, end: int, window: int, captions: Sequence[str]) -> ShardSca
         problems.append(f"cannot be read: {error}")
     entries = bytearray()
     for sample in samples.values():
-        member = next((i for i in range(len(captions)) if sample[3 + 2 * i]), None)
-        if sample[1] and not captions:
-            entries += ENTRY.pack(*sample, 0, 0, 0)
+        member = next((i for i in range(len(layout.captions)) if sample[3 + 2 * i]), None)
+        if sample[1] and not layout.captions:
+            entries += ENTRY.pack(*sample[:2], 0, 0, 0, sample[-1])
         elif not sample[1] or member is None:
             reason = "no image" if not sample[1] else "no caption"
             dropped[reason] = dropped.get(reason, 0) + 1
         else:
-            entries += ENTRY.pack(*sample[:2], *sample[2 + 2 * member : 4 + 2 * member], member)
+            entries += ENTRY.pack(*sample[:2], *sample[2 + 2 * member : 4 + 2 * member], member, sample[-1])
     more = [f"{len(problems) - 2} more"] if len(problems) > 2 else []
-    return ShardScan(bytes(entries), dropped, "; ".join([*problems[:2], *more]) or None)
+    return ShardScan(bytes(entries), dropped, dotted, "; ".join([*problems[:2], *more]) or None)
 
 
-def scan_file(path: str, captions: Sequence[str]) -> ShardScan:
+def _has_caption(read: Read, offset: int, size: int, extension: str, fields: Sequence[str]) -> bool:
+    """Tell if a member has a caption, as `captions.json_captions` does.
+
+    A damaged member counts as one, so that it is a bad record where it is read.
+    """
+    if not fields or size > _LARGEST_CAPTION:
+        return True
+    data = read(offset, size)
+    # Most members have a caption. Parsing them all would double the time of the scan.
+    match = (_json_caption(fields) if is_json(extension) else _VISIBLE).search(data)
+    if match and data.count(b"{", 0, match.start()) == is_json(extension):  # no field of an object in an object
+        return True
+    try:
+        text = data.decode("utf-8-sig")
+        content = json.loads(text) if is_json(extension) else text
+    except (ValueError, RecursionError):
+        return True
+    values = [content.get(field) for field in fields] if isinstance(content, dict) else [content]
+    items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return not all(item is None or item != item or (isinstance(item, str) and not item.strip()) for item in items)
+
+
+@functools.cache
+def _json_caption(fields: Sequence[str]) -> re.Pattern[bytes]:
+    """Compile a pattern of a field with visible text, or a list that starts with it."""
+    names = "|".join(map(re.escape, fields)).encode()
+    return re.compile(rb'"(?:%b)"\s*:\s*\[?\s*"\s*[!#-\[\]-~]' % names)
+
+
+def is_json(extension: str) -> bool:
+    """Tell if the members of an extension are JSON."""
+    return extension.rpartition(".")[2] == "json"
+
+
+def scan_file(path: str, layout: Layout) -> ShardScan:
     """Scan a local tar file; see `scan`."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        return ShardScan(b"", {}, f"cannot be read: {error}")
+        return ShardScan(b"", {}, None, f"cannot be read: {error}")
     try:
         size = os.fstat(descriptor).st_size
-        return scan(lambda offset, count: os.pread(descriptor, count, offset), size, LOCAL_WINDOW, captions)
+        return scan(lambda offset, count: os.pread(descriptor, count, offset), size, LOCAL_WINDOW, layout)
     finally:
         os.close(descriptor)
 
 
-if __name__ == "__main__":  # stdin: pickled (paths, captions); stdout: pickled tuples of `ShardScan`
-    shards, extensions = pickle.load(sys.stdin.buffer)
-    pickle.dump([tuple(scan_file(shard, extensions)) for shard in shards], sys.stdout.buffer)
+if __name__ == "__main__":  # stdin: pickled (paths, layout as a tuple); stdout: pickled tuples of `ShardScan`
+    shards, sample_layout = pickle.load(sys.stdin.buffer)
+    pickle.dump([tuple(scan_file(shard, Layout(*sample_layout))) for shard in shards], sys.stdout.buffer)

@@ -95,6 +95,21 @@ def test_splits_of_a_folder(tmp_path, layout, validation):
         load_source(str(tmp_path), "test")
 
 
+@pytest.mark.parametrize("split", ["", "train/"])
+@pytest.mark.parametrize("layout", ["tars", "files", "table"])
+def test_records_of_img2dataset_are_no_tables(tmp_path, layout, split):
+    folder = tmp_path / split
+    status = {"key": ["0", "1"], "url": ["http://a/0.jpg"] * 2, "status": ["success"] * 2}
+    rows = {"path": ["00000/000000.jpg", "00000/000001.jpg"], "caption": ["of the table"] * 2}
+    captioned.write_folder(folder / "00000", captioned.samples(2))
+    parquet.write_table(pa.table(rows if layout == "table" else status), folder / "00000.parquet")
+    (folder / "00000_stats.json").write_text("{}")
+    if layout == "tars":
+        tar(folder / "00000.tar", 2)
+    source = load_source(str(tmp_path), "train")
+    assert captions(source) == (rows["caption"] if layout == "table" else ["caption 0", "caption 1"])
+
+
 def test_a_folder_and_a_file_without_splits(tmp_path):
     folder = tmp_path / "data"
     tar(folder / "0.tar", 2)
@@ -131,7 +146,8 @@ def test_relative_paths_and_names(tmp_path, monkeypatch):
             r"expected a split of .*a\.tar with samples, got 'train\[10:\]' of 10 samples",
         ),
         ("a.tar", "train[:0%]", ValueError, "expected a split of .*a.tar with samples"),
-        ("a.tar?image=x", "train", ValueError, "expected the option caption of tar files, got image"),
+        ("a.tar?label=x", "train", ValueError, "expected the options image, caption of tar files, got label"),
+        ("a.tar?image=x", "train", ValueError, "has no sample with an image and a caption .*dropped: 10 no image"),
         ("z.tar", "train", FileNotFoundError, r"1 of the 1 shards of .*z\.tar do not exist, the first is .*z\.tar"),
         ("{a,y,z}.tar", "train", FileNotFoundError, r"2 of the 3 shards of .* do not exist, the first is .*y\.tar"),
         ("z*.tar", "train", FileNotFoundError, r"no file matches .*z\*\.tar; check the path and the pattern"),

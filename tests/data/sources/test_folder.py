@@ -52,6 +52,85 @@ def test_damaged_samples_name_the_path(tmp_path):
         source[0]
 
 
+@pytest.mark.parametrize("extension", ["TXT", "Txt"])
+def test_captions_with_extensions_in_capitals(tmp_path, extension):
+    captioned.write_folder(tmp_path, [("0", {"JPG": captioned.jpeg(0), extension: b"a"})])
+    captioned.write_folder(tmp_path, [("a.v1", {"jpg": captioned.jpeg(1), extension: b"b", "txt": b"c"})])
+    assert captions(load_source(str(tmp_path), "train")) == ["a", "c"]
+
+
+@pytest.mark.parametrize("blank", [b"", b" \n", b"\xef\xbb\xbf"])
+def test_blank_captions_are_none(tmp_path, blank):
+    captioned.write_folder(tmp_path, [*captioned.samples(2), ("x", {"jpg": captioned.jpeg(9), "txt": blank})])
+    source = load_source(str(tmp_path), "train")
+    assert len(source) == 2 and source.dropped == {"no caption": 1}
+
+
+def test_hidden_and_system_files_are_left_out(tmp_path):
+    for folder in (
+        ".",
+        ".ipynb_checkpoints",
+        "cat/@eaDir",
+        "__MACOSX",
+        ".Trash-0",
+        "$RECYCLE.BIN",
+        "cat",
+        "dog/.thumbnails",
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name in ("._0.jpg", "0.jpg") if folder != "." else (".0.jpg",):
+            (tmp_path / folder / name).write_bytes(captioned.jpeg(0))
+    (tmp_path / "dog" / "1.jpg").write_bytes(captioned.jpeg(1))
+    (tmp_path / "dog" / "._1.txt").write_text("AppleDouble")
+    source = load_source(str(tmp_path), "train")
+    assert [source.key(i) for i in range(len(source))] == ["cat/0.jpg", "dog/1.jpg"]
+    assert source.classes().names == ("cat", "dog") and source.dropped == {}
+
+
+def keys(dataset):
+    source = load_source(str(dataset), "train")
+    return [source.key(i) for i in range(len(source))]
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Two class folders, outside of the folder of the tests."""
+    names = ["robin/0", "robin/deep/1", "wren/0"]
+    return captioned.write_folder(tmp_path / "store", [(name, {"jpg": captioned.jpeg(0)}) for name in names])
+
+
+def test_links_to_class_folders_are_followed(tmp_path, store, caplog):
+    subset = tmp_path / "subset"
+    subset.mkdir()
+    for name in ("robin", "wren"):
+        (subset / name).symlink_to(f"../store/{name}")
+    source = load_source(str(subset), "train")
+    assert keys(subset) == ["robin/0.jpg", "robin/deep/1.jpg", "wren/0.jpg"]
+    assert source.classes().names == ("robin", "wren") and source[0]["label"] == 0
+    assert f"2 links to folders outside {subset}, the first is 'robin'; ?outside=false leaves them out" in caplog.text
+    caplog.clear()
+    assert len(keys(f"{subset}?outside=true")) == 3 and caplog.messages == []
+    (subset / "owl").mkdir()
+    (subset / "owl" / "0.jpg").write_bytes(captioned.jpeg(0))
+    source = load_source(f"{subset}?outside=false", "train")
+    assert source.key(0) == "owl/0.jpg" and source.dropped == {"link outside": 2}
+    for name in ("robin", "wren", "owl/0.jpg", "owl"):
+        path = subset / name
+        path.rmdir() if name == "owl" else path.unlink()
+    (subset / "train").symlink_to("../store")
+    assert keys(subset) == ["robin/0.jpg", "robin/deep/1.jpg", "wren/0.jpg"]  # a split
+
+
+def test_loops_of_links_end(tmp_path, store):
+    links = {"self": ".", "up": "..", "robin/up": "..", "robin/deep/again": "../../robin", "wren/deep/up": "../../.."}
+    links |= {"robin/other": "../wren", "wren/other": "../robin", "above": "/", "broken": "no", "itself": "itself"}
+    (store / "wren" / "deep").mkdir()
+    for name, target in links.items():
+        (store / name).symlink_to(target)
+    expected = ["robin/0.jpg", "robin/deep/1.jpg", "robin/other/0.jpg", "wren/0.jpg"]
+    assert keys(store) == [*expected, "wren/other/0.jpg", "wren/other/deep/1.jpg"]
+
+
 @pytest.mark.parametrize("images", [0, 2])
 def test_folder_without_captions(tmp_path, images):
     for number in range(images):

@@ -1,16 +1,17 @@
+import bz2
+import gzip
+import io
 import json
+import lzma
 import os
-import pickle
 import tarfile
-import time
-import zlib
 
 import captioned
-import numpy as np
 import pytest
 
 from infcl_jax.data import BadRecordError, load_source
-from infcl_jax.data.sources import tar_index, tar_scan
+from infcl_jax.data.sources import tar_scan
+from infcl_jax.data.sources.captions import json_captions
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
@@ -23,20 +24,37 @@ def captions(source):
     return [source[index]["caption"] for index in range(len(source))]
 
 
+def keys(source):
+    return [source.key(index) for index in range(len(source))]
+
+
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("folder", ["", "a/", "d" * 80 + "/", "d" * 60 + "/" + "e" * 60 + "/", "grün/"])
+@pytest.mark.parametrize("folder", ["", "a/", "v1.0/", "d" * 80 + "/", "d" * 60 + "/" + "e" * 60 + "/", "grün 犬/é"])
 def test_every_format_and_name_length(tmp_path, format, folder):
     samples = [(folder + key, contents) for key, contents in captioned.samples(3)]
     source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples), format))
     assert captions(source) == ["caption 0", "caption 1", "caption 2"]
     assert [source[i]["image"] for i in range(3)] == [contents["jpg"] for _, contents in samples]
+    assert keys(source) == [key for key, _ in samples]
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_names_beyond_every_header(tmp_path, format):
-    samples = [("x" * 150 + "/" + "y" * 200 + key, contents) for key, contents in captioned.samples(3)]
+    samples = [("x" * 150 + "/" + "ü" * 2000 + key, contents) for key, contents in captioned.samples(3)]
     source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples), format))
     assert captions(source) == ["caption 0", "caption 1", "caption 2"]
+    assert keys(source) == [key for key, _ in samples]
+
+
+def test_names_in_another_encoding_stay_different(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        for letter in "éè":
+            for extension in ("jpg", "txt"):
+                info = tarfile.TarInfo(f"{letter}.{extension}")
+                info.size = 1
+                tar.addfile(info, io.BytesIO(letter.encode("latin-1") if extension == "jpg" else b"a"))
+    source = load(tmp_path / "a.tar")
+    assert keys(source) == [r"\xe9", r"\xe8"] and [source[i]["image"] for i in range(2)] == [b"\xe9", b"\xe8"]
 
 
 def test_base_256_and_pax_sizes(tmp_path):
@@ -79,6 +97,110 @@ def test_caption_member_can_be_chosen(tmp_path):
     captioned.write_tar(tmp_path / "a.tar", captioned.members([("0", contents)]))
     names = {"": "text", "?caption=alt": "alt", "?caption=json": "c", "?caption=json.alt": "json alt"}
     assert {option: load(f"{tmp_path}/a.tar{option}")[0]["caption"] for option in names} == names
+
+
+@pytest.mark.parametrize("caption,expected", [("outputs.txt", "c"), ("my.json", "a"), ("my.json.b", "b")])
+def test_members_with_further_dots_can_be_chosen(tmp_path, caption, expected):
+    contents = {"input.jpg": b"image", "outputs.txt": b"c", "my.json": b'{"caption": "a", "b": "b"}'}
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members([("0", contents)]))
+    source = load(f"{path}?caption={caption}&image=input.jpg")
+    assert (source[0]["image"], source[0]["caption"]) == (b"image", expected)
+    with pytest.raises(
+        ValueError, match=rf"no image; the key of 0\.input\.jpg .*\?caption={caption}&image=input\.jpg;"
+    ):
+        load(f"{path}?caption={caption}")
+
+
+DOTS = {"22": "22", "22.0": None, "a/22.1": None, "IMG 2023.01.00 (2)": None, "v1.0/b": "v1.0/b"}
+
+
+def test_names_with_further_dots_are_counted_in_one_warning(tmp_path, caplog):
+    samples = [(key, {"JPG": captioned.jpeg(i), "txt": b"a", "xyz": b"b"}) for i, key in enumerate(DOTS)]
+    members = [*captioned.members(samples), ("a/._22.jpg", b"AppleDouble"), ("._22.0.txt", b"AppleDouble")]
+    captioned.write_tar(tmp_path / "a.tar", members)
+    source = load(captioned.write_tar(tmp_path / "b.tar", members).parent / "*.tar")
+    assert keys(source) == 2 * [key for key in DOTS.values() if key]
+    assert source.dropped == {"dotted name": 12}
+    (message,) = caplog.messages
+    assert (
+        "dropped: 12 dotted name; the key of 22.0.JPG ends at the first dot (22), so its extension is 0.jpg" in message
+    )
+    captioned.write_tar(tmp_path / "a.tar", captioned.members(samples[1:4]))
+    with pytest.raises(
+        ValueError, match=r"no sample .*; dropped: 6 dotted name; the key of 22\.0\.JPG ends at the first"
+    ):
+        load(tmp_path / "a.tar")
+
+
+# JSON without a caption; damaged JSON and other types are bad records.
+EMPTY = ["null", "NaN", '""', '" \\n\u3000"', "[]", '[null, "", NaN]', "{}", '{"caption": null}',
+         '{"caption": NaN, "x": 1}', '{"caption": "", "text": [" "]}', '{"caption": null, "exif": {"caption": "b"}}',
+         '{"exif": "\\"caption\\": \\"b\\""}']  # fmt: skip
+FULL = ['"a"', '["", "a"]', '{"caption": "a"}', '{"caption": null, "text": "a"}', '{"x": {}, "title": ["a"]}',
+        '{"caption": ["\\u00e9"]}', '{"caption": 3}', '{"caption": ["a", 3]}', '{"caption": "a"', "3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", EMPTY + FULL)
+def test_the_index_knows_captions_as_the_reader_does(tmp_path, text):
+    for bom in (b"", b"\xef\xbb\xbf"):
+        data = bom + text.encode()
+        path = captioned.write_tar(
+            tmp_path / "a.tar", [("0.jpg", b"image"), ("0.json", data), ("1.jpg", b"image"), ("1.txt", b"b")]
+        )
+        assert load(path).dropped == ({"no caption": 1} if text in EMPTY else {})
+    try:
+        assert bool(json_captions(text.encode())) == (text in FULL)
+    except ValueError:
+        assert text in FULL
+
+
+@pytest.mark.parametrize("order", [("jpg", "txt", "json"), ("json", "txt", "jpg")])
+@pytest.mark.parametrize("blank", [b"", b" \n\t", b"\xef\xbb\xbf", "\u3000".encode()])
+def test_blank_captions_are_none(tmp_path, order, blank):
+    contents = {"jpg": b"image", "txt": blank, "json": b'{"caption": "of json"}'}
+    samples = [("0", {extension: contents[extension] for extension in order}), ("1", {"jpg": b"image", "txt": blank})]
+    source = load(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples)))
+    assert captions(source) == ["of json"] and source.dropped == {"no caption": 1}
+
+
+def compressed(tmp_path, compression):
+    plain = captioned.write_tar(tmp_path / "plain.tar", captioned.members(captioned.samples(2))).read_bytes()
+    data = {
+        "gzip": gzip.compress,
+        "bzip2": bz2.compress,
+        "xz": lzma.compress,
+        "zstd": lambda data: b"\x28\xb5\x2f\xfd" + data,
+    }
+    return data[compression](plain)
+
+
+@pytest.mark.parametrize("compression,extension", [("gzip", "gz"), ("bzip2", "bz2"), ("xz", "xz"), ("zstd", "zst")])
+def test_compressed_tars_are_refused(tmp_path, caplog, compression, extension):
+    data = compressed(tmp_path, compression)
+    for folder in ("magic", "name", "class"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "magic" / "b.tar").write_bytes(data)
+    (tmp_path / "name" / f"b.tar.{extension}").write_bytes(data)
+    (tmp_path / "class" / f"b.t{extension}").write_bytes(data)
+    names = [
+        "magic/b.tar",
+        "magic",
+        "magic/*.tar",
+        "plain.tar::{}/magic/b.tar",
+        f"name/b.tar.{extension}",
+        "name",
+        "name/*",
+        "class",
+    ]
+    for name in names:
+        with pytest.raises(
+            ValueError, match=rf"got .*/b\.t.*, which is compressed with {compression}; decompress it \("
+        ):
+            load(f"{tmp_path}/{name.format(tmp_path)}")
+    (tmp_path / "plain.tar").rename(tmp_path / "name" / "a.tar")
+    with pytest.raises(ValueError, match=rf"b\.tar\.{extension}, which is compressed with {compression}"):
+        load(tmp_path / "name")
+    assert caplog.messages == []
 
 
 def test_incomplete_samples_are_dropped_and_counted(tmp_path, caplog):
@@ -186,116 +308,6 @@ def test_a_shard_that_shrinks_gives_bad_records(tmp_path):
         source[4]
 
 
-def count_scans(monkeypatch):
-    scanned = []
-    original = tar_index.tar_scan.scan_file
-    monkeypatch.setattr(tar_index.tar_scan, "scan_file", lambda path, *a: scanned.append(path) or original(path, *a))
-    return scanned
-
-
-def test_index_is_built_once_and_again_for_changed_shards(tmp_path, monkeypatch):
-    scanned = count_scans(monkeypatch)
-    paths = [
-        str(captioned.write_tar(tmp_path / f"{i}.tar", captioned.members(captioned.samples(3, 3 * i))))
-        for i in range(3)
-    ]
-    expected = captions(load(tmp_path / "*.tar"))
-    assert scanned == paths
-    assert captions(load(tmp_path / "{0..2}.tar")) == expected and scanned == paths
-    captioned.write_tar(tmp_path / "1.tar", captioned.members(captioned.samples(2, 100)))
-    assert captions(load(tmp_path / "*.tar")) == [*expected[:3], "caption 100", "caption 101", *expected[6:]]
-    assert scanned == [*paths, paths[1]]
-    time_later = time.time() + 10
-    os.utime(paths[2], (time_later, time_later))
-    assert len(load(tmp_path / "*.tar")) == 8 and scanned == [*paths, paths[1], paths[2]]
-    os.rename(tmp_path, f"{tmp_path}_moved")
-    assert len(load(f"{tmp_path}_moved/*.tar")) == 8 and len(scanned) == 5
-    load(f"{tmp_path}_moved/{{0,1}}.tar")
-    assert len(scanned) == 7
-
-
-def index_file(header, entries):
-    """Index with the right checksum."""
-    text = header + bytes(-(len(header) + 21) % 64)
-    checksum = zlib.crc32(text + entries)
-    return tar_index._MAGIC + len(header).to_bytes(8, "little") + checksum.to_bytes(4, "little") + text + entries
-
-
-def changed(field, value):
-    """Function that changes a field of the first shard."""
-
-    def change(header, entries):
-        content = json.loads(header)
-        content["shards"][0][field] = value
-        return index_file(json.dumps(content).encode(), entries)
-
-    return change
-
-
-DAMAGE = {
-    "empty": lambda header, entries: b"",
-    "magic alone": lambda header, entries: tar_index._MAGIC,
-    "other file": lambda header, entries: b"garbage" * 100,
-    "older version": lambda header, entries: b"infcltar2" + len(header).to_bytes(8, "little") + header + entries,
-    "cut": lambda header, entries: index_file(header, entries)[:-5],
-    "flipped": lambda header, entries: index_file(header, entries)[:-5] + b"\xff" + index_file(header, entries)[-4:],
-    "header of 2^64 bytes": lambda header, entries: tar_index._MAGIC + b"\xff" * 8 + bytes(100),
-    "not UTF-8": lambda header, entries: index_file(b"\xff\xfe", entries),
-    "nested": lambda header, entries: index_file(b"[" * 100_000, entries),
-    "list": lambda header, entries: index_file(b"[]", entries),
-    "no shards": lambda header, entries: index_file(b"{}", entries),
-    "empty shard": lambda header, entries: index_file(b'{"shards": [[]]}', entries),
-    "count": changed(2, 10**30),
-    "negative": changed(2, -1),
-    "another count": changed(2, 2),
-    "dropped": changed(3, ["no image"]),
-    "dropped count": changed(3, {"no image": "1"}),
-    "dropped count of 4300 digits": changed(3, {"no image": int("9" * 4300)}),
-    "negative dropped count": changed(3, {"no image": -1}),
-    "problem": changed(4, 3),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_index_is_rebuilt(tmp_path, caplog, damage):
-    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(3)))
-    load(path)
-    (cache,) = tmp_path.glob(".tar_index_*")
-    data = cache.read_bytes()
-    header, entries = data[21:].partition(b"\0")[0], data[-3 * tar_index.ENTRY_DTYPE.itemsize :]
-    assert index_file(header, entries) == data
-    cache.write_bytes(DAMAGE[damage](header, entries))
-    for _ in range(2):
-        assert captions(load(path)) == ["caption 0", "caption 1", "caption 2"]
-    assert [f"{path}: the index is built again: " in message for message in caplog.messages] == [True]
-    assert cache.read_bytes() == data
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_special_files_in_place_of_an_index(tmp_path, make):
-    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
-    load(path)
-    (cache,) = tmp_path.glob(".tar_index_*")
-    cache.unlink()
-    make(cache)
-    assert captions(load(path)) == ["caption 0", "caption 1"]
-
-
-@pytest.mark.parametrize("field", tar_index.ENTRY_DTYPE.names)
-def test_wrong_entries_of_an_index_give_bad_records(tmp_path, field):
-    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
-    load(path)
-    (cache,) = tmp_path.glob(".tar_index_*")
-    data = cache.read_bytes()
-    entries = np.frombuffer(data[-2 * tar_index.ENTRY_DTYPE.itemsize :], tar_index.ENTRY_DTYPE).copy()
-    entries[field][0] = np.iinfo(entries[field].dtype).max
-    cache.write_bytes(index_file(data[21:].partition(b"\0")[0], entries.tobytes()))
-    source = load(path)
-    with pytest.raises(BadRecordError, match="bad record 0 "):
-        source[0]
-    assert source[1]["caption"] == "caption 1"
-
-
 @pytest.mark.parametrize("extension,size", [("txt", 2**20), ("json", 2**23), ("jpg", 2**30)])
 @pytest.mark.parametrize("gap", [0, 2**17])
 def test_members_beyond_the_limits_are_not_read(tmp_path, extension, size, gap):
@@ -328,52 +340,6 @@ def test_pax_numbers_of_thousands_of_digits(tmp_path, record):
 @pytest.mark.parametrize("count", [tar_scan._MAX_RECORDS - 1, tar_scan._MAX_RECORDS])
 def test_pax_headers_of_many_records(count):
     assert tar_scan._pax(b"2 " * count + b"10 path=a\n") == ("a" if count < tar_scan._MAX_RECORDS else None, None)
-
-
-def test_index_goes_to_the_cache_folder_or_stays_in_memory(tmp_path, monkeypatch):
-    path = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(3)))
-    refused = [f"{tmp_path}/"]
-    original = tar_index._write
-
-    def write(path, *arguments):
-        if any(path.startswith(folder) for folder in refused):
-            raise PermissionError(path)
-        original(path, *arguments)
-
-    monkeypatch.setattr(tar_index, "_write", write)
-    user_cache = tmp_path.parent / f"{tmp_path.name}_cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
-    assert captions(load(path)) == ["caption 0", "caption 1", "caption 2"]
-    assert len(list((user_cache / "infcl_jax").iterdir())) == 1
-    for cache in (user_cache / "infcl_jax").iterdir():
-        cache.unlink()
-    refused.append(str(user_cache))
-    source = load(path)
-    assert source._index.path is None
-    assert captions(pickle.loads(pickle.dumps(source))) == ["caption 0", "caption 1", "caption 2"]
-    monkeypatch.setattr(tar_index, "user_cache", lambda: tar_index.Path("~nobody-of-this-name"))  # no home directory
-    assert load(path)._index.path is None
-
-
-def test_many_shards_are_scanned_in_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tar_index.os, "sched_getaffinity", lambda pid: {0, 1})
-    for number in range(11):
-        captioned.write_tar(tmp_path / f"{number:02d}.tar", captioned.members(captioned.samples(2, 2 * number)))
-    scanned = count_scans(monkeypatch)
-    assert captions(load(tmp_path / "{00..10}.tar")) == [f"caption {i}" for i in range(22)]
-    assert scanned == []
-
-
-def test_pickled_sources_reopen_their_files(tmp_path):
-    captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(3)))
-    source = load(tmp_path / "a.tar")
-    assert source[1] == pickle.loads(pickle.dumps(source))[1]
-    assert len(pickle.dumps(source)) < 2000 and isinstance(source._index.entries, np.memmap)
-    data = pickle.dumps(source)
-    captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(2)))
-    load(tmp_path / "a.tar")
-    with pytest.raises(ValueError, match=r"expected 3 samples in the tar index .*, got 2"):
-        pickle.loads(data)
 
 
 def test_remote_shards(tmp_path, monkeypatch):

@@ -7,9 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import oracle
+import runs
 
 from infcl_jax import run
 from infcl_jax.settings import make_config
+from infcl_jax.training import Checkpointer, prepare_workdir, save_config
 
 TOPICS = 48
 BATCH = 16
@@ -63,9 +65,20 @@ def settings(folder, **changes):
     )
 
 
+def save(workdir, config):
+    """Save an untrained run."""
+    state = run.initial_state(config, oracle.mesh_of(1))
+    save_config(prepare_workdir(workdir), config.to_dict())
+    run.text_tokenizer(config).save(workdir / run.TOKENIZER_FOLDER)
+    with Checkpointer(workdir) as checkpoints:
+        checkpoints.save(1, state, runs.NoData())
+    return state
+
+
 @functools.cache
-def initial(model_overrides, batch_size=BATCH, learning_rate=0.1):
+def initial(model_overrides, batch_size=BATCH, learning_rate=0.1, ema_decay=None):
     """Initial state on the host, for SGD without momentum."""
     sgd = {"optimizer.name": "sgd", "optimizer.learning_rate": learning_rate, "optimizer.schedule": "constant"}
-    config = settings(Path(), model_overrides=model_overrides, batch_size=batch_size, **sgd, **{"optimizer.beta1": 0.0})
+    changes = {"model_overrides": model_overrides, "batch_size": batch_size, "ema_decay": ema_decay}
+    config = settings(Path(), **changes, **sgd, **{"optimizer.beta1": 0.0})
     return jax.device_get(run.initial_state(config, oracle.mesh_of(1)))

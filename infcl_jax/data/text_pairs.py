@@ -18,10 +18,13 @@ from infcl_jax.data.parallelism import choose_parallelism
 from infcl_jax.data.pipeline import ProcessRows
 from infcl_jax.data.sample_order import SampleOrder
 from infcl_jax.data.sources.base import BadRecordError
-from infcl_jax.data.sources.text_retrieval import Passage, QuerySource, RetrievalExample
+from infcl_jax.data.sources.text_fields import Passage
+from infcl_jax.data.sources.text_retrieval import QuerySource, RetrievalExample
 from infcl_jax.data.stages import READ, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.worker_function import WorkerFunction
+
+LEFT_OUT = "left_out_negatives"  # name in `TrainIterator.stats`, see `RetrievalExample.left_out`
 
 _STREAM = 2**34  # offset of the seed in the keys of random generators, see `infcl_jax.data.pipeline`
 _ATTEMPTS = 16  # records tried in a row, as for images
@@ -50,10 +53,10 @@ class PairTexts:
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """Encode n queries as int32 [n, query_length]."""
         # DPR replaces the typographic apostrophe, in training and in evaluation.
-        return self._query_tokenizer([text.replace("\u2019", "'") for text in texts])
+        return self.query_tokenizer([text.replace("\u2019", "'") for text in texts])
 
     @functools.cached_property
-    def _query_tokenizer(self) -> BaseTokenizer:
+    def query_tokenizer(self) -> BaseTokenizer:
         """Tokenizer of the queries; one object, which warns of cut texts once."""
         if self.query_length is None:
             return self.tokenizer
@@ -92,7 +95,7 @@ class _PairChunk:
             "passage_mask": np.concatenate([np.arange(size) < len(group) for group in passages]),
             "index": np.array([index for _, index in read], np.int64),
             BAD_RECORDS: as_array(bad),
-            STATS: take_seconds(),
+            STATS: take_seconds() | {LEFT_OUT: sum(example.left_out for example, _ in read)},
         }
 
     def _read(self, index: int, bad: dict[int, str]) -> tuple[RetrievalExample, int]:
@@ -127,7 +130,7 @@ def pair_iterator(
     num_workers: int | None = None,
     num_threads: int | None = None,
     prefetch_batches: int | None = None,
-    max_bad_records: int = 100,
+    max_bad_records: float | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches of queries with passages.
 
@@ -153,7 +156,7 @@ def pair_iterator(
       num_workers: number of worker processes; 0: threads; None: chosen from the cores.
       num_threads: number of reading threads without workers; None: one per core.
       prefetch_batches: number of batches to prefetch; None: 2.
-      max_bad_records: maximum number of different bad records to replace.
+      max_bad_records: maximum number of different bad records to replace, see `infcl_jax.data.train_iterator`.
 
     Returns:
       An iterator of {"query": int32 [b, Lq], "passage": int32 [b (1 + n), L], "passage_mask": bool [b (1 + n)],

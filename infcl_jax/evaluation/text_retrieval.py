@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 import sys
 import unicodedata
@@ -14,7 +15,9 @@ import flax.linen as nn
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data.sources.text_retrieval import Corpus, Passage, Question
+from infcl_jax.data.sources.text_fields import Passage
+from infcl_jax.data.sources.text_questions import Question
+from infcl_jax.data.sources.text_retrieval import Corpus
 from infcl_jax.data.text_pairs import PairTexts
 from infcl_jax.evaluation.features import TowerEncoder, encode_texts
 from infcl_jax.evaluation.results import TaskResult
@@ -23,6 +26,8 @@ from infcl_jax.evaluation.search import top_k
 HITS, MRR, RECALL = (20, 100), 10, 1000  # cutoffs of DPR's accuracy and of MS MARCO's MRR and recall
 _BLOCK = 2**17  # passages whose features are in memory at once: 400 MB of 768 floats
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextRetrievalSuite:
@@ -30,8 +35,10 @@ class TextRetrievalSuite:
 
     Questions with answers give the accuracy at 20 and 100: the fraction whose first k passages contain an answer
     (Karpukhin et al. 2020, section 4). Relevance judgments give MRR@10 and recall@1000, over the queries with a
-    relevant passage. The corpus is encoded block by block. Its best passages so far are merged with those of each
-    block, so neither its features nor the similarities of all pairs are in memory at once.
+    relevant passage. Passages that share an id are one document, at the rank of the best of them.
+
+    The corpus is encoded block by block. Its best passages so far are merged with those of each block, so neither its
+    features nor the similarities of all pairs are in memory at once.
 
     Examples:
       >>> pair, ids = build_model(text_pair_config("bert-tiny")), np.zeros((1, 64), np.int32)
@@ -51,6 +58,11 @@ class TextRetrievalSuite:
       batch_size: texts encoded at once, over all devices.
       block: passages whose features are in memory at once.
       check: function called before each block, which may raise to end an evaluation.
+      names: names of the questions and of the judgments in messages.
+
+    Raises:
+      ValueError: an evaluation has neither answers nor judgments of its questions, or no relevant passage is in the
+        corpus.
     """
 
     model: nn.Module
@@ -62,7 +74,8 @@ class TextRetrievalSuite:
     batch_size: int = 256
     block: int = _BLOCK
     check: Callable[[], None] = lambda: None
-    chance_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    names: tuple[str, str] = ("the questions", "the judgments")
+    chance: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __call__(self, variables: Any, grid_path: Any = None) -> dict[str, float]:
         """Evaluate a model; return metrics such as `text_retrieval/top20`."""
@@ -71,9 +84,63 @@ class TextRetrievalSuite:
     @property
     def metric_names(self) -> list[str]:
         """Names of all results, sorted; none without a corpus."""
-        names = [f"top{k}" for k in HITS] if any(question.answers for question in self.questions) else []
+        names = [f"top{k}" for k in HITS] if self._answered else []
         names += [f"mrr{MRR}", f"recall{RECALL}"] if self.judgments is not None else []
         return sorted(f"text_retrieval/{name}" for name in names) if self.corpus is not None else []
+
+    @functools.cached_property
+    def _answered(self) -> list[int]:
+        """Rows of the questions with answers."""
+        return [row for row, question in enumerate(self.questions) if question.answers]
+
+    @functools.cached_property
+    def _relevant(self) -> dict[int, set[str]]:
+        """Ids of the relevant passages, by row of the judged questions."""
+        judgments = self.judgments or {}
+        rows = {row: judgments[x.key] for row, x in enumerate(self.questions) if judgments.get(x.key)}
+        questions, name = self.names
+        if not rows and not self._answered:
+            raise ValueError(
+                f"expected answers in {questions}, or judgments of its queries, got neither{self._example_ids()}; set "
+                "text_retrieval.judgments to a file with the ids of the queries"
+            )
+        if judgments and not rows:
+            raise ValueError(
+                f"expected judgments of the queries of {questions} in {name}, got others{self._example_ids()}; give "
+                "both the same ids"
+            )
+        if not rows:
+            return rows
+        assert self.corpus is not None
+        judged = set().union(*rows.values())
+        unknown = judged - {passage.key for passage in self.corpus if passage.key in judged}
+        if unknown == judged:
+            raise ValueError(
+                f"expected the passages of {name} in {self.corpus.name}, got none of {len(judged)}, such as "
+                f"{min(judged)!r} where the corpus has {self.corpus[0].key!r}; give both the same ids"
+            )
+        absent = len(judgments) - len({self.questions[row].key for row in rows})
+        if absent or unknown:
+            _logger.warning(
+                "%d of %d judged queries of %s are not in %s and not counted; %d of %d judged passages are not in %s "
+                "and count as not found",
+                *(absent, len(judgments), name, questions, len(unknown), len(judged), self.corpus.name),
+            )
+        return rows
+
+    def _example_ids(self) -> str:
+        """Name an id of the judgments and one of the questions, for errors."""
+        keys = min(self.judgments or {}, default=None), next((question.key for question in self.questions), None)
+        return "" if None in keys else f", such as {keys[0]!r} in the judgments and {keys[1]!r} in the queries"
+
+    def check_inputs(self) -> None:
+        """Check questions and judgments against the corpus, and warn of those that are missing.
+
+        Raises:
+          ValueError: there are neither answers nor judgments of the questions, or no relevant passage is in the corpus.
+        """
+        if self.corpus is not None:
+            _ = self._relevant
 
     def results(self, variables: Any, grid_path: Any = None, *, examples: bool = False) -> list[TaskResult]:
         """Evaluate a model; return one result, or none without a corpus.
@@ -85,6 +152,7 @@ class TextRetrievalSuite:
         """
         if self.corpus is None:
             return []
+        self.check_inputs()
         metrics = self.metrics(self.search(variables))
         main = next(iter(metrics))
         return [
@@ -119,22 +187,26 @@ class TextRetrievalSuite:
 
         Args:
           row: int [Q, k], rows of the corpus, best first.
+
+        Raises:
+          ValueError: see `check_inputs`.
         """
         metrics: dict[str, float] = {}
-        if any(question.answers for question in self.questions):
-            first = np.array([self._first_hit(q, rows) for q, rows in zip(self.questions, row, strict=True)])
+        relevant = self._relevant
+        if self._answered:
+            first = np.array([self._first_hit(self.questions[i], row[i]) for i in self._answered])
             metrics |= {f"top{k}": float(np.mean(first < k)) for k in HITS}
-        if self.judgments is not None:
-            pairs = [
-                (relevant, rows)
-                for question, rows in zip(self.questions, row, strict=True)
-                if (relevant := self.judgments.get(question.key))
-            ]
-            hits = [np.array([self._passage(i).key in relevant for i in rows]) for relevant, rows in pairs]
+        if relevant:
+            hits = [self._document_hits(row[i], keys) for i, keys in relevant.items()]
             metrics[f"mrr{MRR}"] = float(np.mean([1 / (1 + h.argmax()) if (h := x[:MRR]).any() else 0 for x in hits]))
-            recall = [x[:RECALL].sum() / len(relevant) for x, (relevant, _) in zip(hits, pairs, strict=True)]
+            recall = [x[:RECALL].sum() / len(keys) for x, keys in zip(hits, relevant.values(), strict=True)]
             metrics[f"recall{RECALL}"] = float(np.mean(recall))
         return metrics
+
+    def _document_hits(self, rows: np.ndarray, relevant: set[str]) -> np.ndarray:
+        """Return whether each document is relevant, in the order of their best passages."""
+        documents = dict.fromkeys(self._passage(i).key for i in rows)
+        return np.array([key in relevant for key in documents])
 
     def _first_hit(self, question: Question, rows: np.ndarray) -> float:
         """Return the rank of the first passage with an answer, else infinity."""

@@ -10,6 +10,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from infcl_jax.console import say
 from infcl_jax.data import (
     Corpus,
     PairTexts,
@@ -26,10 +27,12 @@ from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.models import TextPairConfig, build_model, text_pair_config, towers_of, variable_shapes
 from infcl_jax.models.convert import open_source
 from infcl_jax.models.convert.bert import read_config, weight_map
+from infcl_jax.models.convert.text_pair import check_architecture
 from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
-from infcl_jax.settings import check_model_overrides, parse_overrides
+from infcl_jax.settings import check_model_overrides, model_changes
 from infcl_jax.training import TextRetrievalConfig, TrainState
+from infcl_jax.training.ema import initial_ema
 
 # Entries of a batch that the step takes.
 BATCH = ("query", "passage", "passage_mask")
@@ -46,7 +49,7 @@ def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
     base = text_pair_config(config.model)
     if base is None:
         return None
-    overrides = parse_overrides(config.model_overrides)
+    overrides = model_changes(config.precision, config.model_overrides)
     check_model_overrides(base, overrides)
     if base.text.projection == "none" and "text.projection" not in overrides:
         overrides.setdefault("embed_dim", overrides.get("text.width", base.text.width))
@@ -98,37 +101,32 @@ def pair_suite(
 
     Raises:
       FileNotFoundError: a file does not exist.
-      ValueError: a file is damaged, questions have neither answers nor judgments, or see `pair_texts`.
+      ValueError: a file is damaged, or see `TextRetrievalSuite` and `pair_texts`.
     """
     settings = TextRetrievalConfig(**config.text_retrieval)
     suite = TextRetrievalSuite(build_model(model), pair_texts(config, tokenizer), flat_mesh(mesh))
     if settings.corpus is None or settings.questions is None:
         return suite
-    questions = read_questions(settings.questions)
-    judgments = None if settings.judgments is None else read_judgments(settings.judgments)
-    judged = judgments is not None and any(question.key in judgments for question in questions)
-    if not judged and not any(question.answers for question in questions):
-        raise ValueError(
-            f"expected answers in {settings.questions}, or judgments of its queries, got neither; set "
-            "text_retrieval.judgments"
-        )
     corpus = Corpus(settings.corpus)
     for row in (0, len(corpus) - 1):
         corpus[row]  # raises before the first step if the file is no corpus
-    return dataclasses.replace(
+    suite = dataclasses.replace(
         suite,
         corpus=corpus,
-        questions=questions,
-        judgments=judgments,
+        questions=read_questions(settings.questions),
+        judgments=None if settings.judgments is None else read_judgments(settings.judgments),
         batch_size=config.evaluation.batch_size,
         check=check or (lambda: None),
+        names=(settings.questions, settings.judgments or "the judgments"),
     )
+    suite.check_inputs()
+    return suite
 
 
 def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
     """Initialize both encoders from a BERT of Hugging Face.
 
-    A projection keeps its initial values.
+    A projection keeps its initial values. The moving averages start at the weights.
 
     Args:
       path: folder, file or Hub name, see `infcl_jax.models.load_pretrained`.
@@ -142,15 +140,7 @@ def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> Trai
     source = open_source(path)
     if source.config is None or source.format != "hf":
         raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
-    theirs = read_config(source.config, model.text)
-    for field in dataclasses.fields(theirs):
-        if field.name in ("dropout", "remat", "attention", "layer_scale"):
-            continue
-        ours = getattr(model.text, field.name)
-        if field.name == "activation" and ours is None:
-            ours = model.activation
-        if ours != (value := getattr(theirs, field.name)):
-            raise ValueError(f"expected text.{field.name}={value!r}, as in {path}, got {ours!r}; set model_overrides")
+    check_architecture(model, read_config(source.config, model.text), path)
     tied = variable_shapes(build_model(dataclasses.replace(model, tied=True)))
     shapes = {name: shape for name, shape in flat_shapes(tied).items() if "/text_projection/" not in name}
     tensors = source.tensors()
@@ -160,7 +150,9 @@ def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> Trai
         for name, array in arrays.items():
             target = name.replace("params/text/", f"{subtree}/", 1)
             params[target] = _placed(array, params[target])
-    return state.replace(params=unflatten_dict(params, sep="/"))
+    say(f"initialized both encoders from {path}: {len(arrays)} of {len(flat_shapes(tied))} tensors of each")
+    state = state.replace(params=unflatten_dict(params, sep="/"))
+    return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
 
 def _placed(array: np.ndarray, current: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 from retrieval_runs import MODEL, initial, settings, write_corpus
 
 from infcl_jax import run
-from infcl_jax.evaluation import text_retrieval
+from infcl_jax.data import Corpus, Question
+from infcl_jax.evaluation import TextRetrievalSuite, text_retrieval
 from infcl_jax.evaluation.text_retrieval import has_answer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "retrieval" / "scores.json"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,70 @@ def test_questions_without_answers_need_judgments(folder, tmp_path):
     (tmp_path / "queries.tsv").write_text("q0\twho?\n")
     (tmp_path / "qrels").write_text("q1 0 3 1\n")
     files = {"text_retrieval.questions": str(tmp_path / "queries.tsv")}
-    for judgments in (None, str(tmp_path / "qrels")):
+    for judgments, ids in ((None, ""), (str(tmp_path / "qrels"), "'q1' in the judgments and 'q0' in the queries")):
         config = settings(folder, **files, **{"text_retrieval.judgments": judgments})
-        with pytest.raises(ValueError, match=r"expected answers in .*queries\.tsv, or judgments of its queries"):
+        with pytest.raises(
+            ValueError, match=rf"expected answers in .*queries\.tsv, or judgments of its queries.*{ids}"
+        ):
             run.evaluation_suite(config, oracle.mesh_of(1))
+
+
+def judged(tmp_path, documents, questions, judgments):
+    """A suite without a model over passages that share the ids of their documents."""
+    (tmp_path / "corpus.tsv").write_text("".join(f"{key}\ttext {i}\n" for i, key in enumerate(documents)))
+    return TextRetrievalSuite(None, None, None, Corpus(tmp_path / "corpus.tsv"), questions, judgments)
+
+
+def test_scores_of_documents_are_those_of_pytrec_eval(tmp_path):
+    content = json.loads(GOLDEN.read_text())
+    judgments = {query: {d for d, grade in row.items() if grade} for query, row in content["judgments"].items()}
+    questions = [Question(query, query) for query in content["rankings"]]
+    suite = judged(tmp_path, content["documents"], questions, judgments)
+    metrics = suite.metrics(np.array(list(content["rankings"].values())))
+    scores = content["scores"]
+    assert metrics == pytest.approx({"mrr10": scores["recip_rank"], "recall1000": scores["recall_1000"]}, abs=1e-12)
+
+
+def test_chunks_of_a_document_count_once(tmp_path):
+    suite = judged(tmp_path, ["a", "b", "b", "b", "c"], [Question("q", "q")], {"q": {"b", "c"}})
+    assert suite.metrics(np.array([[0, 3, 2, 1]])) == {"mrr10": 0.5, "recall1000": 0.5}
+    assert suite.metrics(np.array([[0, 3, 2, 1, 4]])) == {"mrr10": 0.5, "recall1000": 1.0}
+
+
+def test_missing_queries_and_passages_are_counted_in_one_line(tmp_path, caplog):
+    judgments = {"q": {"a", "x"}, "r": {"a"}, "s": {"a"}}
+    suite = judged(tmp_path, ["a", "b"], [Question("q", "q"), Question("other")], judgments)
+    for _ in range(2):
+        assert suite.metrics(np.array([[1, 0], [1, 0]])) == {"mrr10": 0.5, "recall1000": 0.5}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "2 of 3 judged queries of the judgments are not in the questions and not counted; 1 of 2 judged passages are "
+        f"not in {suite.corpus.name} and count as not found"
+    )
+
+
+@pytest.mark.parametrize(
+    ("questions", "judgments", "message"),
+    [
+        (
+            [Question("q", "q")],
+            {"q": {"x"}},
+            "expected the passages of the judgments in .*, got none of 1, such as 'x'",
+        ),
+        ([Question("q", "q")], {"r": {"a"}}, "expected answers in the questions, or judgments of its queries"),
+        ([Question("q")], None, "expected answers in the questions, or judgments of its queries"),
+        ([], {"r": {"a"}}, "expected answers in the questions, or judgments of its queries"),
+        ([Question("q", "q", ("a",))], {"r": {"a"}}, "expected judgments of the queries of the questions"),
+    ],
+)
+def test_judgments_of_other_data_are_refused(tmp_path, questions, judgments, message):
+    suite = judged(tmp_path, ["a", "b"], questions, judgments)
+    for score in (suite.check_inputs, lambda: suite.metrics(np.zeros((len(questions), 1), int))):
+        with pytest.raises(ValueError, match=message):
+            score()
+
+
+def test_only_questions_with_answers_count_in_the_accuracy(tmp_path):
+    questions = [Question("q", answers=("text",)), Question("r"), Question("s", answers=("nothing",))]
+    suite = judged(tmp_path, ["a"], questions, None)
+    assert suite.metrics(np.zeros((3, 1), int)) == {"top20": 0.5, "top100": 0.5}

@@ -5,6 +5,7 @@ import pytest
 import runs
 
 from configs import base, dpr
+from infcl_jax import run
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.run.text_retrieval import read_text_pair
 from infcl_jax.settings import check_config
@@ -17,7 +18,7 @@ PAPER = {
     "epochs": 40,
     "eval_every": 0,
     "evaluation.batch_size": 1024,
-    "init.text": "data/dpr/bert-base-uncased",
+    "init.text": "hf-hub:google-bert/bert-base-uncased",
     "loss": "retrieval",
     "model": "bert-base-uncased",
     "optimizer.beta2": 0.999,
@@ -27,20 +28,20 @@ PAPER = {
     "optimizer.schedule": "linear",
     "optimizer.warmup_steps": 1237,
     "optimizer.weight_decay": 0.0,
+    "precision": "fp32",
     "text_retrieval.corpus": "data/dpr/psgs_w100.tsv",
     "text_retrieval.questions": "data/dpr/nq-test.qa.csv",
     "text_retrieval.separator": " [SEP] ",
-    "tokenizer": "hf:data/dpr/bert-base-uncased",
 }
 
 
 @pytest.mark.parametrize(
     ("changes", "chunks"),
     [
-        ("", (16, 8)),
-        ("query_chunk=32,passage_chunk=4", (32, 4)),
-        ("gpus=4", (64, 32)),
-        ("gpus=8", (None, None)),
+        ("nq", (16, 8)),
+        ("query_chunk=32,nq,passage_chunk=4", (32, 4)),
+        ("nq,gpus=4", (64, 32)),
+        ("nq,gpus=8", (None, None)),
     ],
 )
 def test_settings_are_frozen(changes, chunks):
@@ -60,7 +61,27 @@ def test_the_model_has_two_berts():
     assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 2 * BERT
 
 
-@pytest.mark.parametrize("changes", ["steps=3", "gpus=0", "query_chunk=a"])
+def test_a_file_of_ones_own_needs_no_other_setting():
+    own, paper = runs.flat(dpr.get_config()), runs.flat(dpr.get_config("nq"))
+    check_config(dpr.get_config())
+    assert {name for name, value in own.items() if value != paper[name]} == {
+        "dataset",
+        "optimizer.warmup_steps",
+        "text_retrieval.corpus",
+        "text_retrieval.questions",
+    }
+    assert own["optimizer.warmup_steps"] == 0 and own["text_retrieval.corpus"] is None
+
+
+def test_the_tiny_model_needs_no_file_but_the_data():
+    config = dpr.get_config("tiny")
+    check_config(config)
+    assert (config.tokenizer, config.init.text) == (None, None)
+    tokenizer, model = run.text_tokenizer(config), read_text_pair(config)
+    assert (tokenizer.kind, tokenizer.context_length, model.text.vocab_size) == ("bytes", 256, 259)
+
+
+@pytest.mark.parametrize("changes", ["steps=3", "gpus=0", "query_chunk=a", "nq=1"])
 def test_a_mistake_in_an_argument_is_named(changes):
-    with pytest.raises(ValueError, match=r"^expected gpus, query_chunk or passage_chunk as a positive number, got "):
+    with pytest.raises(ValueError, match=r"^expected nq, tiny, or gpus, query_chunk or passage_chunk as a positive"):
         dpr.get_config(changes)

@@ -10,13 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from retrieval_runs import BATCH, MODEL, initial, settings, write_corpus
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import infcl_jax
 from experiments.evaluate import evaluate
 from infcl_jax import run
 from infcl_jax.distributed import replicate, shard_batch
 from infcl_jax.models import build_model, variable_shapes
+from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
 from infcl_jax.training import make_train_step, restore_variables
 
@@ -92,6 +93,17 @@ GOLDEN_MODEL = (
     "text.pool=cls"
 )
 
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 40,
+    "max_position_embeddings": 16,
+    "type_vocab_size": 2,
+}
+
 
 @functools.cache
 def golden():
@@ -123,6 +135,38 @@ def test_features_are_those_of_transformers(folder, name):
     np.testing.assert_allclose(feature, golden()[f"{name}/feature"], atol=1e-5)
 
 
+def test_an_export_has_the_tensors_of_transformers(folder, tmp_path):
+    state, model = (
+        replicate(oracle.mesh_of(1), golden_state(folder)),
+        read_text_pair(settings(folder, model_overrides=GOLDEN_MODEL)),
+    )
+    save_text_pair(tmp_path, model, state.variables, {"query": 8, "passage": 12})
+    for name in ("query", "passage"):
+        expected, exported = tensors(f"{name}/weight/"), tmp_path / f"{name}_encoder"
+        written = load_file(exported / "model.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(np.array_equal(written[key], expected[key]) for key in expected)
+        assert json.loads((exported / "config.json").read_text()).items() >= BERT.items()
+        again = initialize_pair(str(exported), model, state).params[name]
+        jax.tree.map(np.testing.assert_array_equal, again, state.params[name])
+
+
+def test_the_tokenizer_is_that_of_the_weights(folder, tmp_path):
+    path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
+    with np.load(GOLDEN.with_name("transformers_tokens.npz")) as stored:
+        (tmp_path / "bert/tokenizer.json").write_bytes(stored["bert_json"].tobytes())
+    changes = {"model": "bert-base-uncased", "model_overrides": "", "init.text": path}
+    tokenizer = run.text_tokenizer(settings(folder, **changes))
+    assert (tokenizer.kind, tokenizer.context_length) == ("hf", 256)
+
+
+def test_moving_averages_start_at_the_weights(folder, tmp_path):
+    state = replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5, ema_decay=0.9))
+    path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
+    state = initialize_pair(path, read_text_pair(settings(folder, model_overrides=GOLDEN_MODEL)), state)
+    jax.tree.map(np.testing.assert_array_equal, state.ema["params"], state.params)
+
+
 @pytest.mark.parametrize(
     ("devices", "query_chunk", "passage_chunk"),
     [(1, 2, 3), pytest.param(1, None, None, marks=SLOW), pytest.param(5, 5, 5, marks=SLOW)],
@@ -147,17 +191,7 @@ def hugging_face_folder(folder, tensors):
     """Write a BERT as transformers saves it."""
     folder.mkdir()
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
-    config = {
-        "model_type": "bert",
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 40,
-        "max_position_embeddings": 16,
-        "type_vocab_size": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(BERT))
     return str(folder)
 
 
@@ -202,8 +236,10 @@ def test_a_run_evaluates_and_resumes(folder, tmp_path):
     _, variables = restore_variables(tmp_path / "a", variable_shapes(suite.model))
     hits = suite.metrics(suite.search(variables))
     assert {f"text_retrieval/{name}": value for name, value in hits.items()} == straight
-    with pytest.raises(ValueError, match="expected a model of images and texts, got model='bert-tiny'"):
-        infcl_jax.load(tmp_path / "a")
+    encoder = infcl_jax.load(tmp_path / "a")
+    queries = [question.text for question in suite.questions]
+    scores = encoder.encode_queries(queries) @ encoder.encode_passages(list(suite.corpus)).T
+    assert np.mean(scores.argmax(1) == suite.search(variables)[:, 0]) > 0.9  # but for ties
     assert resumed == straight and resumed.keys() == {"text_retrieval/top20", "text_retrieval/top100"}
 
 

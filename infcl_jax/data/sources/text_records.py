@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from infcl_jax.data.sources.files import check_size
 from infcl_jax.file_io import open_regular, parse_json
 
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BLOCK = 2**24  # bytes of a file scanned at once
 _LARGEST = 2**26  # bytes of a record; a query with hundreds of passages has less than one MiB
 _NEWLINE, _QUOTE, _BACKSLASH = (ord(character) for character in '\n"\\')
@@ -23,17 +26,21 @@ class RecordFile:
     threads.
 
     Args:
-      path: file in UTF-8. A file whose first byte other than white space is "[" is a JSON array.
+      path: file in UTF-8, with or without a byte order mark. A file whose first byte other than white space is "[" is
+        a JSON array.
 
     Raises:
       FileNotFoundError: the file does not exist.
-      ValueError: the file has no records, or its JSON array is not closed.
+      ValueError: the file has no records, its JSON array is not closed, or it is in UTF-16.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = os.fspath(path)
         with open_regular(self.path) as file:
-            self.is_array = file.read(_BLOCK).lstrip()[:1] == b"["
+            head = file.read(_BLOCK).removeprefix(BYTE_ORDER_MARK)
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"expected a file in UTF-8, got UTF-16 in {self.path}; convert it")
+        self.is_array = head.lstrip()[:1] == b"["
         self._starts, self._stops = _array_offsets(self.path) if self.is_array else _line_offsets(self.path)
         if not len(self):
             raise ValueError(f"expected records in {self.path}, got none")
@@ -50,11 +57,31 @@ class RecordFile:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+        with open_regular(self.path) as file:
+            return self._read(file, index)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Read the records in order, from one open file.
+
+        Raises:
+          ValueError: a record is too large.
+        """
+        with open_regular(self.path) as file:
+            for index in range(len(self)):
+                yield self._read(file, index)
+
+    def _read(self, file: BinaryIO, index: int) -> bytes:
         start = int(self._starts[index])
         size = int(self._stops[index]) - start
         check_size(size, _LARGEST, f"record {index} of {self.path}")
+        return os.pread(file.fileno(), size, start)
+
+    def place(self, index: int) -> str:
+        """Name a record: by its line, or by its number in a JSON array."""
+        if self.is_array:
+            return f"record {index} of {self.path}"
         with open_regular(self.path) as file:
-            return os.pread(file.fileno(), size, start)
+            return f"line {1 + file.read(int(self._starts[index])).count(b'\n')} of {self.path}"
 
     def json(self, index: int) -> dict[str, Any]:
         """Parse a record as a JSON object.
@@ -74,7 +101,9 @@ def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
             newlines.append(position + np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
             position += len(block)
         stops = np.concatenate([*newlines, [size]]).astype(np.int64)
-        starts = np.concatenate([[0], stops[:-1] + 1]).astype(np.int64)
+        file.seek(0)
+        mark = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+        starts = np.concatenate([[mark], stops[:-1] + 1]).astype(np.int64)
         keep = stops > starts
         short = np.flatnonzero(keep & (stops - starts <= 2))  # only these can be a line break alone
         if len(short):

@@ -2,22 +2,18 @@
 
 import json
 import pickle
+from pathlib import Path
 
-import numpy as np
 import pytest
 
-from infcl_jax.data import PairTexts, load_tokenizer
+from infcl_jax.data import PairTexts, load_tokenizer, pair_iterator
 from infcl_jax.data.sources import text_records
 from infcl_jax.data.sources.base import BadRecordError
-from infcl_jax.data.sources.text_retrieval import (
-    Corpus,
-    Passage,
-    QuerySource,
-    Question,
-    read_judgments,
-    read_questions,
-)
+from infcl_jax.data.sources.text_fields import Passage
+from infcl_jax.data.sources.text_retrieval import Corpus, QuerySource
+from infcl_jax.data.text_pairs import LEFT_OUT
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "retrieval"
 TRICKY = ['a "quoted" [text]', "back\\slash\\", 'ends with \\"', "{[", "naïve — 日本", "new\nline"]
 
 
@@ -81,11 +77,116 @@ def test_offsets_take_a_fixed_number_of_bytes(tmp_path):
     assert len(state) < 100 * 16 + 1000
 
 
-@pytest.mark.parametrize("record", ['{"query": "a"}', '{"query": "a", "pos": []}', "[1", '"a"', '{"pos": ["a"]}'])
-def test_damaged_records_are_named(tmp_path, record):
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"query": "a"}', "expected a positive passage"),
+        ('{"query": "a", "pos": []}', "expected a positive passage"),
+        ('{"query": "a", "pos": null}', "expected a positive passage"),
+        ("[1", "JSON"),
+        ('"a"', "JSON object"),
+        ('{"pos": ["a"]}', "expected one of the fields question, query, anchor, got pos"),
+        ('{"query": null, "pos": ["a"]}', "null in query"),
+        ('{"query": NaN, "pos": ["a"]}', "null in query"),
+        ('{"query": " ", "pos": ["a"]}', "a text in query, got a blank one"),
+        ('{"query": ["a"], "pos": ["a"]}', "a text in query, got a list"),
+        ('{"query": "a", "pos": {"text": "b"}}', "a list in pos, got an object"),
+        ('{"query": "a", "pos": 7}', "a list in pos, got a number"),
+        ('{"query": "a", "pos": [null]}', "a text in pos, got null"),
+        ('{"query": "a", "pos": [7]}', "a text in pos, got a number"),
+        ('{"query": "a", "pos": [["b"]]}', "a text in pos, got a list"),
+        ('{"query": "a", "pos": [""]}', "a blank one"),
+        ('{"query": "a", "pos": [{"text": null}]}', "null in text"),
+        ('{"query": "a", "pos": [{"title": "b"}]}', "expected one of the fields text"),
+        ('{"query": "a", "pos": [{"text": "b", "title": ["c"]}]}', "a text in title, got a list"),
+        ('{"query": "a", "pos": [{"text": "b", "id": {}}]}', "a text in id, got an object"),
+        ('{"query": "a", "pos": ["b"], "neg": {"bm25": ["c"]}}', "a list in neg, got an object"),
+        ('{"query": "a", "pos": ["b"], "neg": ["c", null]}', "a text in neg, got null"),
+        ('{"anchor": "a", "positive": "b", "label": 0}', "got label"),
+    ],
+)
+def test_damaged_records_are_named(tmp_path, record, message):
     (tmp_path / "a.jsonl").write_text('{"query": "a", "pos": ["b"]}\n' + record)
-    with pytest.raises(BadRecordError, match=r"record 1 of .*a\.jsonl, split train"):
+    with pytest.raises(BadRecordError, match=rf"record 1 of .*a\.jsonl, split train.*{message}"):
         QuerySource(tmp_path / "a.jsonl")[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "positives", "negatives"),
+    [
+        ({"pos": "red cat", "neg": "blue dog"}, ["red cat"], ["blue dog"]),
+        (
+            {"positive_ctxs": "red cat", "hard_negative_ctxs": [], "negative_ctxs": "blue dog"},
+            ["red cat"],
+            ["blue dog"],
+        ),
+        ({"pos": ["a"], "neg": None}, ["a"], []),
+        ({"pos": ["a"], "neg": float("nan")}, ["a"], []),
+        ({"pos": ["a"], "neg": None, "negatives": ["b"]}, ["a"], ["b"]),
+        ({"pos": None, "positives": ["a", {"contents": "b"}]}, ["a", "b"], []),
+        ({"positive": "a", "negative_1": "b", "negative_2": None, "negative_3": "c"}, ["a"], ["b", "c"]),
+    ],
+)
+def test_a_string_is_one_passage_and_null_is_none(tmp_path, fields, positives, negatives):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"query": "q"} | fields))
+    example = QuerySource(tmp_path / "a.jsonl")[0]
+    assert [[p.text for p in passages] for passages in example[1:3]] == [positives, negatives]
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "same"),
+    [
+        ("a", "a", True),
+        ("a", {"text": "a", "title": ""}, True),
+        ({"text": "a", "id": 7}, {"text": "b", "id": 7.0}, True),
+        ({"text": "a", "title": "t"}, {"text": "a", "title": "u"}, False),
+        ({"text": "a", "id": ""}, {"text": "b", "id": ""}, False),
+    ],
+)
+def test_positives_leave_the_negatives_of_their_query(tmp_path, positive, negative, same):
+    record = {"query": "q", "pos": ["other", positive], "neg": ["c", negative]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    source = QuerySource(tmp_path / "a.jsonl")
+    assert (len(source[0].negatives), source[0].left_out) == ((1, 1) if same else (2, 0))
+    texts = PairTexts(load_tokenizer("bytes", 8))
+    data = pair_iterator(source, texts, batch_size=1, hard_negatives=2, seed=0, num_workers=0)
+    assert next(data)["passage_mask"].tolist() == [True, True, not same]
+    assert data.stats()[LEFT_OUT] == same
+    data.close()
+
+
+@pytest.mark.parametrize("layout", [dpr, marco])
+def test_a_byte_order_mark_is_skipped(tmp_path, layout):
+    text = json.dumps(dpr(TRICKY), indent=1) if layout is dpr else "\n".join(map(json.dumps, marco(TRICKY)))
+    (tmp_path / "a").write_text(text, encoding="utf-8-sig")
+    source = QuerySource(tmp_path / "a")
+    assert [source[i].query for i in range(len(source))] == TRICKY
+    (tmp_path / "a").write_text(text, encoding="utf-16")
+    with pytest.raises(ValueError, match=r"expected a file in UTF-8, got UTF-16 in .*a; convert it"):
+        QuerySource(tmp_path / "a")
+
+
+def test_files_of_other_libraries():
+    triplets = QuerySource(GOLDEN / "sentence_transformers_triplet.jsonl")
+    tuples = QuerySource(GOLDEN / "sentence_transformers_n-tuple.jsonl")
+    assert [x.text for i in range(2) for x in triplets[i].negatives] == [x.text for x in tuples[0].negatives]
+    assert {x.positives for x in (*triplets, tuples[0])} == {(Passage("about word0"),), (Passage("about word1"),)}
+    for name in ("pair", "list"):
+        with pytest.raises(BadRecordError, match="got label"):
+            QuerySource(GOLDEN / f"sentence_transformers_labeled-{name}.jsonl")[0]
+    nulls = QuerySource(GOLDEN / "datasets.jsonl")
+    assert [(nulls[i].positives[0].text, len(nulls[i].negatives)) for i in range(3)] == [("b", 1), ("e", 0), ("h", 0)]
+    with pytest.raises(BadRecordError, match="null in query"):
+        nulls[3]
+    assert list(Corpus(GOLDEN / "beir_corpus.jsonl"))[:2] == [
+        Passage("", "Title 0", "d0"),
+        Passage("text of word1", "Title 1", "d1"),
+    ]
+
+
+def test_a_missing_file_names_the_setting(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected a file of queries .*a\.jsonl; set dataset"):
+        QuerySource(tmp_path / "a.jsonl")
 
 
 def test_an_open_array_and_an_empty_file_are_refused(tmp_path):
@@ -102,61 +203,40 @@ def test_an_open_array_and_an_empty_file_are_refused(tmp_path):
     [
         'id\ttext\ttitle\n1\t"say ""hi"""\tT\n2\tplain\tU\n',
         '{"docid": "1", "text": "say \\"hi\\"", "title": "T"}\n{"docid": 2, "text": "plain", "title": "U"}\n',
+        '\ufeffpid\ttitle\tpassage\r\n1\tT\t"say ""hi"""\r\n2\tU\tplain',
+        '\ufeff1\tsay "hi"\tT\n2\tplain\tU\n',
     ],
 )
 def test_corpora(tmp_path, text):
     (tmp_path / "corpus").write_text(text)
     corpus = Corpus(tmp_path / "corpus")
     assert [corpus[i] for i in range(len(corpus))] == [Passage('say "hi"', "T", "1"), Passage("plain", "U", "2")]
+    assert list(corpus) == [corpus[0], corpus[1]]
     with pytest.raises(IndexError):
         corpus[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1\turl\ttitle\tbody", "passage 0 of .*corpus: expected an id, a text and at most a title"),
+        ("1", "passage 0 of .*corpus: expected an id, a text"),
+        ('id\ttext\ttitle\n1\t"open\tT', "passage 0 of .*corpus: expected the 3 columns of the header, got 2"),
+        ('{"_id": 1, "text": null}', "passage 0 of .*corpus: .*null in text"),
+        ("id\turl\n1\ta", "expected one of the columns text, .* in line 1 of .*corpus, got id, url"),
+        ("id\ttext\n", "only a header"),
+    ],
+)
+def test_damaged_corpora_are_named(tmp_path, text, message):
+    (tmp_path / "corpus").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        list(Corpus(tmp_path / "corpus"))
 
 
 def test_a_collection_is_not_quoted(tmp_path):
     (tmp_path / "collection.tsv").write_text('0\t"half a quote\n1\tb\n')
     corpus = Corpus(tmp_path / "collection.tsv")
     assert [corpus[i] for i in range(2)] == [Passage('"half a quote', "", "0"), Passage("b", "", "1")]
-
-
-def test_questions_and_judgments(tmp_path):
-    (tmp_path / "qa.csv").write_text('who\t[\'a\', "b\'s"]\n"""who"""\t"[""d\'A""]"\r\n')
-    (tmp_path / "queries.tsv").write_text('7\twho\n8\t"who" is\n')
-    (tmp_path / "q.jsonl").write_text('{"query": "who", "_id": 7}\n')
-    (tmp_path / "qrels").write_text("7 0 3 1\n7\t0\t4\t0\n7 0 5 2\n")
-    assert read_questions(tmp_path / "qa.csv") == [
-        Question("who", answers=("a", "b's")),
-        Question('"who"', answers=("d'A",)),
-    ]
-    assert read_questions(tmp_path / "queries.tsv") == [Question("who", "7"), Question('"who" is', "8")]
-    assert read_questions(tmp_path / "q.jsonl") == [Question("who", "7")]
-    assert read_judgments(tmp_path / "qrels") == {"7": {"3", "5"}}
-    np.testing.assert_raises(ValueError, read_judgments, tmp_path / "qa.csv")
-
-
-@pytest.mark.parametrize(
-    "name,line,match",
-    [
-        ("a.jsonl", b'{"query": "a", "answers": 3}', "expected a list of answers, got int"),
-        ("a.jsonl", b'{"answers": ["a"]}', "expected one of the fields"),
-        ("a.jsonl", b'{"query": ' + b"[" * 100_000, "got one that is nested too deeply"),
-        ("a.csv", b"a\t[" + b"(" * 300, "SyntaxError|MemoryError"),
-        ("a.csv", b"a\t[b]", "malformed"),
-        ("a.csv", b"a\xff\tb", "codec"),
-        ("a.csv", b"a\t['\0']", "."),
-    ],
-)
-def test_damaged_questions_are_named(tmp_path, name, line, match):
-    first = b'{"query": "a"}' if name == "a.jsonl" else b"1\ta"
-    (tmp_path / name).write_bytes(first + b"\n" + line)
-    with pytest.raises(ValueError, match=rf"^line 2 of .*{name}: .*({match})"):
-        read_questions(tmp_path / name)
-
-
-@pytest.mark.parametrize("line", [b"7 0 3", b"7 0 3 yes", b"7 0 \xff 1", b"7 0 3 " + b"1" * 5000])
-def test_damaged_judgments_are_named(tmp_path, line):
-    (tmp_path / "qrels").write_bytes(b"7 0 3 1\n" + line)
-    with pytest.raises(ValueError, match=r"^expected four columns in line 2 of .*qrels, got "):
-        read_judgments(tmp_path / "qrels")
 
 
 def test_huge_records_are_not_read(tmp_path, monkeypatch):

@@ -1,0 +1,144 @@
+"""Encoders of queries and passages as BERTs of transformers and Sentence Transformers."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from infcl_jax.models.config import BertConfig
+from infcl_jax.models.convert import hugging_face
+from infcl_jax.models.convert.bert import read_config, weight_map
+from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate
+from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
+from infcl_jax.models.convert.weight_map import flat_shapes, to_tensors, to_variables
+from infcl_jax.models.text_pair import TextPairConfig, towers_of
+
+ENCODER_FOLDERS = {"query": "query_encoder", "passage": "passage_encoder"}
+_TRAINING_FIELDS = ("dropout", "remat", "attention", "layer_scale")  # with the same features in inference
+_POOLING = "1_Pooling"  # folder of Sentence Transformers
+_MODULES = "sentence_transformers.models"
+
+
+def check_architecture(model: TextPairConfig, theirs: BertConfig, source: str) -> None:
+    """Check that a BERT has the architecture of a dual encoder.
+
+    Args:
+      model: configuration of the dual encoder.
+      theirs: configuration of the BERT.
+      source: origin of the BERT, for the error.
+
+    Raises:
+      ValueError: a field differs.
+    """
+    for field in dataclasses.fields(theirs):
+        if field.name in _TRAINING_FIELDS:
+            continue
+        ours = getattr(model.text, field.name)
+        if field.name == "activation" and ours is None:
+            ours = model.activation
+        if ours != (value := getattr(theirs, field.name)):
+            raise ValueError(
+                f"expected text.{field.name}={value!r}, as in {source}, got {ours!r}; set model_overrides or another "
+                "init.text"
+            )
+
+
+def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, lengths: Mapping[str, int]) -> Certificate:
+    """Write both encoders, without their tokenizers.
+
+    The folder has a BERT for `transformers.AutoModel.from_pretrained` in each of `query_encoder` and `passage_encoder`.
+    Sentence Transformers reads pool and normalization there too, except for the pool "pooler".
+
+    Args:
+      path: folder, created if missing.
+      model: configuration of the model.
+      variables: its variables.
+      lengths: tokens of a query and of a passage.
+
+    Returns:
+      The certificate of the files, read back, also written as `certificate.json`.
+
+    Raises:
+      ValueError: transformers' BERT has no such model, such as one with a projection.
+    """
+    content = _bert_config(model)
+    params, parameters, names = variables["params"], 0, 0
+    for name, subtree in towers_of(params).items():
+        folder = Path(path) / ENCODER_FOLDERS[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {f"params/text/{k}": np.asarray(x) for k, x in flat_shapes(jax.device_get(params[subtree])).items()}
+        weights = weight_map(model.text, arrays, ())
+        for file, value in ({hugging_face.CONFIG_FILE: content} | _sentence_transformers(model, lengths[name])).items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(json.dumps(value, indent=2) + "\n")
+        write_tensors(folder / hugging_face.WEIGHT_FILES[0], to_tensors(weights, arrays))
+        tensors = read_tensors(folder / hugging_face.WEIGHT_FILES[0])
+        back = flat_shapes(to_variables(weights, tensors, arrays, folder))
+        if any(array.tobytes() != back[k].tobytes() for k, array in arrays.items()):
+            raise ValueError(
+                f"expected the export in {folder} to hold the variables in {model.param_dtype}, got others"
+            )
+        parameters, names = parameters + len(arrays), names + len(tensors)
+    certificate = Certificate(source=str(path), format="hf", parameters=parameters, tensors=names)
+    certificate.save(Path(path) / CERTIFICATE_FILE)
+    return certificate
+
+
+def _bert_config(model: TextPairConfig) -> dict[str, Any]:
+    """Return `config.json` of an encoder, the inverse of `read_config`.
+
+    Raises:
+      ValueError: transformers' BERT has no such model.
+    """
+    text = model.text
+    if text.projection != "none":
+        raise ValueError(
+            f"expected text.projection='none' of a model for transformers' BERT, got {text.projection!r}; load the run "
+            "with infcl_jax.load"
+        )
+    kind = "roberta" if text.position_offset else "bert"
+    content = {
+        "architectures": [{"bert": "BertModel", "roberta": "RobertaModel"}[kind]],
+        "model_type": kind,
+        "hidden_size": text.width,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+        "intermediate_size": int(text.width * text.mlp_ratio),
+        "hidden_act": text.activation or model.activation,
+        "hidden_dropout_prob": text.dropout,
+        "attention_probs_dropout_prob": text.dropout,
+        "layer_norm_eps": text.norm_epsilon,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": text.max_positions,
+        "type_vocab_size": text.token_types,
+        "pad_token_id": text.pad_id,
+        "dtype": model.param_dtype,
+    }
+    try:
+        check_architecture(model, read_config(content, text), "transformers' BERT")
+    except ValueError as error:
+        raise ValueError(f"expected a model that transformers' BERT describes, got another: {error}") from error
+    return content
+
+
+def _sentence_transformers(model: TextPairConfig, length: int) -> dict[str, Any]:
+    """Return the files of Sentence Transformers by name."""
+    if model.text.pool == "pooler":  # which it does not have
+        return {}
+    modules = [("Transformer", ""), ("Pooling", _POOLING), *([("Normalize", "2_Normalize")] if model.normalize else [])]
+    return {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"{_MODULES}.{kind}"}
+            for i, (kind, path) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {"max_seq_length": length, "do_lower_case": False},
+        f"{_POOLING}/config.json": {
+            "word_embedding_dimension": model.text.width,
+            "pooling_mode_cls_token": model.text.pool == "cls",
+            "pooling_mode_mean_tokens": model.text.pool == "mean",
+        },
+    }

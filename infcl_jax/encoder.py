@@ -18,23 +18,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 
 from infcl_jax import run
-from infcl_jax.data import ByteTokenizer, load_tokenizer
+from infcl_jax.data import load_tokenizer
 from infcl_jax.data.decode.image_like import ImageLike, decode_image
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.data.tokenizers.base import SETTINGS_FILE
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import data_mesh, replicate, to_host
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
-from infcl_jax.evaluation.zero_shot import Template, class_embeddings
+from infcl_jax.evaluation.zero_shot import Prompts, class_embeddings
 from infcl_jax.models import CLIP, Certificate, build_model, config_of, save_pretrained, variable_shapes
 from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.models.prefix import prefix_model
+from infcl_jax.models.pretrained_tags import hub_repository
+from infcl_jax.pretrained_tokenizer import pretrained_tokenizer
+from infcl_jax.text_encoder import is_text_run, load_text_encoder
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
 _logger = logging.getLogger(__name__)
@@ -52,15 +53,15 @@ def load(
     mesh: Mesh | None = None,
     batch_size: int = 256,
     dim: int | None = None,
-) -> Encoder:
-    """Load a model to encode and classify images and texts.
+) -> Encoder | Any:  # Any, because a type checker cannot tell runs from their paths
+    """Load a model to encode and classify images and texts, or to encode queries and passages.
 
     Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
     own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
-    `tokenizer`, or CLIP's for a vocabulary of 49,408 ids.
+    `tokenizer`, with their options, or CLIP's for a vocabulary of 49,408 ids.
 
     Args:
-      path: work directory of a run, or a folder, file or Hub name of `infcl_jax.models.load_pretrained`.
+      path: work directory of a run, or a folder, file, Hub name or MODEL:TAG of `infcl_jax.models.load_pretrained`.
       model: name or OpenCLIP configuration of a file of weights without one, such as "ViT-B-32".
       step: step of the run's checkpoint; None: the latest.
       tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
@@ -70,7 +71,7 @@ def load(
       dim: size of the prefix to which features are cut, for a model trained with `matryoshka`; None: their whole size.
 
     Returns:
-      The encoder.
+      An `Encoder`; for a run of text retrieval, a `TextEncoder`.
 
     Raises:
       FileNotFoundError: the run has no such checkpoint, or there is no such Hub repository.
@@ -82,6 +83,22 @@ def load(
       >>> encoder.embed_dim
       16
     """
+    if model is None and dim is None and is_text_run(Path(path)):
+        return load_text_encoder(Path(path), step, tokenizer, dtype, mesh, batch_size)
+    return load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size, dim)
+
+
+def load_encoder(
+    path: str | os.PathLike[str],
+    model: str | None = None,
+    step: int | None = None,
+    tokenizer: str | BaseTokenizer | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    batch_size: int = 256,
+    dim: int | None = None,
+) -> Encoder:
+    """Load a model of images and texts; for arguments and errors see `load`."""
     encoder = _load(path, model, step, tokenizer, dtype, mesh, batch_size)
     return encoder if dim is None else encoder.prefix(dim)
 
@@ -106,10 +123,11 @@ def _load(
         return _load_run(Path(path), step, tokenizer, changes, mesh, batch_size)
     configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
     files = (Path(path), *(Path(path) / name for name in configs))
-    if not str(path).startswith(HUB_PREFIX) and not any(file.is_file() for file in files):
+    on_hub = str(path).startswith(HUB_PREFIX) or hub_repository(str(path)) is not None
+    if not on_hub and not any(file.is_file() for file in files):
         raise ValueError(
             f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, a file "
-            f"of weights, or {HUB_PREFIX}OWNER/NAME, got {path}"
+            f"of weights, {HUB_PREFIX}OWNER/NAME, or MODEL:TAG of OpenCLIP, got {path}"
         )
     if step is not None:
         raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
@@ -152,9 +170,7 @@ def _load_pretrained(
     config, variables, certificate = convert(source, changes, default_config(source, name))
     _logger.info("%s", certificate.summary())
     model = build_model(config)
-    if tokenizer is None:
-        tokenizer = _tokenizer_spec(source.weights.parent, model)
-    text = _text_tokenizer(tokenizer, model)
+    text = _text_tokenizer(pretrained_tokenizer(source, config) if tokenizer is None else tokenizer, model)
     return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(config))
 
 
@@ -168,25 +184,6 @@ def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenize
             f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
         )
     return tokenizer
-
-
-def _tokenizer_spec(folder: Path, model: CLIP) -> str:
-    """Return the spec of the tokenizer of a pretrained model."""
-    if (folder / run.TOKENIZER_FOLDER / SETTINGS_FILE).is_file():  # written by `Encoder.save` or an export
-        return str(folder / run.TOKENIZER_FOLDER)
-    clip = model.text.vocab_size == CLIP_VOCAB_SIZE
-    kinds = (("clip", "merges.txt"), ("hf", "tokenizer.json"), ("sentencepiece", "spiece.model"))
-    for kind, name in kinds:
-        if (folder / name).is_file() and (clip or kind != "clip"):
-            return f"{kind}:{folder if kind != 'sentencepiece' else folder / name}"
-    if clip:
-        return "clip"
-    if model.text.vocab_size == ByteTokenizer(model.text.context_length).vocab_size:
-        return "bytes"
-    raise ValueError(
-        f"expected the files of a tokenizer ({', '.join(name for _, name in kinds)}) in {folder} for a vocabulary of "
-        f"{model.text.vocab_size} ids, got none; pass tokenizer="
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -287,12 +284,13 @@ class Encoder:
         encode = TowerEncoder(self.model, "encode_text", self.dim)
         return encode_texts(encode, self.variables, self.tokenizer, list(texts), self.mesh, self.batch_size)
 
-    def classifier(self, classes: Sequence[str], templates: Sequence[Template] | None = None) -> np.ndarray:
+    def classifier(self, classes: Sequence[str], templates: Prompts | None = None) -> np.ndarray:
         """Compute one zero-shot classifier vector per class.
 
         Args:
           classes: C class names.
-          templates: prompt templates with "{}" for the class name, or functions of the name; None: "a photo of a {}.".
+          templates: prompt templates with "{}" for the class name, functions of the name, or the prompts of each class
+            by name; None: "a photo of a {}.".
 
         Returns:
           float32 [C, D], unit vectors; see `infcl_jax.evaluation.class_embeddings`.
@@ -311,7 +309,7 @@ class Encoder:
         )
 
     def zero_shot(
-        self, images: Sequence[ImageLike], classes: Sequence[str], templates: Sequence[Template] | None = None
+        self, images: Sequence[ImageLike], classes: Sequence[str], templates: Prompts | None = None
     ) -> np.ndarray:
         """Classify images by the similarity of their features to those of class prompts.
 

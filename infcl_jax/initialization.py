@@ -12,11 +12,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from infcl_jax import run
+from infcl_jax.console import say
 from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
 from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
 from infcl_jax.models.registry import change_config
-from infcl_jax.training import CHECKPOINTS, TrainState, restore_variables
-from infcl_jax.training.checkpoint_folder import step_of
+from infcl_jax.run.model import run_of
+from infcl_jax.training import TrainState, restore_variables
 from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.rules import check_pairs
 
@@ -76,6 +77,7 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
             names, patterns = source_names(config.rules, targets)
             matched |= patterns
             variables |= _loaded(path, variables, read_variables(path, model, tower), names)
+            say(f"initialized from {path}: {len(names)} of {len(targets)} tensors")
     unmatched = [pattern for pattern, _ in config.rules if pattern not in matched]
     if unmatched and any(sources.values()):
         raise ValueError(
@@ -122,7 +124,7 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
       FileNotFoundError: no such source.
       ValueError: the source has another architecture.
     """
-    workdir, step = _run_of(Path(path))
+    workdir, step = run_of(Path(path))
     if workdir is not None:
         source = run.read_model_config(run.saved_config(workdir))
         template = variable_shapes(build_model(source))
@@ -134,15 +136,6 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
     sizes = {"vision.image_size": model.vision.image_size, "text.context_length": model.text.context_length}
     arrays = {name: np.asarray(array) for name, array in flatten_dict(variables, sep="/").items()}
     return resize_variables(arrays, source, change_config(source, **sizes))[0]
-
-
-def _run_of(path: Path) -> tuple[Path | None, int | None]:
-    """Return work directory and step of a run or checkpoint, else None."""
-    if (path / CHECKPOINTS).is_dir():
-        return path, None
-    if path.parent.name == CHECKPOINTS and (step := step_of(path.name)) is not None:
-        return path.parents[1], step
-    return None, None
 
 
 def _check_architecture(path: str, source: CLIPConfig, model: CLIPConfig, tower: str) -> None:

@@ -1,6 +1,7 @@
 """Initial parameters from pretrained weights, runs and checkpoints."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,7 +12,11 @@ from flax.traverse_util import flatten_dict
 from infcl_jax import run, train
 from infcl_jax.distributed import data_mesh
 from infcl_jax.initialization import InitConfig, initialize
-from infcl_jax.models import save_pretrained
+from infcl_jax.models import BertConfig, model_config, save_pretrained
+from infcl_jax.models.config import config_from_json, config_to_json
+from infcl_jax.models.resnet import ResNetConfig
+from infcl_jax.run.model import save_base_model
+from infcl_jax.settings import keep_recorded
 from infcl_jax.training import sharding
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
@@ -115,14 +120,70 @@ def test_a_mistake_is_named(source, fresh, changes, message):
         initialized(settings(**({"init.model": str(source[0] / "run")} | changes)), fresh)
 
 
-def test_lit_trains_on_a_converted_tower_and_a_resumed_run_does_not_load_again(source, tmp_path):
+def alone(path, **changes):
+    """Settings of a run whose model is that of its weights."""
+    return settings(model=None, model_overrides="", **{"init.model": str(path)}, **changes)
+
+
+def test_lit_trains_from_weights_alone_and_a_resumed_run_does_not_need_them(source, tmp_path, capsys):
     folder, expected = source
-    config = settings(frozen=("image",), **{"init.image": str(folder / "open_clip")})
-    train(config, tmp_path)
-    config.update(total_steps=2, init={"image": "moved/away"})  # a resumed run ignores it
-    train(config, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["total_steps"] == 2
-    config.init.update(image=None, model=str(tmp_path))
+    weights = shutil.copytree(folder / "open_clip", tmp_path / "weights")
+    config = alone(weights, frozen=("image",))
+    train(config, tmp_path / "run")
+    assert f"initialized from {weights}: {len(expected)} of {len(expected)} tensors" in capsys.readouterr().out
+    shutil.rmtree(weights)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    config.update(total_steps=2)
+    train(config, moved)
+    saved = run.saved_config(moved)
+    assert saved.total_steps == 2 and run.read_model_config(saved) == run.read_model_config(settings())
+    config.init.update(model=str(moved))
     trained = flat(initialized(config, run.initial_state(config, data_mesh())))
     for name, array in expected.items():
         assert np.array_equal(trained[name], array) == (name.startswith("visual/")), name
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/1", "open_clip"])
+def test_weights_alone_name_the_model_and_the_tokenizer(source, path):
+    config = alone(source[0] / path)
+    assert run.read_model_config(config) == run.read_model_config(settings())
+    assert run.text_tokenizer(config).kind == "bytes"
+    longer = alone(source[0] / path, text_cleaning="lower")
+    longer.model_overrides = "text.context_length=20"
+    assert run.read_model_config(longer).text.context_length == 20
+    assert (tokenizer := run.text_tokenizer(longer)).context_length == 20 and tokenizer.clean == "lower"
+
+
+def test_weights_without_a_configuration_need_a_model(source, tmp_path):
+    shutil.copy(source[0] / "open_clip" / "open_clip_model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"^expected open_clip_config.json or config.json beside .*; name its model$"):
+        run.read_model_config(alone(tmp_path / "open_clip_model.safetensors"))
+
+
+def test_a_run_keeps_the_model_of_its_weights_without_them(source, tmp_path):
+    expected = run.read_model_config(alone(source[0] / "open_clip"))
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    save_base_model(alone(source[0] / "open_clip"), before)
+    config = alone("moved/away")
+    (before / "config.json").write_text(config.to_json_best_effort())
+    before.rename(after)
+    saved = run.saved_config(after)
+    assert run.read_model_config(saved) == expected
+    assert keep_recorded(saved, config).model == saved.model
+
+
+def test_a_run_of_the_former_default_model_keeps_it(tmp_path):
+    (tmp_path / "config.json").write_text(settings(model="tiny-shapes").to_json_best_effort())
+    assert keep_recorded(run.saved_config(tmp_path), settings(model=None)).model == "tiny-shapes"
+    assert run.read_model_config(settings(model=None, model_overrides="")) == model_config("tiny-shapes")
+
+
+@pytest.mark.parametrize("kind", [ResNetConfig, BertConfig])
+def test_every_tower_survives_json(kind):
+    name = "RN50" if kind is ResNetConfig else "bert-ViT-B-32"
+    config = model_config(name)
+    assert kind in {type(config.vision), type(config.text)}
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    with pytest.raises(ValueError, match=r"^expected the fields of a model of this version, got .*'future'"):
+        config_from_json(config_to_json(config) | {"future": 1})

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.bert import BertPool, BertProjection
-from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
+from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD, Interpolation, ResizeMode
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.text import TextPool
 from infcl_jax.models.transformer_config import Projection, Remat, TransformerConfig, float_dtype_name
@@ -17,9 +18,6 @@ from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
 
 if TYPE_CHECKING:
     from infcl_jax.models.text_pair import TextPairConfig
-
-Interpolation = Literal["bicubic", "bilinear"]
-ResizeMode = Literal["shortest", "longest", "squash"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,6 +238,29 @@ class CLIPConfig:
                     f"expected {name}.width to be embed_dim with {name}.projection 'none', "
                     f"got {tower.width} and {self.embed_dim}"
                 )
+
+
+_TOWERS = {kind.__name__: kind for kind in (VisionConfig, ResNetConfig, TextConfig, BertConfig)}
+
+
+def config_to_json(config: CLIPConfig) -> dict[str, Any]:
+    """Return the fields of a configuration for JSON, with the class of each tower as "type"."""
+    towers = {name: {"type": type(getattr(config, name)).__name__} for name in ("vision", "text")}
+    return {**(fields := dataclasses.asdict(config)), **{name: towers[name] | fields[name] for name in towers}}
+
+
+def config_from_json(content: Mapping[str, Any]) -> CLIPConfig:
+    """Return the configuration of `config_to_json`.
+
+    Raises:
+      ValueError: a field is unknown or has an invalid value.
+    """
+    try:
+        towers = {name: dict(content[name]) for name in ("vision", "text")}
+        built = {name: _TOWERS[fields.pop("type")](**fields) for name, fields in towers.items()}
+        return CLIPConfig(**{**content, **built})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected the fields of a model of this version, got {error!r}") from error
 
 
 def transformer_config(config: "CLIPConfig | TextPairConfig", tower: str) -> TransformerConfig:

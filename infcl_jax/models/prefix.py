@@ -35,4 +35,5 @@ def prefix_model(config: CLIPConfig, variables: Any, dim: int) -> tuple[CLIPConf
             raise ValueError(f"expected a model with linear projections with dim={dim}, got another")
         return leaf[..., : target.shape[-1]] if target.shape else leaf
 
-    return small, jax.tree.map(cut, variables, variable_shapes(build_model(small)))
+    shapes = variable_shapes(build_model(small))
+    return small, {**variables, **jax.tree.map(cut, {name: variables[name] for name in shapes}, shapes)}

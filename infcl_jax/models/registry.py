@@ -11,9 +11,10 @@ import difflib
 from pathlib import Path
 from typing import Any, overload
 
+from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import CLIP
-from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig, transformer_config
+from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig, config_from_json, transformer_config
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, LARGEST_SIZE, Section, check_grid
 from infcl_jax.models.names import CONFIGS
 from infcl_jax.models.open_clip_config import read_open_clip_config
@@ -22,6 +23,7 @@ from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.text_pair import TextPair, TextPairConfig
 from infcl_jax.models.vit import VisionTransformer
 
+MODEL_FILE = "init_model.json"  # of a run whose model is that of `init.model`
 _LARGEST = {"layers": LARGEST_DEPTH, "image_size": LARGEST_SIDE, "patch_size": LARGEST_SIDE}  # others: LARGEST_SIZE
 
 
@@ -91,6 +93,8 @@ def change_config[Config: (CLIPConfig, TextPairConfig)](config: Config, **overri
 def _base_config(name: str) -> CLIPConfig:
     if (key := name.replace("/", "-")) in CONFIGS:
         return CONFIGS[key]
+    if name.endswith(MODEL_FILE):
+        return config_from_json(read_json(name, limit=CONFIG_BYTES))
     if name.endswith(".json") or Path(name).is_dir():
         return read_open_clip_config(name)
     close = difflib.get_close_matches(key, CONFIGS, n=1)
@@ -186,6 +190,8 @@ def build_model(config: CLIPConfig | TextPairConfig) -> CLIP | TextPair:
         feature_dtype=config.feature_dtype or config.dtype,
         image_mean=config.image_mean,
         image_std=config.image_std,
+        interpolation=config.interpolation,
+        resize_mode=config.resize_mode,
         init_logit_scale=config.init_logit_scale,
         init_logit_bias=config.init_logit_bias,
     )

@@ -177,7 +177,7 @@ class TextPair(nn.Module):
         return (self.text or self.query).embed_dim  # type: ignore[union-attr, return-value]
 
 
-def text_pair_config(name: str) -> TextPairConfig | None:
+def text_pair_config(name: str | None) -> TextPairConfig | None:
     """Return the configuration of DPR's dual encoder with a BERT.
 
     The result is None if no BERT has the name. Both encoders pool the first token without projection, and have dropout
@@ -188,12 +188,13 @@ def text_pair_config(name: str) -> TextPairConfig | None:
       768
 
     Args:
-      name: name on the Hugging Face hub such as "bert-base-uncased", or "bert-tiny" for two layers over bytes.
+      name: name on the Hugging Face hub such as "bert-base-uncased", or "bert-tiny" for two layers over bytes; None:
+        no BERT.
     """
     if name == "bert-tiny":
         tiny = BertConfig(width=32, layers=2, heads=2, vocab_size=259, activation="gelu", max_positions=256)
         text = dataclasses.replace(tiny, pool="cls", projection="none", context_length=64)
-    elif name.rpartition("/")[2] in BERT_CONFIGS:
+    elif name is not None and name.rpartition("/")[2] in BERT_CONFIGS:
         text = bert_config(name, pool="cls", projection="none", context_length=256, dropout=0.1)
     else:
         return None

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from infcl_jax.models import BertConfig, load_pretrained, read_open_clip_config, save_pretrained
+from infcl_jax.models import BertConfig, config_of, load_pretrained, read_open_clip_config, save_pretrained
 from infcl_jax.models.bert_names import BERT_CONFIGS
 from infcl_jax.models.convert import convert, open_source
+from infcl_jax.models.convert.open_clip import weight_map
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
+from infcl_jax.models.convert.weight_map import flat_shapes
 from infcl_jax.models.timm_names import TIMM_SIZES
+from infcl_jax.training import OptimizerConfig
+from infcl_jax.training.optimizers import decay_factors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(
@@ -73,7 +77,9 @@ def small_towers():
 
 @pytest.fixture(scope="module", params=CASES)
 def converted(request, tmp_path_factory):
-    folder = write_folder(tmp_path_factory.mktemp("golden"), request.param)
+    names = golden(request.param)[0]["weights"]
+    counters = {name: np.array(7, np.int64) for name in names if name.endswith("num_batches_tracked")}
+    folder = write_folder(tmp_path_factory.mktemp("golden"), request.param, counters)
     return request.param, folder, *load_pretrained(folder, compare_features=False)
 
 
@@ -102,6 +108,22 @@ def test_the_export_holds_the_same_tensors(converted, tmp_path):
         assert array.dtype == after[name].dtype and array.tobytes() == after[name].tobytes(), name
     assert certificate.reexport_equal
     assert json.loads((tmp_path / "certificate.json").read_text())["parameters"] == len(jax.tree.leaves(variables))
+
+
+def test_the_parameters_that_decay_are_those_of_openclips_trainer(converted):
+    """Compares with the rule of `open_clip_train.main` on the names and shapes of its tensors."""
+    case, _, model, variables = converted
+    if not case.startswith("open_clip"):
+        return
+    tensors, factors = golden(case)[0]["weights"], flat_shapes(decay_factors(OptimizerConfig(), variables["params"]))
+    names = {entry.path: entry.names for entry in weight_map(config_of(model), flat_shapes(variables), tensors).entries}
+    for path, factor in factors.items():
+        for name in names[f"params/{path}"]:
+            excluded = tensors[name].ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+            assert factor == (not excluded), path
+    matrices = decay_factors(OptimizerConfig(weight_decay_rules=()), variables["params"])
+    changed = {path for path, factor in flat_shapes(matrices).items() if factor != factors[path]}
+    assert changed == ({"visual/attn_pool/probe"} if "siglip" in case else set())
 
 
 @pytest.mark.parametrize(("prefix", "norm"), [("", ("weight", "bias")), ("bert.", ("gamma", "beta"))])

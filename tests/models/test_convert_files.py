@@ -1,14 +1,9 @@
-"""Files of weights: formats, damage, sizes, the Hub, and the names in errors."""
+"""Files of weights: formats, damage, sizes, and the names in errors."""
 
 import functools
-import hashlib
-import http.server
 import json
 import os
-import re
 import shutil
-import threading
-import types
 from pathlib import Path
 
 import jax
@@ -16,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models import create_model, load_pretrained, save_pretrained
+from infcl_jax.models import config_of, create_model, load_pretrained, save_pretrained
 from infcl_jax.models.convert.position_embeddings import resize_grid, resize_sequence
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 
@@ -270,55 +265,51 @@ def test_a_model_that_the_format_lacks_is_refused(saved, tmp_path):
         save_pretrained(tmp_path, model, variables, "onnx")
 
 
-class Mirror(http.server.BaseHTTPRequestHandler):
-    """Hub with one repository: files at /OWNER/NAME/resolve/REVISION/FILE."""
-
-    folder: Path
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        match = re.fullmatch(r"/owner/name/resolve/(main|v2)/(.+)", self.path)
-        file = self.folder / match[2] if match else None
-        found = file is not None and file.is_file()
-        content = file.read_bytes() if found else b""
-        self.send_response(200 if found else 404)
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        if not found:
-            self.send_header("X-Error-Code", "EntryNotFound" if match else "RepoNotFound")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *arguments):
-        pass
+@pytest.mark.parametrize("format", ["open_clip", "hf"])
+@pytest.mark.parametrize("resize", [("squash", "bilinear"), ("shortest", "bilinear"), ("squash", "bicubic")])
+def test_a_loaded_model_is_saved_with_its_resize(saved, tmp_path, format, resize):
+    mode, interpolation = resize
+    model = saved[1].clone(resize_mode=mode, interpolation=interpolation)
+    save_pretrained(tmp_path / "before", model, saved[2], format, compare_features=False)
+    save_pretrained(tmp_path / "after", *load(tmp_path / "before"), format, compare_features=False)
+    loaded, _ = load(tmp_path / "after")
+    assert (loaded.resize_mode, loaded.interpolation) == resize and config_of(loaded).resize_mode == mode
+    for file in ("open_clip_config.json", "preprocessor_config.json"):
+        if (tmp_path / "before" / file).is_file():
+            assert (tmp_path / "before" / file).read_text() == (tmp_path / "after" / file).read_text()
 
 
-@pytest.fixture
-def hub(saved, tmp_path, monkeypatch):
-    constants = pytest.importorskip("huggingface_hub.constants")
-    handler = type("Handler", (Mirror,), {"folder": saved[0]})
-    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://localhost:{server.server_port}")
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", re.sub(r"^https?://[^/]+", constants.ENDPOINT, template)
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield types.SimpleNamespace(constants=constants)
-    server.shutdown()
-    server.server_close()
+def test_padding_to_squares_is_refused_for_transformers(saved, tmp_path):
+    model = saved[1].clone(resize_mode="longest")
+    with pytest.raises(ValueError, match="expected a model that transformers' CLIP or SigLIP"):
+        save_pretrained(tmp_path, model, saved[2], "hf", compare_features=False)
 
 
-@pytest.mark.parametrize("name", ["owner/name", "owner/name@v2"])
-def test_a_model_is_loaded_from_a_mirror_of_the_hub(saved, hub, name):
-    assert_same(load(f"hf-hub:{name}")[1], saved[2])
+OPENAI = {name: np.array(7, np.int64) for name in ("input_resolution", "context_length", "vocab_size")}
 
 
-def test_an_unknown_repository_is_an_error(hub):
-    with pytest.raises(FileNotFoundError, match="expected the Hub repository hf-hub:owner/other"):
-        load("hf-hub:owner/other")
+@pytest.mark.parametrize(
+    ("file", "tensors", "activation", "warned"),
+    [
+        ("weights", OPENAI, "gelu", "it has the tensors input_resolution, context_length, vocab_size of OpenAI"),
+        ("weights", OPENAI, "quick_gelu", None),
+        ("weights", {"vocab_size": OPENAI["vocab_size"]}, "gelu", None),
+        ("rn50-quickgelu-yfcc15m-455df137", {}, "gelu", "its name says so"),
+        ("vit_b_32.openai", {}, "gelu", "its name says so"),
+        ("vit_b_32.openai", {}, "quick_gelu", None),
+        ("weights", {}, "gelu", None),
+    ],
+)
+def test_weights_of_openai_without_quick_gelu_are_a_warning(saved, tmp_path, caplog, file, tensors, activation, warned):
+    content = json.loads((saved[0] / "open_clip_config.json").read_text())
+    content["model_cfg"]["quick_gelu"] = activation == "quick_gelu"
+    (tmp_path / "model.json").write_text(json.dumps(content))
+    path = tmp_path / f"{file}.safetensors"
+    write_tensors(path, read_tensors(saved[0] / WEIGHTS) | tensors)
+    load(path, model=str(tmp_path / "model.json"))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (warned is not None)
+    if warned:
+        assert warned in warnings[0] and "choose its name with -quickgelu" in warnings[0]
+        load(path, model=str(tmp_path / "model.json"), activation="quick_gelu")
+        assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

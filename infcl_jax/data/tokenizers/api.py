@@ -22,16 +22,21 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "context_length": lambda length: type(length) is int and 0 < length <= _LONGEST,
     "clean": lambda clean: clean in CLEANINGS,
 }
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {"strip_sep_token": lambda strip: isinstance(strip, bool)}
 _SPECS = "'bytes', 'clip', 'clip:PATH', 'hf:PATH', 'sentencepiece:PATH' or a folder of a saved tokenizer"
 
 
 def load_tokenizer(
-    spec: str | os.PathLike, context_length: int | None = None, *, clean: str | None = None
+    spec: str | os.PathLike,
+    context_length: int | None = None,
+    *,
+    clean: str | None = None,
+    strip_sep_token: bool | None = None,
 ) -> BaseTokenizer:
     """Load a tokenizer.
 
     - `bytes`: UTF-8 bytes.
-    - `clip`: CLIP's byte pairs, with the vocabulary of an installed `open_clip_torch`.
+    - `clip`: CLIP's byte pairs, with the vocabulary of an installed package, such as `clip-anytorch`.
     - `clip:PATH`: the same from `bpe_simple_vocab_16e6.txt.gz`, or from a folder with `vocab.json` and `merges.txt`.
     - `hf:PATH`: a `tokenizer.json` of Hugging Face, or a folder with one.
     - `sentencepiece:PATH`: a SentencePiece model, or a folder with one.
@@ -45,8 +50,10 @@ def load_tokenizer(
     Args:
       spec: kind and path of the tokenizer.
       context_length: tokens per row, special tokens included. Default: the saved one of a folder, else 77.
-      clean: text cleaning: "none", "whitespace", "lower" or "canonicalize". Default: the saved one of a folder, else
-        "lower" for `clip` and "none" for the others.
+      clean: text cleaning: "none", "whitespace", "lower" or "canonicalize". Default: the saved one of a folder, or that
+        which the files of `hf:PATH` or `sentencepiece:PATH` name, else "lower" for `clip` and "none" for the others.
+      strip_sep_token: whether 0 replaces the last special token of each text, for `hf:PATH` only. Default: the saved
+        option of a folder, or that which the files name, else False.
 
     Returns:
       The tokenizer.
@@ -55,13 +62,15 @@ def load_tokenizer(
       ValueError: the spec is unknown, its path does not hold such a tokenizer, or an argument is out of range.
       ImportError: a package is missing.
     """
-    settings = {"context_length": context_length, "clean": clean}
+    settings = {"context_length": context_length, "clean": clean, "strip_sep_token": strip_sep_token}
     settings = {name: value for name, value in settings.items() if value is not None}
     file = Path(spec) / SETTINGS_FILE
     if file.is_file():
         saved = _read_settings(file)
         return _load(saved.pop("kind"), str(spec), saved | settings)
     kind, _, path = str(spec).partition(":")
+    if strip_sep_token is not None and kind != HuggingFaceTokenizer.kind:
+        raise ValueError(f"expected strip_sep_token=None for the tokenizer {str(spec)!r}, got {strip_sep_token}")
     if spec in ("bytes", "clip") or (kind in _FILES and path):
         return _load(kind, path or None, settings)
     raise ValueError(f"expected the tokenizer to be {_SPECS}, got {str(spec)!r}")
@@ -74,12 +83,14 @@ def _load(kind: str, path: str | None, settings: dict) -> BaseTokenizer:
 def _read_settings(path: Path) -> dict:
     try:
         saved = read_json(path, limit=CONFIG_BYTES)
-        wrong = [name for name, check in _SETTINGS.items() if not check(saved.get(name))]
+        optional = {name: check for name, check in _OPTIONAL.items() if name in saved}
+        checks = _SETTINGS | optional
+        wrong = [name for name, check in checks.items() if not check(saved.get(name))]
         if wrong:
             raise ValueError(f"another {wrong[0]}")
     except ValueError as error:
         raise ValueError(f"expected the settings of a tokenizer in {path}, got {error}; save it again") from None
-    return {name: saved[name] for name in _SETTINGS}
+    return {name: saved[name] for name in checks}
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int | None = None) -> None:

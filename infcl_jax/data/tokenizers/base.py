@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -208,5 +208,7 @@ class BaseTokenizer(abc.ABC):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._save_vocabulary(folder)
-        settings = {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}
-        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / SETTINGS_FILE).write_text(json.dumps(self._settings(), indent=2) + "\n")
+
+    def _settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}

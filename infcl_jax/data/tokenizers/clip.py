@@ -16,7 +16,7 @@ from infcl_jax.data.tokenizers.clip_vocabulary import (
     END_OF_WORD,
     Vocabulary,
     byte_characters,
-    open_clip_vocabulary,
+    installed_vocabulary,
     read_vocabulary,
     write_vocabulary,
 )
@@ -130,15 +130,15 @@ class CLIPTokenizer(BaseTokenizer):
 
         Args:
           path: `bpe_simple_vocab_16e6.txt.gz`, another text file of merges, or a folder with `vocab.json` and
-            `merges.txt`. Default: the file of an installed `open_clip_torch`.
+            `merges.txt`. Default: the file of an installed package, such as `clip-anytorch`.
           context_length: tokens per row, start and end included.
           clean: text cleaning: "none", "whitespace", "lower" or "canonicalize".
 
         Raises:
           ValueError: the path does not hold a vocabulary, or an argument is out of range.
-          ImportError: `path` is None and `open_clip_torch` is not installed.
+          ImportError: `path` is None and no package with the file is installed.
         """
-        vocabulary = read_vocabulary(open_clip_vocabulary() if path is None else Path(path))
+        vocabulary = read_vocabulary(installed_vocabulary() if path is None else Path(path))
         self._encoder = BytePairEncoder(vocabulary)
         self._start, end = (self._encoder.ids[token] for token in (vocabulary.start, vocabulary.end))
         size = len(vocabulary.tokens)

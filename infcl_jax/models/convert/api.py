@@ -47,7 +47,8 @@ def load_pretrained(
     Args:
       path: a local folder, or `hf-hub:OWNER/NAME[@REVISION]`, with the files of OpenCLIP (`open_clip_config.json`,
         `open_clip_model.safetensors`) or of a CLIP or SigLIP model of transformers (`config.json`,
-        `model.safetensors`). Also a file of weights in such a folder, or one without a configuration.
+        `model.safetensors`). Also a file of weights in such a folder, or one without a configuration, or a model of
+        OpenCLIP with its pretrained tag, such as "ViT-B-32:laion2b_s34b_b79k", which is a repository on the Hub.
       model: name or OpenCLIP configuration of a file without one, see `infcl_jax.models.model_config`.
       image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
         that of the model.
@@ -58,10 +59,11 @@ def load_pretrained(
         weights. By default, it is their dtype, or float32 for mixed ones.
 
     Returns:
-      The model, and its variables as NumPy arrays.
+      The model, and its variables as NumPy arrays. Those of a ResNet of OpenCLIP have a collection "counters", which
+        `save_pretrained` writes back.
 
     Raises:
-      FileNotFoundError: no such folder or Hub repository, or a file is missing.
+      FileNotFoundError: no such folder or Hub repository, or a file is missing or cannot be fetched.
       ValueError: the configuration is not supported, or a tensor is missing, unknown or of another shape.
       ImportError: `huggingface_hub` is not installed (extra "hub").
 
@@ -114,6 +116,8 @@ def save_pretrained(
     """
     check_choice("format", format, get_args(ExportFormat))
     config, arrays = config_of(model) if isinstance(model, CLIP) else model, flat_shapes(jax.device_get(variables))
+    counters = {path: np.asarray(arrays[path], np.int64) for path in arrays if open_clip.is_counter(path)}
+    arrays |= counters  # on devices they are int32
     if format == "open_clip":
         weights = open_clip.weight_map(config, arrays, open_clip.export_names(config))
         files, weight_file = open_clip_files.export_files(config), open_clip.WEIGHT_FILES[0]
@@ -155,7 +159,13 @@ def convert(
     tensors = source.tensors()
     original = change_config(read_config(source, default), param_dtype=_common_dtype(tensors))
     config = change_config(original, **(overrides or {}))
-    shapes = flat_shapes(variable_shapes(build_model(original)))
+    if source.format == "open_clip" and (reason := open_clip.wrong_activation(config, tensors, Path(source.name).name)):
+        _logger.warning(
+            "expected a model with QuickGELU for the weights of %s (%s), got one without: its features differ from the "
+            "original; choose its name with -quickgelu, such as ViT-B-32-quickgelu, or set quick_gelu in %s",
+            *(source.name, reason, CONFIG_FILE),
+        )
+    shapes = flat_shapes(variable_shapes(build_model(original))) | open_clip.read_counters(tensors)
     weights = _NAMES[source.format].weight_map(original, shapes, tensors)
     arrays = flat_shapes(to_variables(weights, tensors, shapes, source.name))
     arrays, resized = resize_variables(arrays, original, config)
@@ -189,6 +199,7 @@ def resize_variables(
       ValueError: another parameter changes its shape.
     """
     shapes, resized = flat_shapes(variable_shapes(build_model(config))), []
+    shapes |= {path: array for path, array in arrays.items() if open_clip.is_counter(path)}
     if removed := arrays.keys() - shapes.keys():
         raise ValueError(f"expected changes that keep the parameters, got a model without {min(removed)}")
     new = {}

@@ -37,7 +37,7 @@ class Certificate:
       format: library that defines the names of the tensors, such as "open_clip".
       parameters: number of parameters and running statistics of the model, each matched to tensors of its shape.
       tensors: number of tensors, each matched to a parameter.
-      unused: tensors without a parameter, such as counters.
+      unused: tensors without a parameter, such as masks.
       resized: position embeddings that were resized.
       dtype: dtype to which the tensors were cast; None for their own dtypes.
       reexport_equal: whether the variables, converted back, equal the tensors bit for bit. Resized embeddings are left

@@ -16,8 +16,6 @@ _TRAINING: dict[str, Any] = {"dropout": 0.0, "patch_dropout": 0.0, "remat": None
 def config_of(model: CLIP) -> CLIPConfig:
     """Return the configuration that builds a module, the inverse of `build_model`.
 
-    The module does not know the preprocessing of images beyond mean and standard deviation.
-
     Examples:
       >>> config_of(create_model("ViT-B/32")).vision.patch_size
       32
@@ -37,8 +35,10 @@ def config_of(model: CLIP) -> CLIPConfig:
             param_dtype=text.config.param_dtype,
             **{
                 name: getattr(model, name)
-                for name in ("feature_dtype", "image_mean", "image_std", "init_logit_scale", "init_logit_bias")
+                for name in ("feature_dtype", "image_mean", "image_std", "interpolation", "resize_mode")
             },
+            init_logit_scale=model.init_logit_scale,
+            init_logit_bias=model.init_logit_bias,
         )
         if build_model(config) == model:
             return config

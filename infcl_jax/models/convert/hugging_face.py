@@ -10,7 +10,7 @@ from infcl_jax.models.convert import bert
 from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, Section, check_grid
 
-CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
+CONFIG_FILE, PREPROCESSOR_FILE, PROCESSOR_FILE = "config.json", "preprocessor_config.json", "processor_config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 _LEGACY_END = 2  # eos_token_id of configurations that pool the largest id, in transformers' `CLIPTextModel`

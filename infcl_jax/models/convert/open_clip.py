@@ -1,5 +1,6 @@
 """OpenCLIP's names of tensors."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig
 from infcl_jax.models.convert import bert
 from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.vit import sin_cos_positions
 
 WEIGHT_FILES = (
@@ -17,7 +19,9 @@ WEIGHT_FILES = (
     "open_clip_pytorch_model.pt",
 )
 
+COUNTERS = "counters"  # collection of variables, by name of the tensor
 _UNUSED = r".*\.num_batches_tracked|(.*\.)?attn_mask|.*\.position_ids|input_resolution|context_length|vocab_size"
+_OPENAI = ("input_resolution", "context_length", "vocab_size")  # in the state dicts of OpenAI alone
 _TIMM_HEAD = "visual.trunk.head.weight"  # timm's own classifier, in place of OpenCLIP's projection
 
 
@@ -39,6 +43,7 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
     elif "params/text/text_projection/bias" in shapes:
         projection = Rule(projection.pattern, (f"{text}text_projection.weight",))
     rules = (
+        Rule(rf"{COUNTERS}/(.*)", ("{0}",)),
         Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "scalar"),
         *(_timm_rules(_TIMM_HEAD in names) if is_timm(config.vision) else ()),
         *bert.rules(config.text, "text.transformer."),
@@ -57,6 +62,22 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
     return WeightMap(entries, _UNUSED, buffers | _fixed_positions(config.vision))
 
 
+def wrong_activation(config: CLIPConfig, names: Collection[str], file: str) -> str | None:
+    """Return why weights have QuickGELU where the model has another activation, else None.
+
+    Args:
+      config: configuration of the model.
+      names: tensors of the source.
+      file: name of the file, folder or repository; OpenCLIP's names say "openai" or "quickgelu".
+    """
+    towers = [tower for tower in (config.vision, config.text) if not isinstance(tower, ResNetConfig | BertConfig)]
+    if all((tower.activation or config.activation) == "quick_gelu" for tower in towers):
+        return None
+    if all(name in names for name in _OPENAI):
+        return f"it has the tensors {', '.join(_OPENAI)} of OpenAI"
+    return "its name says so" if re.search(r"openai|quick_?gelu", file.lower()) else None
+
+
 def is_timm(vision: Any) -> bool:
     """Return whether OpenCLIP builds an image tower with timm: one without class token."""
     return isinstance(vision, VisionConfig) and not vision.class_token
@@ -73,6 +94,16 @@ def needs_custom_text(config: CLIPConfig) -> bool:
 def export_names(config: CLIPConfig) -> tuple[str, ...]:
     """Return names of tensors that tell the variant of an export, see `weight_map`."""
     return ("text.",) if needs_custom_text(config) else ()
+
+
+def is_counter(path: str) -> bool:
+    """Return whether a variable is a count of batches, see `read_counters`."""
+    return path.startswith(f"{COUNTERS}/")
+
+
+def read_counters(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return PyTorch's counts of the batches of each BatchNorm by path, which the model does not read."""
+    return {f"{COUNTERS}/{name}": array for name, array in tensors.items() if name.endswith(".num_batches_tracked")}
 
 
 def _fixed_positions(vision: Any) -> dict[str, np.ndarray]:

@@ -1,21 +1,26 @@
 """Folders of pretrained models, local and on the Hugging Face Hub."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infcl_jax.file_io import CONFIG_BYTES, read_json
-from infcl_jax.models.convert import hugging_face, open_clip
+from infcl_jax.models.convert import bert, hugging_face, open_clip
 from infcl_jax.models.convert.tensor_files import Tensors, read_index, read_tensors
 from infcl_jax.models.open_clip_config import CONFIG_FILE
+from infcl_jax.models.pretrained_tags import hub_repository
+from infcl_jax.printable import printable
 
 HUB_PREFIX = "hf-hub:"
 
-_FORMATS = (
-    ("open_clip", CONFIG_FILE, open_clip.WEIGHT_FILES),
-    ("hf", hugging_face.CONFIG_FILE, hugging_face.WEIGHT_FILES),
-)
+# Returns the first file of a repository or folder that exists, from names in the order of preference, else None.
+Finder = Callable[..., Path | None]
+
+_FORMATS = {
+    CONFIG_FILE: ("open_clip", open_clip.WEIGHT_FILES),
+    hugging_face.CONFIG_FILE: ("hf", hugging_face.WEIGHT_FILES),
+}
 
 
 class Source(NamedTuple):
@@ -27,6 +32,7 @@ class Source(NamedTuple):
       preprocessor: content of `preprocessor_config.json`; empty without one.
       format: names of the tensors, "open_clip" or "hf".
       weights: local file of the tensors, in the folder of the other files.
+      find: finds further files by name, such as those of the tokenizer, and downloads them from the Hub.
     """
 
     name: str
@@ -34,6 +40,7 @@ class Source(NamedTuple):
     preprocessor: dict[str, Any]
     format: str
     weights: Path
+    find: Finder
 
     def tensors(self) -> Tensors:
         """Read the tensors.
@@ -48,64 +55,129 @@ def open_source(path: str | Path) -> Source:
     """Find the configuration and the weights of a pretrained model.
 
     Args:
-      path: a folder, a file of weights, or `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of
-        `huggingface_hub`. The folder of a file has its configuration. Without one, the names are OpenCLIP's.
+      path: a folder, a file of weights, `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of
+        `huggingface_hub`, or a model of OpenCLIP with its tag, as `ViT-B-32:laion2b_s34b_b79k`. The folder of a file
+        has its configuration. Without one, the names are OpenCLIP's.
 
     Raises:
       FileNotFoundError: no such folder, file or Hub repository, or a file is missing.
       ValueError: a configuration is not JSON.
       ImportError: `huggingface_hub` is not installed (extra "hub").
     """
-    find = _hub_finder(str(path)) if str(path).startswith(HUB_PREFIX) else _local_finder(Path(path))
-    for format, config_file, weight_files in _FORMATS:
-        if (config := find(config_file)) is None:
-            continue
-        candidates = (Path(path).name,) if Path(path).is_file() else weight_files
-        if (weights := next((file for name in candidates if (file := find(name))), None)) is None:
-            raise FileNotFoundError(f"expected one of {', '.join(candidates)} in {path}, got none")
-        if weights.name.endswith(".index.json"):
-            for shard in dict.fromkeys(read_index(weights).values()):
-                if find(shard) is None:
-                    raise FileNotFoundError(f"expected {shard} in {path}, which {weights.name} names, got none")
-        preprocessor = find(hugging_face.PREPROCESSOR_FILE)
-        content = read_json(preprocessor, limit=CONFIG_BYTES) if preprocessor else {}
-        return Source(str(path), read_json(config, limit=CONFIG_BYTES), content, format, weights)
-    if Path(path).is_file():
-        return Source(str(path), None, {}, "open_clip", Path(path))
-    names = " or ".join(name for _, name, _ in _FORMATS)
-    raise FileNotFoundError(f"expected {names} in {path}, got neither; give the folder of an OpenCLIP or CLIP model")
-
-
-def _local_finder(path: Path) -> Callable[[str], Path | None]:
-    """Return a function that finds a file by name in a local folder."""
-    if not path.exists():
+    if (repository := hub_repository(str(path))) is not None:
+        path = f"{HUB_PREFIX}{repository}"
+    find = _finder(str(path))
+    if (config := find(*_FORMATS)) is None:
+        if Path(path).is_file():
+            return Source(str(path), None, {}, "open_clip", Path(path), find)
+        names = " or ".join(_FORMATS)
         raise FileNotFoundError(
-            f"expected a pretrained model, got {str(path)!r}, which does not exist; give its folder, a file of weights "
-            f"or {HUB_PREFIX}OWNER/NAME"
+            f"expected {names} in {path}, got neither; give the folder of an OpenCLIP or CLIP model"
         )
-    folder = path if path.is_dir() else path.parent
-    return lambda name: folder / name if (folder / name).is_file() else None
+    format, weight_files = _FORMATS[config.name]
+    candidates = (Path(path).name,) if Path(path).is_file() else weight_files
+    if (weights := find(*candidates)) is None:
+        raise FileNotFoundError(f"expected one of {', '.join(candidates)} in {path}, got none")
+    if weights.name.endswith(".index.json"):
+        for shard in dict.fromkeys(read_index(weights).values()):
+            if find(shard) is None:
+                raise FileNotFoundError(f"expected {shard} in {path}, which {weights.name} names, got none")
+    content = read_json(config, limit=CONFIG_BYTES)
+    preprocessor = _preprocessor(find) if format == "hf" and content.get("model_type") not in bert.KINDS else {}
+    return Source(str(path), content, preprocessor, format, weights, find)
 
 
-def _hub_finder(path: str) -> Callable[[str], Path | None]:
-    """Return a function that downloads a file of a Hub repository by name."""
+def _preprocessor(find: Finder) -> dict[str, Any]:
+    """Return the image preprocessing of transformers; since version 5, a processor's file has it as an object."""
+    file = find(hugging_face.PREPROCESSOR_FILE, hugging_face.PROCESSOR_FILE)
+    content = {} if file is None else read_json(file, limit=CONFIG_BYTES)
+    nested = content.get("image_processor")
+    return nested if isinstance(nested, dict) else content
+
+
+def _finder(path: str) -> Finder:
+    if not path.startswith(HUB_PREFIX):
+        return _local_finder(Path(path))
     match = re.fullmatch(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path)
     if not match:
         raise ValueError(f"expected {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME@REVISION, got {path!r}")
+    return hub_finder(*match.groups())
+
+
+def _local_finder(path: Path) -> Finder:
+    """Return a function that finds a file by name in a local folder."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected a pretrained model, got {str(path)!r}, which does not exist; give its folder, a file of "
+            f"weights, {HUB_PREFIX}OWNER/NAME or MODEL:TAG of OpenCLIP"
+        )
+    folder = path if path.is_dir() else path.parent
+    return lambda *names: next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def hub_finder(repository: str, revision: str | None = None) -> Finder:
+    """Return a function that downloads the first file of a Hub repository that exists.
+
+    A file that cannot be fetched is no file that the repository lacks. It is passed over for another name, and without
+    one it is an error.
+
+    Args:
+      repository: OWNER/NAME.
+      revision: branch, tag or commit; None for the main branch.
+
+    Raises:
+      ImportError: `huggingface_hub` is not installed (extra "hub").
+    """
+    path = f"{HUB_PREFIX}{repository}{f'@{revision}' if revision else ''}"
     try:
         import huggingface_hub
-        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub import errors
     except ImportError as error:
         raise ImportError(f"{path} needs the package huggingface_hub; pip install 'infcl_jax[hub]'") from error
-    repository, revision = match.groups()
 
-    def find(name: str) -> Path | None:
-        try:
-            return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
-        except EntryNotFoundError:
-            return None
-        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise FileNotFoundError(f"expected the Hub repository {path}, got none: {reason}") from error
+    def find(*names: str) -> Path | None:
+        unreachable = None
+        for name in names:
+            try:
+                return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
+            except errors.LocalEntryNotFoundError as error:  # a subclass of EntryNotFoundError
+                if huggingface_hub.try_to_load_from_cache(repository, name, revision=revision) is None:
+                    unreachable = error  # else the cache has recorded that the repository lacks it
+            except errors.EntryNotFoundError:
+                pass
+            except errors.HfHubHTTPError as error:
+                raise FileNotFoundError(_refusal(path, error, errors)) from error
+        if unreachable is not None:
+            raise FileNotFoundError(_unreachable(path, names)) from unreachable
+        return None
 
     return find
+
+
+def _refusal(path: str, error: Exception, errors: Any) -> str:
+    """Describe why the Hub refuses a repository."""
+    reason = printable(str(error).strip().splitlines()[-1])
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"expected access to the gated Hub repository {path}, got none: {reason}; accept its terms on its page, "
+            "and log in with `hf auth login` or HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"expected the revision of {path} on the Hub, got none: {reason}; give a branch, tag or commit"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"expected the Hub repository {path}, got none: {reason}; check its name, and log in with `hf auth login` "
+            "or HF_TOKEN if it is private"
+        )
+    return f"expected the files of {path} from the Hub, got an error: {reason}; try again later"
+
+
+def _unreachable(path: str, names: Collection[str]) -> str:
+    """Describe files that are neither cached nor known to be absent."""
+    from huggingface_hub import constants
+
+    cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"there is no connection to {constants.ENDPOINT}"
+    return (
+        f"expected {' or '.join(names)} of {path} in the cache {constants.HF_HUB_CACHE}, got none, and {cause}; load "
+        "the model once with a connection, which fills the cache"
+    )

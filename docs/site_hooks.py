@@ -11,6 +11,7 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # in the root: on the site
+_NO_ADDRESS = "repository:"  # of files in a repository without a public address
 _LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)([^)#\s]+)", re.MULTILINE | re.DOTALL)  # or code
 
 
@@ -22,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files that are not on the site to the repository.
+    """Lead links to files that are not on the site to the repository, if the site has its address.
 
     Raises:
       PluginError: A link leads to no file of the repository.
@@ -39,9 +40,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return posixpath.relpath(target, posixpath.dirname(uri) or ".")
         if not (_ROOT / path).exists():
             raise PluginError(f"{source}: expected a link to a file of the repository, got {match[1]!r}")
-        return f"{config.repo_url}/{'tree' if (_ROOT / path).is_dir() else 'blob'}/main/{path}"
+        if not config.repo_url:
+            return f"{_NO_ADDRESS}/{path}"
+        return f"{config.repo_url.rstrip('/')}/{'tree' if (_ROOT / path).is_dir() else 'blob'}/main/{path}"
 
     return _LINK.sub(resolved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave the text of links that have no address."""
+    return re.sub(rf'<a href="{_NO_ADDRESS}/[^"]*">(.*?)</a>', r"\1", html, flags=re.DOTALL)
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:

@@ -30,10 +30,10 @@ from experiments import command_line
 from infcl_jax import compilation_cache, distributed
 from infcl_jax.console import Progress, say
 from infcl_jax.data import BadRecordError, Source, eval_batches, load_source
-from infcl_jax.data.bad_records import BAD_RECORDS
+from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores
 from infcl_jax.data.sources import is_captioned, record_key
-from infcl_jax.encoder import Encoder, load
+from infcl_jax.encoder import Encoder, load_encoder
 from infcl_jax.evaluation.feature_files import (
     FeatureRows,
     check_feature_file,
@@ -60,7 +60,9 @@ _DIM = flags.DEFINE_integer(
 )
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Tokenizer, see docs/training.md. Default: that of the model.")
 _WORKERS = flags.DEFINE_integer("num_workers", None, "Reading processes; 0: threads. Default: by the CPU cores.")
-_MAX_BAD = flags.DEFINE_integer("max_bad_records", 100, "Largest number of bad records.", lower_bound=0)
+_MAX_BAD = flags.DEFINE_float(
+    "max_bad_records", None, "Largest number of bad records, as config.max_bad_records.", lower_bound=0
+)
 
 _SHARD_BATCHES = 16  # batches between two writes, which a killed command repeats
 _PROBED = 64  # samples whose contents identify a source
@@ -76,7 +78,7 @@ def embed(
     *,
     captions: bool = False,
     num_workers: int | None = None,
-    max_bad_records: int = 100,
+    max_bad_records: float | None = None,
 ) -> str:
     """Write the features of a source to a file, resuming an interrupted call.
 
@@ -88,7 +90,8 @@ def embed(
       output: feature file, see `infcl_jax.evaluation.read_features`.
       captions: whether to encode all captions instead of the images.
       num_workers: reading processes of each process; 0: threads; None: chosen from the cores.
-      max_bad_records: largest number of bad records, which are left out.
+      max_bad_records: largest number of bad records, which are left out; below 1: a fraction of the images; None: 1 %
+        of them, at least 100.
 
     Returns:
       A one-line summary.
@@ -105,6 +108,7 @@ def embed(
     done = _finished(output, folder, shards, _identity(encoder, source, captions, shard_rows))
     bad = sum(shard_counts(shard)["bad"] for shard in shards[:done]) if distributed.is_lead() else 0
     bad = int(multihost_utils.broadcast_one_to_all(np.int32(bad)))
+    limit = bad_record_limit(max_bad_records, source)
     local = distributed.local_processes()
     batches = eval_batches(
         source,
@@ -130,8 +134,8 @@ def embed(
         attempted = min((number + 1) * shard_rows, len(source)) - number * shard_rows
         missing = attempted - len(np.unique(index))
         bad += missing
-        if bad > max_bad_records:
-            raise BadRecordError(f"{bad} bad records, more than the {max_bad_records} of --max_bad_records; check them")
+        if bad > limit:
+            raise BadRecordError(f"{bad} bad records, more than the {limit} of --max_bad_records; check them")
         if distributed.is_lead():
             keys = [record_key(source, i) for i in index.tolist()]
             write_shard(shards[number], FeatureRows(feature, index, keys), {"bad": missing})
@@ -249,13 +253,13 @@ def main() -> None:
     source = load_source(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
     if _CAPTIONS.value and not is_captioned(source):
         raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
-    encoder = load(
+    encoder = load_encoder(
         _MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value, dim=_DIM.value
     )
     if _MAX_PIXELS.value is not None:
         encoder = dataclasses.replace(encoder, max_image_pixels=_MAX_PIXELS.value)
-    options = {"num_workers": _WORKERS.value, "max_bad_records": _MAX_BAD.value}
-    say(embed(encoder, source, _OUTPUT.value, captions=_CAPTIONS.value, **options))
+    captions, workers = _CAPTIONS.value, _WORKERS.value
+    say(embed(encoder, source, _OUTPUT.value, captions=captions, num_workers=workers, max_bad_records=_MAX_BAD.value))
 
 
 if __name__ == "__main__":

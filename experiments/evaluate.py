@@ -16,12 +16,12 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-import infcl_jax
 from configs import saved
 from experiments import command
 from infcl_jax import compilation_cache, distributed, run
 from infcl_jax.console import say
 from infcl_jax.distributed import is_lead
+from infcl_jax.encoder import load_encoder
 from infcl_jax.evaluation import (
     EvaluationConfig,
     Suite,
@@ -54,7 +54,6 @@ RESULTS_FILE = "evaluation.json"
 GRID_FILE = "retrieval.png"
 
 _BATCH_SIZE = SETTINGS["evaluation.batch_size"].default  # images or texts
-_MAX_BAD_RECORDS = SETTINGS["max_bad_records"].default  # of each split
 
 
 def write_results(folder: Path, results: Sequence[TaskResult], model: str, weights: str) -> None:
@@ -178,18 +177,19 @@ def evaluate_weights(
     model: str | None = None,
     tokenizer: str | None = None,
     batch_size: int = _BATCH_SIZE,
-    max_bad_records: int = _MAX_BAD_RECORDS,
+    max_bad_records: float | None = None,
 ) -> list[TaskResult]:
     """Evaluate a model without a run on all devices.
 
     Args:
       path: weights, see `infcl_jax.load`.
-      evaluations: suites, benchmarks or Python files, see `infcl_jax.evaluation.tasks.load_tasks`.
+      evaluations: suites, benchmarks, paths or Python files, see `infcl_jax.evaluation.tasks.load_tasks`.
       data_dir: folder of the benchmarks.
       model: see `infcl_jax.load`.
       tokenizer: see `infcl_jax.load`.
       batch_size: images or texts encoded at once, over all devices.
-      max_bad_records: maximum number of bad records of each split, which are left out with a warning.
+      max_bad_records: maximum number of bad records of each split, which are left out with a warning; below 1: a
+        fraction; None: 1 %, at least 100.
 
     Returns:
       Results of the tasks with examples, then of the suites.
@@ -203,7 +203,7 @@ def evaluate_weights(
     if not evaluations:
         raise ValueError("expected --suite or --evaluations with --weights, got none; see docs/evaluation.md")
     compilation_cache.enable(None, say)
-    encoder = infcl_jax.load(path, model=model, tokenizer=tokenizer, batch_size=batch_size)
+    encoder = load_encoder(path, model=model, tokenizer=tokenizer, batch_size=batch_size)
     suite = Suite(
         EvaluationConfig(batch_size=encoder.batch_size),
         encoder.model,
@@ -227,7 +227,7 @@ def _define_flags() -> None:
     flags.DEFINE_list(
         "evaluations",
         [],
-        "Benchmarks in --data_dir (cifar10, cifar10:linear_probe), suites and Python files, with commas.",
+        "Benchmarks in --data_dir (cifar10, cifar10:linear_probe), suites, paths of data, Python files, with commas.",
     )
     flags.DEFINE_string("data_dir", None, "Folder of the benchmarks, such as wds_imagenet1k.")
     flags.DEFINE_string("output", None, "Folder of results.json, .csv and .html with --weights.")
@@ -235,12 +235,8 @@ def _define_flags() -> None:
     flags.DEFINE_integer(
         "batch_size", None, f"Images or texts encoded at a time with --weights; default: {_BATCH_SIZE}.", lower_bound=1
     )
-    flags.DEFINE_integer(
-        "max_bad_records",
-        None,
-        f"Largest number of bad records of a split with --weights; default: {_MAX_BAD_RECORDS}.",
-        lower_bound=0,
-    )
+    meaning = "Largest number of bad records of a split with --weights, as config.max_bad_records."
+    flags.DEFINE_float("max_bad_records", None, meaning, lower_bound=0)
 
 
 def _chosen_evaluations() -> tuple[str, ...]:
@@ -273,7 +269,7 @@ def _main() -> None:
         model=values.model,
         tokenizer=values.tokenizer,
         batch_size=values.batch_size or _BATCH_SIZE,
-        max_bad_records=_MAX_BAD_RECORDS if values.max_bad_records is None else values.max_bad_records,
+        max_bad_records=values.max_bad_records,
     )
     say(*format_table(flat_metrics(results)).split("\n"))
     if output is not None:

@@ -80,7 +80,25 @@ def plan_from_flags() -> None:
             return
         report(workload, limit)
         if device is not None:
-            say(*format_time(step_time(workload, device), steps).split("\n"))
+            say(*time_of_plan(workload, device, limit or device.memory_limit, steps).split("\n"))
+
+
+def time_of_plan(workload: Workload, device: Device, memory_limit: int, steps: int) -> str:
+    """Return the time of a run, with the recommended settings if it does not fit.
+
+    Args:
+      workload: settings of the run.
+      device: GPU.
+      memory_limit: bytes that JAX may use on a GPU.
+      steps: steps of the run.
+    """
+    if plan_memory(workload, memory_limit).fits:
+        return format_time(step_time(workload, device), steps)
+    try:
+        recommended = fitting_plan(workload, memory_limit).workload
+    except ValueError:
+        return "estimated step: none, since nothing fits"
+    return f"with the recommended settings, {format_time(step_time(recommended, device), steps)}"
 
 
 def target_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:

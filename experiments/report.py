@@ -9,6 +9,7 @@ uses no devices, so it can run beside the training.
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -26,7 +27,7 @@ def report(workdirs: Sequence[str], output: str, *, watch: bool = False, seconds
     """Write the page of runs.
 
     Args:
-      workdirs: directories of the runs.
+      workdirs: directories of the runs. Files among them, as of the pattern `runs/*`, are skipped with a line.
       output: HTML file.
       watch: whether to write the page again until all runs have finished, or until Ctrl-C.
       seconds: time between two pages.
@@ -35,6 +36,9 @@ def report(workdirs: Sequence[str], output: str, *, watch: bool = False, seconds
       FileNotFoundError: a work directory does not exist.
       ValueError: no work directory is given.
     """
+    if files := [path for path in workdirs if Path(path).is_file()]:
+        print_line(f"skipped, not folders of runs: {', '.join(files)}")
+        workdirs = [path for path in workdirs if path not in files] or files  # a file alone is an error
     runs = read_runs(workdirs)
     try:
         while watch and not all(run.finished for run in runs):

@@ -14,6 +14,7 @@ from infcl_jax.run.callbacks import Callback
 from infcl_jax.training import METRICS_FILE, read_metrics
 from infcl_jax.training.live_line import in_notebook
 
+_BATCH_LOSS, _SPLIT_LOSS = "validation/batch_loss", "validation/loss"
 _POINTS = 1000  # of the training loss; as many as the panel has pixels
 _LEAST_SHARE = 20  # drawing takes at most 1/20 of the time, also with short steps
 
@@ -21,7 +22,9 @@ _LEAST_SHARE = 20  # drawing takes at most 1/20 of the time, also with short ste
 class LiveCurves(Callback):
     """Plot losses and evaluation results below the cell, updated in place.
 
-    The panels are those of `curves.png`. A resumed run starts with the curves of its earlier steps.
+    The panels are those of `curves.png`, with chance levels. Of the validation losses, the panel has that of batches of
+    the training's size, which compares with the training loss, if there is one. A resumed run starts with the curves of
+    its earlier steps.
 
     Examples:
       >>> curves = infcl_jax.notebook.LiveCurves(seconds=5)  # draws at most every five seconds
@@ -46,8 +49,13 @@ class LiveCurves(Callback):
         self._seconds = seconds
         self._losses: list[Mapping[str, Any]] = []
         self._results: list[Mapping[str, Any]] = []
+        self._chance: Mapping[str, float] = {}
         self._handle: Any = None
         self._next = 0.0  # monotonic time of the next update
+
+    def on_chance(self, levels: Mapping[str, float]) -> None:
+        """Keep the chance levels for the plot."""
+        self._chance = levels
 
     def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
         """Read the metrics of earlier steps and start an empty plot."""
@@ -79,7 +87,10 @@ class LiveCurves(Callback):
             return
         start = time.monotonic()
         stride = -(-len(self._losses) // _POINTS) or 1
-        figure = draw_curves([*self._losses[::-stride][::-1], *self._results])  # always with the latest step
+        results = self._results
+        if any(_BATCH_LOSS in line for line in results):
+            results = [{name: value for name, value in line.items() if name != _SPLIT_LOSS} for line in results]
+        figure = draw_curves([*self._losses[::-stride][::-1], *results], self._chance)  # always with the latest step
         if figure is not None:
             self._show(figure)
         end = time.monotonic()

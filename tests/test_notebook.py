@@ -1,6 +1,7 @@
 """Live curves: a picture below the cell, updated in place, with all the curves of the run."""
 
 import json
+import math
 
 import IPython
 import pytest
@@ -23,9 +24,9 @@ def shown(monkeypatch):
         pictures.append(("display", picture.data))
         return Handle()
 
-    def draw(lines):
+    def draw(lines, chance):
         drawn.append(lines)
-        return draw_curves(lines)
+        return draw_curves(lines, chance)
 
     monkeypatch.setattr(IPython, "get_ipython", lambda: type("Shell", (), {"kernel": object()})())
     monkeypatch.setattr(IPython.display, "display", display)
@@ -49,6 +50,19 @@ def test_one_picture_is_updated_in_place(shown, tmp_path):
     assert all(data.startswith(b"\x89PNG") for _, data in pictures)
     losses = [{"step": step, "loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 0.5))]
     assert drawn[-1] == [*losses, {"step": 3, "zero_shot/top1": 0.5}]
+
+
+def test_both_losses_have_the_same_batch_and_a_chance_line(shown, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(notebook, "draw_curves", lambda *arguments: figures.append(draw_curves(*arguments)))
+    curves = notebook.LiveCurves()
+    curves.on_chance({name: math.log(64) for name in ("loss", "validation/batch_loss")} | {"zero_shot/top1": 0.1})
+    curves.on_start(default_config(), tmp_path, 0)
+    curves.on_step(1, {"loss": 3.0})
+    curves.on_evaluation(1, {"validation/batch_loss": 2.0, "validation/loss": 4.0, "zero_shot/top1": 0.5})
+    labels = [[line.get_label() for line in axes.lines] for axes in figures[-1].axes]
+    assert labels[0] == ["loss (64 pairs)", "validation/batch_loss (64 pairs)", "chance of 64 pairs: 4.16"]
+    assert labels[1] == ["zero_shot/top1", "chance of 10 classes: 10.0 %"]
 
 
 def test_a_resumed_run_shows_its_earlier_steps(shown, tmp_path):

@@ -50,8 +50,9 @@ def test_quickstart_survives_kill_9_half_way(tmp_path):
     finish(command("evaluate", f"--workdir={workdir}"))
     results = json.loads((workdir / "evaluation.json").read_text())
     assert steps_of(workdir) == list(range(50, 1001, 50))  # nothing lost, nothing twice
+    # Machines differ: 93 to 95 % and 74 to 79 % were measured, see docs/benchmarks.md.
     assert results["zero_shot/top1"] >= 0.9
-    assert min(results["retrieval/image_to_text_r1"], results["retrieval/text_to_image_r1"]) >= 0.5
+    assert min(results["retrieval/image_to_text_r1"], results["retrieval/text_to_image_r1"]) >= 0.65
     assert (workdir / "curves.png").stat().st_size > 10_000
     assert (workdir / "retrieval.png").stat().st_size > 10_000
 

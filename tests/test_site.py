@@ -78,3 +78,11 @@ def test_no_api_page_names_a_module_of_a_functions_name():
         for name in importlib.import_module(package).__all__:
             if is_module(path := f"{package}.{name}") and callable(resolve(path)):
                 assert f"{path}.{name}" in OBJECTS
+
+
+def test_no_address_is_a_placeholder():
+    files = [ROOT / name for name in ("README.md", "pyproject.toml", "mkdocs.yml", "CITATION.cff", "CONTRIBUTING.md")]
+    files += [*DOCS.rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    assert [
+        path.name for path in files if re.search(r"ORGANIZATION|your-org|github\.com/OWNER", path.read_text())
+    ] == []

@@ -11,13 +11,16 @@ import numpy as np
 
 from infcl_jax.data import Classes, Example, Source, load_source
 from infcl_jax.data.sources import captions, files, paths, splits, tar_scan
+from infcl_jax.data.sources.annotations import check_no_annotations
 from infcl_jax.data.sources.base import bad_record, check_index
+from infcl_jax.data.sources.labels import class_templates
 from infcl_jax.data.sources.tar_index import TarIndex, load_index
 from infcl_jax.evaluation.class_data import read_class_names, read_templates
 
 SHARD_COUNT = "nshards.txt"
 
 _TYPES = {"classification": ("cls",), "multilabel": ("npy",), "retrieval": ("txt", "json")}
+_TEMPLATES = "zeroshot_classification_templates"
 _MAX_SHARDS = 2**20
 
 
@@ -52,12 +55,22 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
     path, options = paths.split_options(folder)
     if path.endswith(".json") and files.is_file(path):
         content = files.read_json(path, object)
+        if isinstance(content, dict) and "annotations" in content:
+            check_no_annotations(content, path)
         if isinstance(content, dict) and "images" in content:
             if set(options) - {"folder", paths.OUTSIDE}:
                 raise ValueError(f"expected the options folder, {paths.OUTSIDE} of {path}, got {', '.join(options)}")
             outside = paths.outside_option(options)
             return KarpathySource(path, split, content["images"], options.get("folder"), outside)
     return load_source(dataset, split, data_dir)
+
+
+def is_karpathy(path: str) -> bool:
+    """Tell if a path is a JSON file of Karpathy's splits."""
+    if not (path.endswith(".json") and files.is_file(path)):
+        return False
+    content = files.read_json(path, object)
+    return isinstance(content, dict) and "images" in content
 
 
 class WebdatasetSource:
@@ -72,7 +85,8 @@ class WebdatasetSource:
     | "multilabel" | `npy`, bool or int [C] | the same |
     | "retrieval" | `txt`, one caption per line, or `json` | |
 
-    Templates have "{c}" for the class name. Every sample must be complete, since a score over a part of a benchmark
+    Templates have "{c}" for the class name. Prompts of each class can be in `zeroshot_classification_templates.json`,
+    see `infcl_jax.evaluation.read_templates`. Every sample must be complete, since a score over a part of a benchmark
     would be misleading.
 
     Args:
@@ -93,9 +107,9 @@ class WebdatasetSource:
         if not shards.isdecimal() or len(shards) > 9 or not 1 <= int(shards) <= _MAX_SHARDS:
             raise ValueError(f"expected a number of shards in {folder}/{split}/{SHARD_COUNT}, got {shards[:40]!r}")
         self._shards = [f"{folder}/{split}/{number}.tar" for number in range(int(shards))]
+        self.captioned = self.type == "retrieval"
         self._index = self._complete_index(_TYPES[self.type])
         self._files = files.Files(self._index.shards)
-        self.captioned = self.type == "retrieval"
 
     def __len__(self) -> int:
         return len(self._index.entries)
@@ -135,10 +149,10 @@ class WebdatasetSource:
         """
         if self.type == "retrieval":
             raise ValueError(f"expected a dataset with classes, got {self.name}, whose type is retrieval")
-        return Classes(
-            read_class_names(f"{self._folder}/classnames.txt"),
-            read_templates(f"{self._folder}/zeroshot_classification_templates.txt"),
-        )
+        names = read_class_names(f"{self._folder}/classnames.txt")
+        prompts_file = f"{self._folder}/{_TEMPLATES}.json"
+        path = prompts_file if files.is_file(prompts_file) else f"{self._folder}/{_TEMPLATES}.txt"
+        return Classes(names, class_templates(read_templates(path), names, path))
 
     def arrays(self) -> np.ndarray:
         """Read the `npy` member of every sample.
@@ -163,9 +177,11 @@ class WebdatasetSource:
             raise ValueError(f"{self.describe(row)}: expected an array, got {error}") from error
 
     def _complete_index(self, members: tuple[str, ...]) -> TarIndex:
-        index = load_index(self._shards, members, self.name)
-        if index.problems or index.dropped or not len(index.entries):
-            problem = index.problems[0] if index.problems else f"dropped {index.dropped}"
+        fields = captions.JSON_FIELDS if "json" in members else ()
+        index = load_index(self._shards, tar_scan.Layout(members, fields), self.name)
+        dropped = {reason: count for reason, count in index.dropped.items() if reason != tar_scan.DOTTED}
+        if index.problems or dropped or not len(index.entries):
+            problem = index.problems[0] if index.problems else f"dropped {dropped}"
             raise ValueError(
                 f"expected every sample of {self.name}, split {self.split}, to have an image and {' or '.join(members)}"
                 f", got {problem}; fetch the dataset again"

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from infcl_jax.data.sources import files
+from infcl_jax.data.sources.labels import Templates, json_class_names, json_templates
 
 _FOLDER = resources.files("infcl_jax.evaluation") / "classes"
 
@@ -86,14 +87,14 @@ def read_class_names(path: str | Path) -> tuple[str, ...]:
     """Read class names, one a line in label order.
 
     The format is that of `classnames.txt` in clip_benchmark's webdatasets. A blank line inside the file is an empty
-    class name, as there. Blank lines at the end are ignored.
+    class name, as there. Blank lines at the end are ignored. A `.json` file is a list of names.
 
     Examples:
       >>> read_class_names("classnames.txt")
       ('robin', 'wren')
 
     Args:
-      path: UTF-8 text file, local or a URL that `fsspec` reads.
+      path: UTF-8 text or JSON file, local or a URL that `fsspec` reads.
 
     Returns:
       The class names.
@@ -102,28 +103,34 @@ def read_class_names(path: str | Path) -> tuple[str, ...]:
       FileNotFoundError: there is no such file.
       ValueError: the file is not UTF-8, or has no class names.
     """
+    if str(path).endswith(".json"):
+        return tuple(name for _, name in json_class_names(str(path)))
     return _lines(path, "class names")
 
 
-def read_templates(path: str | Path) -> tuple[str, ...]:
+def read_templates(path: str | Path) -> Templates:
     """Read prompt templates, one a line.
 
-    The format is that of `zeroshot_classification_templates.txt` in clip_benchmark's webdatasets.
+    The format is that of `zeroshot_classification_templates.txt` in clip_benchmark's webdatasets. A `.json` file is a
+    list of templates, or an object of the prompts of each class, as those of CuPL (Pratt et al. 2023,
+    arXiv:2209.03320).
 
     Examples:
       >>> read_templates("templates.txt")
       ('a photo of a {}.',)
 
     Args:
-      path: UTF-8 text file, local or a URL that `fsspec` reads. "{c}" or "{}" is the place of the class name.
+      path: UTF-8 text or JSON file, local or a URL that `fsspec` reads. "{c}" or "{}" is the place of the class name.
 
     Returns:
-      Templates with "{}" for the class name.
+      Templates with "{}" for the class name, or prompts by class name.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: the file is not UTF-8, has no templates, or a template has no place or another placeholder.
     """
+    if str(path).endswith(".json"):
+        return json_templates(str(path))
     lines = enumerate(_lines(path, "templates"), 1)
     return tuple(checked_template(line, f"{path}, line {number}") for number, line in lines)
 

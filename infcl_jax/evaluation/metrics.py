@@ -1,7 +1,4 @@
-"""Metrics of classification, from the ranks or scores of the classes.
-
-Ranks count the classes that are at least as similar to an image as its own, so ties are misses.
-"""
+"""Metrics of classification, from the ranks or scores of the classes."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def plot_curves(
     scores have one panel each, of 600 x 400 pixels. A panel without metrics is omitted. Non-finite values leave gaps.
     Of more than 12 scores, the panel has the first 12 averages and scores at k = 1.
 
-    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks each chance level,
-    ln(pairs). Losses with the same chance level are comparable.
+    A contrastive loss grows with the number of pairs that it compares. A dashed or dotted line marks each chance level:
+    ln(pairs) of losses, 1 / classes of accuracies. Losses with the same chance level are comparable.
 
     Examples:
       >>> with MetricWriter("runs/plotted") as writer:
@@ -62,7 +62,7 @@ def plot_curves(
     Args:
         metrics_path: `metrics.jsonl` file of `infcl_jax.training.metrics.MetricWriter`.
         png_path: output file, replaced if it exists; its directory is created if missing.
-        chance: chance levels by name of the metric, in nats; None: none are drawn.
+        chance: chance levels by name of the metric; None: none are drawn.
 
     Raises:
         FileNotFoundError: the metrics file does not exist.
@@ -169,14 +169,17 @@ def _series(lines: Sequence[Mapping[str, int | float]], pattern: re.Pattern[str]
 
 
 def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, float]) -> None:
+    is_loss = label == "loss"
     for name, (steps, values) in series.items():
         # Markers make a metric with a single value visible.
         marker = "o" if len(steps) < 30 else None
-        pairs = f" ({math.exp(chance[name]):.0f} pairs)" if name in chance else ""
+        pairs = f" ({math.exp(chance[name]):.0f} pairs)" if is_loss and name in chance else ""
         axes.plot(steps, values, label=name + pairs, linewidth=1.2, marker=marker, markersize=3)
-    for index, loss in enumerate(sorted({chance[name] for name in series if name in chance})):
-        text = f"chance of {math.exp(loss):.0f} pairs: {loss:.2f}"
-        axes.axhline(loss, label=text, linewidth=1.0, linestyle=("--", ":")[index % 2], color="gray")
+    for index, level in enumerate(sorted({chance[name] for name in series if name in chance})):
+        text = (
+            f"{math.exp(level):.0f} pairs: {level:.2f}" if is_loss else f"{1 / level:.0f} classes: {100 * level:.1f} %"
+        )
+        axes.axhline(level, label=f"chance of {text}", linewidth=1.0, linestyle=("--", ":")[index % 2], color="gray")
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)

@@ -45,12 +45,20 @@ def check_labels(source: Source, names: int, task: str) -> None:
       ValueError: a label has no class name, or no record has a label.
     """
     labeled = _check(source, _probed(source), names, task)
-    if not labeled or _own_classes(source) > names:
+    if not labeled or own_class_count(source) > names:
         labeled = _check(source, range(len(source)), names, task)
     if not labeled:
         raise ValueError(
             f"expected labels in {source.name}, split {source.split}, for {task}, got none; use a split with classes"
         )
+
+
+def own_class_count(source: Source) -> int:
+    """Return the number of classes that a dataset names; 0 for one without names."""
+    try:
+        return len(classes(source).names)
+    except (ValueError, FileNotFoundError):
+        return 0
 
 
 def _check(source: Source, indices: Iterable[int], names: int, task: str) -> bool:
@@ -73,11 +81,3 @@ def _check(source: Source, indices: Iterable[int], names: int, task: str) -> boo
 def _probed(source: Source) -> list[int]:
     """Return evenly spaced indices."""
     return np.unique(np.linspace(0, len(source) - 1, _PROBED).astype(np.int64)).tolist()
-
-
-def _own_classes(source: Source) -> int:
-    """Count the classes that a dataset names; 0 for one without names."""
-    try:
-        return len(classes(source).names)
-    except (ValueError, FileNotFoundError):
-        return 0

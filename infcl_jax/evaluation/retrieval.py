@@ -157,7 +157,7 @@ def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
     """Warn if captions of different images have equal features."""
     count, to_text, to_image = recall_ceiling(text, text_image)
     if count:
-        _warn_once(
+        warn_once(
             f"{count} of {len(text)} captions have the features of another image's caption and tie with it: R@1 is at"
             f" most {100 * to_text:.1f} % image to text and {100 * to_image:.1f} % text to image; drop repeated"
             " captions from the gallery for higher ones"
@@ -165,7 +165,7 @@ def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning unless the process has logged it before."""
     _logger.warning(message)
 
@@ -186,14 +186,16 @@ def count_rivals(
     gallery: np.ndarray,
     gallery_group: np.ndarray,
     mesh: Mesh,
+    *,
+    first_wins: bool = False,
 ) -> np.ndarray:
     """Count the rivals of each query in the gallery.
 
     Rivals are gallery rows of other groups whose similarity to the query is at least its threshold.
 
     If the threshold is the similarity of the correct match, the count is the zero-based rank of the match, with ties as
-    misses. The gallery is sharded over the mesh. The queries are replicated, up to 2048 at a time, and the counts of
-    all devices are summed.
+    misses. With `first_wins`, only ties of lower groups are misses, as with `argmax`. The gallery is sharded over the
+    mesh. The queries are replicated, up to 2048 at a time, and the counts of all devices are summed.
 
     Args:
         query: float32 [Q, D], unit vectors.
@@ -202,6 +204,7 @@ def count_rivals(
         gallery: float32 [G, D], unit vectors.
         gallery_group: int [G], each >= 0.
         mesh: mesh with an axis "data".
+        first_wins: whether the lowest group wins ties.
 
     Returns:
         int32 [Q], number of rivals of each query, the same on every process.
@@ -211,7 +214,10 @@ def count_rivals(
     counts = []
     for rows, size in query_blocks(len(query)):
         queries = replicate(mesh, tuple(pad_rows(field[rows], size) for field in fields))
-        counts.append(np.asarray(_count_replicated(queries, sharded, sharded_group, mesh=mesh, tile_rows=tile_rows)))
+        count = _count_replicated(
+            queries, sharded, sharded_group, mesh=mesh, tile_rows=tile_rows, first_wins=first_wins
+        )
+        counts.append(np.asarray(count))
     return np.concatenate(counts)[: len(query)]
 
 
@@ -266,9 +272,15 @@ def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
     return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "tile_rows"))
+@functools.partial(jax.jit, static_argnames=("mesh", "tile_rows", "first_wins"))
 def _count_replicated(
-    queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array, *, mesh: Mesh, tile_rows: int
+    queries: tuple[jax.Array, jax.Array, jax.Array],
+    gallery: jax.Array,
+    group: jax.Array,
+    *,
+    mesh: Mesh,
+    tile_rows: int,
+    first_wins: bool,
 ) -> jax.Array:
     """Count the rivals of replicated queries in a sharded gallery.
 
@@ -278,6 +290,7 @@ def _count_replicated(
         group: [G], sharded over "data"; -1 for padding.
         mesh: mesh with an axis "data".
         tile_rows: gallery rows per tile of the similarity matrix; divides the rows of every device.
+        first_wins: whether the lowest group wins ties.
 
     Returns:
         int32 [Q], replicated.
@@ -290,7 +303,8 @@ def _count_replicated(
             tile_gallery, tile_group = tile
             similarity = tile_similarity(query, tile_gallery)
             # ~(a < b) instead of a >= b: comparisons with NaN are false, and NaN must count as a rival.
-            rival = ~(similarity < (threshold - TIE_TOLERANCE)[:, None])
+            later = first_wins & (tile_group[None, :] > query_group[:, None])
+            rival = ~(similarity < threshold[:, None] + jnp.where(later, TIE_TOLERANCE, -TIE_TOLERANCE))
             other_group = (tile_group >= 0)[None, :] & (tile_group[None, :] != query_group[:, None])
             return jnp.sum(rival & other_group, axis=1, dtype=jnp.int32)
 

@@ -23,7 +23,7 @@ from infcl_jax.evaluation.metrics import (
     mean_per_class_recall,
     worst_group_accuracy,
 )
-from infcl_jax.evaluation.probed import check_labels, check_records
+from infcl_jax.evaluation.probed import check_labels, check_records, own_class_count
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
 from infcl_jax.evaluation.search import top_k
@@ -35,7 +35,7 @@ from infcl_jax.evaluation.tasks import (
     Task,
     task_classes,
 )
-from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.evaluation.zero_shot import class_ranks, warn_of_equal_names
 
 _DIRECTIONS = ("image_to_text", "text_to_image")
 _RETRIEVAL_METRICS = ("mean_r1", *(f"{way}_{name}" for way in _DIRECTIONS for name in ("r1", "r5", "r10", "map")))
@@ -81,7 +81,14 @@ class OpenTask:
             return _RETRIEVAL_METRICS
         if self.multilabel:
             return (self.main_metric,)
-        return tuple(dict.fromkeys(("top1", "top5", "mean_per_class_recall", self.main_metric)))
+        names = dict.fromkeys(("top1", "top5", "mean_per_class_recall", self.main_metric))
+        return tuple(name for name in names if name != "top5" or self.has_top5)
+
+    @property
+    def has_top5(self) -> bool:
+        """False below six classes, where five predictions are always right."""
+        count = own_class_count(self.source) if self.classes is None else len(self.classes.names)
+        return count == 0 or count > 5
 
     @property
     def main_metric(self) -> str:
@@ -109,7 +116,7 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
         _check_labels(task, source, train)
         opened = OpenTask(task, source, train=train)
         known: tuple[str, ...] = PROBE_METRICS
-    elif task.kind == "retrieval" or (task.kind is None and is_captioned(source)):
+    elif is_retrieval(task, source):
         if not is_captioned(source):
             raise ValueError(
                 f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add"
@@ -117,10 +124,13 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
             )
         opened, known = OpenTask(task, source), _RETRIEVAL_METRICS
     else:
-        opened = OpenTask(task, source, task_classes(task, source))
+        names = task_classes(task, source)
+        warn_of_equal_names(names.names)
+        opened = OpenTask(task, source, names)
         known = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
-        if opened.classes is not None and not opened.multilabel:
-            check_labels(source, len(opened.classes.names), task.name)
+        if not opened.multilabel:
+            check_labels(source, len(names.names), task.name)
+    known = tuple(name for name in known if name != "top5" or opened.has_top5)
     if opened.main_metric not in known:
         raise ValueError(f"expected main_metric of {task.name} to be one of {known}, got {task.main_metric!r}")
     if opened.main_metric in GROUP_METRICS and not isinstance(source, WebdatasetSource):
@@ -129,6 +139,11 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
             f" {task.dataset}; its npy members have the groups"
         )
     return opened
+
+
+def is_retrieval(task: Task, source: Source) -> bool:
+    """Tell if a task is retrieval, which a captioned dataset without another kind is."""
+    return task.kind == "retrieval" or (task.kind is None and is_captioned(source))
 
 
 def _check_labels(task: Task, source: Source, train: Source) -> None:
@@ -188,8 +203,8 @@ def score_classification(
       show: decoder and transform of the images of the examples; None: no examples.
 
     Returns:
-      `top1`, `top5` and `mean_per_class_recall`, with several classes per image `mean_average_precision`, and the main
-      metric, as fractions.
+      `top1`, from six classes on `top5`, and `mean_per_class_recall`, with several classes per image
+      `mean_average_precision`, and the main metric, as fractions.
 
     Raises:
       ValueError: labels or groups do not fit the classes.
@@ -269,7 +284,7 @@ def _result(
     return TaskResult(
         name=opened.task.name,
         kind=kind,
-        metrics=metrics,
+        metrics={name: value for name, value in metrics.items() if name != "top5" or opened.has_top5},
         main_metric=main_metric or opened.main_metric,
         images=images,
         examples=examples,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.distributed import replicate
+from infcl_jax.distributed import data_mesh, replicate
 from infcl_jax.evaluation.features import l2_normalize, pad_rows
 from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_similarity
 
@@ -29,7 +29,7 @@ _PADDED_SHARE = 4  # tiles may pad a device's rows by a quarter
 _NAN, _PADDING = -2.0, -3.0  # below every cosine similarity
 
 
-def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Find the k nearest gallery rows of each query by cosine similarity.
 
     The search is exact: every query is compared with every gallery row in float32, and the best candidates again in
@@ -43,7 +43,7 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
         query: [Q, D], any float dtype, the same on every process; need not be normalized.
         gallery: [G, D], any float dtype, the same on every process; need not be normalized.
         k: number of neighbors, in [1, G].
-        mesh: mesh with an axis "data".
+        mesh: mesh with an axis "data"; None: all devices.
 
     Returns:
         Similarities float32 [Q, k] in descending order, and gallery rows int32 [Q, k], on every process.
@@ -52,7 +52,7 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
         ValueError: the shapes do not match, or k is out of range.
 
     Examples:
-      >>> similarity, index = top_k(np.asarray(text), np.asarray(image), 3, mesh)
+      >>> similarity, index = top_k(np.asarray(text), np.asarray(image), 3)
       >>> index.shape, bool(similarity[0, 0] >= similarity[0, 1])
       ((8, 3), True)
     """
@@ -60,6 +60,7 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh) -> tuple[n
         raise ValueError(f"expected features [Q, D] and [G, D], G >= 1, got {query.shape} and {gallery.shape}")
     if not 1 <= k <= len(gallery):
         raise ValueError(f"expected k in [1, {len(gallery)}], the rows of the gallery, got {k}")
+    mesh = data_mesh() if mesh is None else mesh
     similarity, index = np.zeros((len(query), k), np.float32), np.zeros((len(query), k), np.int32)
     unit = l2_normalize(gallery)
     rows_of_device = -(-len(unit) // mesh.size)

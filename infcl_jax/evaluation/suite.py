@@ -14,12 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
-from infcl_jax.data.bad_records import BAD_RECORDS
+from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.checks import process_rows
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.decode.api import ToImage, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.sources import Example
+from infcl_jax.data.sources.labels import prompts
+from infcl_jax.data.sources.sample_range import by_image
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.distributed import is_lead, union
@@ -33,13 +35,14 @@ from infcl_jax.evaluation.scoring import (
     OpenTask,
     average_results,
     first_images,
+    is_retrieval,
     open_task,
     score_classification,
     score_probe,
     score_retrieval,
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
-from infcl_jax.evaluation.zero_shot import class_embeddings
+from infcl_jax.evaluation.zero_shot import prompt_ensembles
 from infcl_jax.training.outputs import Outputs
 
 GRID_QUERIES = 8  # captions in the retrieval plot
@@ -100,7 +103,7 @@ class Suite:
         resize: Resize = SHORTEST_BICUBIC,
         say: Callable[[str], None] | None = None,
         check: Callable[[], None] | None = None,
-        max_bad_records: int = 0,
+        max_bad_records: float | None = 0,
         max_image_pixels: int = MAX_PIXELS,
         prefixes: Sequence[int] = (),
     ):
@@ -120,7 +123,8 @@ class Suite:
           say: function that prints a line of progress; None: no progress.
           check: function called before each batch of a split and each task, which may raise to end an evaluation. All
             processes call it equally often.
-          max_bad_records: maximum number of bad records of each split and process; they are left out with a warning.
+          max_bad_records: maximum number of bad records of each split and process, which are left out with a warning;
+            see `infcl_jax.data.train_iterator`.
           max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
           prefixes: sizes of feature prefixes to evaluate besides the whole features: zero-shot classification and
             retrieval get results of the name "task@size".
@@ -139,11 +143,15 @@ class Suite:
         self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
         self._max_image_pixels, self._prefixes = max_image_pixels, tuple(prefixes)
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
+        load_images = functools.cache(lambda dataset, split: by_image(load(dataset, split)))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
         self._validation, own = self._configured_tasks()
         check_names([*own, *named], reserved=["validation"])
         self._tasks = [
-            open_task(task, *(load(task.dataset, split) for split in task.splits)) for task in (*own, *named)
+            open_task(task, load_images(task.dataset, task.split))
+            if is_retrieval(task, load(task.dataset, task.split))
+            else open_task(task, *(load(task.dataset, split) for split in task.splits))
+            for task in (*own, *named)
         ]
 
     def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
@@ -162,7 +170,7 @@ class Suite:
     @property
     def metric_names(self) -> list[str]:
         """Names of the results of all tasks and prefixes, sorted."""
-        names = {name for name in self.chance_losses if name.startswith("validation/")}
+        names = {name for name in self.chance if name.startswith("validation/")}
         for opened in self._tasks:
             sizes = [f"@{dim}" for dim in self._prefixes] if opened.train is None else []
             names |= {f"{opened.task.name}{size}/{metric}" for size in ("", *sizes) for metric in opened.metrics}
@@ -172,12 +180,14 @@ class Suite:
         return sorted(names)
 
     @property
-    def chance_losses(self) -> dict[str, float]:
-        """Chance levels ln(pairs) of the training and validation losses, by name, in nats."""
+    def chance(self) -> dict[str, float]:
+        """Chance levels by name: ln(pairs) of training and validation losses in nats, 1 / classes of `top1`."""
         split_size = next((len(opened.source) for opened in self._tasks if opened.task is self._validation), 0)
         size = self._train_batch_size
         pairs = {"loss": size, "validation/batch_loss": size, "validation/loss": split_size}
-        return {name: math.log(number) for name, number in pairs.items() if number}
+        losses = {name: math.log(number) for name, number in pairs.items() if number}
+        named = [(opened.task.name, opened.classes) for opened in self._tasks if "top1" in opened.metrics]
+        return losses | {f"{name}/top1": 1 / len(classes.names) for name, classes in named if classes is not None}
 
     def __call__(self, variables: Any, grid_path: str | Path | None = None) -> dict[str, float]:
         """Evaluate a model.
@@ -277,9 +287,8 @@ class Suite:
 
     def _classifier(self, classes: Classes, variables: Any, dim: int | None) -> np.ndarray:
         size, encode = self._config.batch_size, dataclasses.replace(self._encode_text, dim=dim)
-        return class_embeddings(
-            encode, variables, self._tokenizer, classes.names, classes.templates, self._mesh, batch_size=size
-        )
+        texts = [prompts(classes, label) for label in range(len(classes.names))]
+        return prompt_ensembles(encode, variables, self._tokenizer, texts, self._mesh, size)
 
     def _encode(self, source: Source, variables: Any) -> Features:
         texts = any(opened.source is source and opened.retrieval for opened in self._tasks)
@@ -301,26 +310,31 @@ class Suite:
         return encode_split(self._encode_image, encode_text, variables, self._readable(source, shown), self._mesh)
 
     def _readable(self, source: Source, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Log and count the bad records of batches, up to their limit."""
-        bad, limit, first = 0, self._max_bad_records, ""  # the message of the first record beyond the limit
+        """Count the bad records of batches up to their limit, and log them in one line."""
+        bad: list[str] = []  # messages
+        limit = bad_record_limit(self._max_bad_records, source)
         for batch in batches:
             self._check()
-            for message in batch[BAD_RECORDS]["message"].tolist():
-                bad += 1
-                if bad > limit:
-                    first = first or message
-                else:
-                    _logger.warning("%s; left out", message)
-            if first and jax.process_count() == 1:
+            bad += batch[BAD_RECORDS]["message"].tolist()
+            if len(bad) > limit and jax.process_count() == 1:
                 break
             yield batch  # to the end, since other processes wait in collectives; then all raise
-        if ranks := union([jax.process_index()] if first else []):
-            record = first or f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
+        if ranks := union([jax.process_index()] if len(bad) > limit else []):
+            elsewhere = f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
+            record = bad[limit] if len(bad) > limit else elsewhere
             raise BadRecordError(
-                f"{record}; more than the {limit} bad records of a split that max_bad_records allows, check the data"
+                f"{record}; more than the {limit} bad records of a split that max_bad_records={self._max_bad_records} "
+                "allows, check the data"
             )
         if bad:
-            _logger.warning("%s, split %s: left out %d bad records", source.name, source.split, bad)
+            _logger.warning(
+                "%d of %d images of %s, split %s, cannot be read and are left out; first: %s",
+                len(bad),
+                len(source),
+                source.name,
+                source.split,
+                bad[0],
+            )
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]

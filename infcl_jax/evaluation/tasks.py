@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence, Set
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from infcl_jax.data import Classes, Source, classes
-from infcl_jax.data.sources import files
+from infcl_jax.data.sources import files, paths, splits, table
+from infcl_jax.data.sources.labels import Templates, checked_prompts, class_templates
 from infcl_jax.distributed import is_lead
-from infcl_jax.evaluation.benchmark_source import SHARD_COUNT
+from infcl_jax.evaluation.benchmark_source import SHARD_COUNT, is_karpathy
 from infcl_jax.evaluation.class_data import checked_template, class_data, read_class_names, read_templates
 from infcl_jax.evaluation.few_shot import SHOTS, check_options
 from infcl_jax.evaluation.labeled import check_strength
@@ -56,9 +59,10 @@ class Task:
       split: split of the dataset.
       kind: "zero_shot", "retrieval", "linear_probe" or "few_shot"; None: "retrieval" for a dataset with captions, else
         "zero_shot".
-      class_names: names in label order, a text file with one per line, or a name of `class_data` such as "imagenet1k";
+      class_names: names in label order, a file of `read_class_names`, or a name of `class_data` such as "imagenet1k";
         None: those of the dataset.
-      templates: prompts with "{}" or "{c}" for the class name, or as `class_names`; None: those of the dataset.
+      templates: prompts with "{}" or "{c}" for the class name, the prompts of each class by name, a file of
+        `read_templates`, or a name of `class_data`; None: those of the dataset.
       main_metric: metric that a suite averages; None: "top1", "mean_average_precision" or "mean_r1", by the dataset.
         "macro_f1" and "worst_group_top1" or "worst_group_top5" are measured only where they are the main metric. Groups
         are the first number in the `npy` member of each sample. Of "linear_probe" and "few_shot", "top1" or
@@ -77,7 +81,7 @@ class Task:
     split: str = _SPLIT
     kind: str | None = None
     class_names: tuple[str, ...] | str | None = None
-    templates: tuple[str, ...] | str | None = None
+    templates: tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...] | str | None = None
     main_metric: str | None = None
     ignored_groups: tuple[int, ...] = ()
     gallery: int | None = None
@@ -96,6 +100,11 @@ class Task:
         for name in ("class_names", "templates", "ignored_groups", "shots"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+        if isinstance(self.templates, Mapping):
+            by_class = checked_prompts(self.templates, f"templates of task {self.name}")
+            object.__setattr__(self, "templates", tuple(by_class.items()))  # hashable
+        elif isinstance(self.templates, str) and "{" in self.templates:
+            object.__setattr__(self, "templates", (self.templates,))
         if self.kind not in (None, *TASK_KINDS):
             raise ValueError(f"expected the kind of task {self.name} to be one of {TASK_KINDS}, got {self.kind!r}")
         for field in dataclasses.fields(self):
@@ -109,12 +118,13 @@ class Task:
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ValueError(f"expected a text as {name} of task {self.name!r}, got {value!r}")
         for name in ("class_names", "templates"):
-            if not _are_texts(value := getattr(self, name)):
+            if not _are_texts(value := getattr(self, name)) and not (name == "templates" and _is_by_class(value)):
                 raise ValueError(
                     f"expected {name} of task {self.name} to be texts, a file or a public data set, got {value!r}"
                 )
-        for template in self.templates if isinstance(self.templates, tuple) else ():
-            checked_template(template, f"templates of task {self.name}")
+        if isinstance(self.templates, tuple) and not _is_by_class(self.templates):
+            for template in self.templates:
+                checked_template(str(template), f"templates of task {self.name}")
         if self.gallery is not None and (not isinstance(self.gallery, int) or self.gallery < 1):
             raise ValueError(f"expected an integer gallery >= 1 in task {self.name}, got {self.gallery!r}")
         if self.kind in PROBES and self.train_split == self.split:
@@ -151,7 +161,8 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
     Args:
       names: names of `suites.SUITES`; names of benchmarks, such as "cifar10" for the folder `wds_cifar10` in
         `data_dir`, also with a kind of `PROBES` such as "cifar10:linear_probe"; paths of Python files with a function
-        `get_task()` that returns a `Task`.
+        `get_task()` that returns a `Task`; paths of datasets of `load_benchmark`, such as a folder with a subfolder per
+        class, also with a kind. Their split is "test", else "validation", else all samples.
       data_dir: folder of the benchmarks.
 
     Returns:
@@ -171,12 +182,12 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
             _report_missing(name, loaded, data_dir)
         elif name.endswith(".py"):
             loaded = [_task_of_file(name)]
-        elif task := _benchmark(name, data_dir):
+        elif task := _benchmark(name, data_dir) or _task_of_path(name):
             loaded = [task]
         else:
             raise FileNotFoundError(
-                f"no evaluation {name}: expected one of {', '.join(SUITES)}, a Python file, or the folder"
-                f" {_folders(_split_kind(name)[0])[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
+                f"no evaluation {name}: expected one of {', '.join(SUITES)}, a Python file, the path of a dataset, or"
+                f" the folder {_folders(_split_kind(name)[0])[0]} with {_SPLIT}/{SHARD_COUNT} in {data_dir}"
             )
         tasks |= dict.fromkeys(loaded)
     check_names(tasks)
@@ -214,6 +225,34 @@ def _benchmark(name: str, data_dir: str | Path) -> Task | None:
         if files.is_file(f"{root}/{file}"):
             return Task(name=name, dataset=f"{root}/{file}", kind=kind or "retrieval")
     return None
+
+
+def _task_of_path(name: str) -> Task | None:
+    """Return the task of a dataset given by its path, or None without one."""
+    dataset, kind = _split_kind(name)
+    path = os.path.expanduser(paths.split_options(dataset)[0]).rstrip("/")
+    if not (os.path.exists(path) or files.is_remote(path) or files.has_pattern(path)):
+        return None
+    parent, _, base = path.rpartition("/")
+    split = _evaluation_split(path)
+    if kind and (split == "train" or splits.is_split(base)):
+        raise ValueError(
+            f"expected the splits train and test in {path} for {kind}, got one split; move the images into subfolders"
+            " train and test, or name other splits in a Python file"
+        )
+    title = f"{files.name_of(parent)}/{base}" if splits.is_split(base) and parent else base
+    return Task(name=":".join(filter(None, (title, kind))), dataset=dataset, split=split, kind=kind)
+
+
+def _evaluation_split(path: str) -> str:
+    """Return the split of a dataset that an evaluation uses; "train" is that of a dataset without splits."""
+    if files.is_file(f"{path}/{_SPLIT}/{SHARD_COUNT}") or is_karpathy(path):
+        return _SPLIT
+    for split in (_SPLIT, "validation") if os.path.isdir(path) else ():
+        with contextlib.suppress(ValueError):  # of a folder without this split
+            splits.split_folder(path, split, (".tar", *table.EXTENSIONS))
+            return split
+    return "train"
 
 
 def _split_kind(name: str) -> tuple[str, str | None]:
@@ -265,15 +304,31 @@ def task_classes(task: Task, source: Source) -> Classes:
       ValueError: the dataset has no classes and the task names none, or a name or file is wrong.
       FileNotFoundError: a file is missing.
     """
-    names, templates = task.class_names, task.templates
+    names, templates, origin = task.class_names, _task_templates(task), f"templates of {task.name}"
     if isinstance(names, str):
         names = read_class_names(names) if _is_file_name(names) else class_data(names).classes
+    if templates is not None:
+        own_names = classes(source).names if names is None else names
+        return Classes(own_names, class_templates(templates, own_names, origin))
+    own = classes(source)
+    names = own.names if names is None else names
+    if isinstance(own.templates[0], str):
+        return Classes(names, tuple(checked_template(text, origin) for text in own.templates))
+    if len(names) != len(own.templates):
+        raise ValueError(f"{origin}: expected prompts of all {len(names)} classes, got {len(own.templates)}")
+    return Classes(names, own.templates)
+
+
+def _task_templates(task: Task) -> Templates | None:
+    """Return the templates of a task, or its prompts by class name; None without any."""
+    templates = task.templates
     if isinstance(templates, str):
-        templates = read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
-    if names is None or templates is None:
-        own = classes(source)
-        names, templates = names or own.names, templates or own.templates
-    return Classes(tuple(names), tuple(checked_template(text, f"templates of {task.name}") for text in templates))
+        return read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
+    if _is_by_class(templates):
+        return dict(templates)
+    if templates is None:
+        return None
+    return tuple(checked_template(str(text), f"templates of task {task.name}") for text in templates)
 
 
 def _are_texts(value: tuple[str, ...] | str | None) -> bool:
@@ -283,5 +338,10 @@ def _are_texts(value: tuple[str, ...] | str | None) -> bool:
     return value is None or (isinstance(value, str) and bool(value))
 
 
+def _is_by_class(templates: object) -> TypeGuard[tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Return whether templates are pairs of a class and its prompts."""
+    return isinstance(templates, tuple) and bool(templates) and isinstance(templates[0], tuple)
+
+
 def _is_file_name(text: str) -> bool:
-    return text.endswith(".txt") or "/" in text
+    return text.endswith((".txt", ".json")) or "/" in text

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
 
+from infcl_jax.data.sources.labels import checked_prompts, class_templates
+from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation.class_data import checked_template
 from infcl_jax.evaluation.features import Encode, encode_texts, l2_normalize
 from infcl_jax.evaluation.metrics import accuracies
-from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity
+from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity, warn_once
 
 Template = str | Callable[[str], str]
+Prompts = str | Sequence[Template] | Mapping[str, str | Sequence[str]]  # templates, or prompts by class name
 
 
 class Tokenizer(Protocol):
@@ -28,7 +33,7 @@ def class_embeddings(
     params: Any,
     tokenizer: Tokenizer,
     class_names: Sequence[str],
-    templates: Sequence[Template],
+    templates: Prompts,
     mesh: Mesh,
     *,
     batch_size: int = 512,
@@ -52,8 +57,9 @@ def class_embeddings(
         params: parameters of `encode_text`, on `mesh`.
         tokenizer: tokenizer of n texts as int32 [n, L].
         class_names: C class names.
-        templates: T prompt templates. A template is a string with "{}" for the class name and no other braces, or
-            a function of the name.
+        templates: prompt templates, or the prompts of each class by name, as those of CuPL (Pratt et al. 2023,
+            arXiv:2209.03320). A template is a string with "{}" for the class name and no other braces, or a function of
+            the name.
         mesh: mesh with an axis "data"; prompts are encoded on all its devices.
         batch_size: prompts encoded at once, over all devices; rounded up to a multiple of the mesh size.
 
@@ -61,19 +67,61 @@ def class_embeddings(
         float32 [C, D], unit vectors, the same on every process.
 
     Raises:
-        ValueError: there is no class or no template, a template lacks "{}" or has other braces, or `batch_size` < 1.
+        ValueError: there is no class or no template, a template lacks "{}" or has other braces, a class has no prompts,
+            or `batch_size` < 1.
     """
     if not class_names or not templates:
         raise ValueError(f"expected classes and templates, got {len(class_names)} and {len(templates)}")
-    if isinstance(class_names, str) or isinstance(templates, str):
-        raise ValueError("expected lists of class names and templates, got a single string; put it in a list")
+    if isinstance(class_names, str):
+        raise ValueError("expected a list of class names, got a single string; put it in a list")
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    texts = [template if callable(template) else checked_template(template, "template") for template in templates]
-    prompts = [_fill(template, name) for name in class_names for template in texts]
-    features = encode_texts(encode_text, params, tokenizer, prompts, mesh, batch_size)
-    unit = l2_normalize(features).reshape(len(class_names), len(templates), -1)
-    return l2_normalize(unit.mean(axis=1))
+    warn_of_equal_names(class_names)
+    if isinstance(templates, Mapping):
+        prompts = class_templates(checked_prompts(templates, "templates"), class_names, "templates")
+    else:
+        templates = (templates,) if isinstance(templates, str) else templates
+        texts = [template if callable(template) else checked_template(template, "template") for template in templates]
+        prompts = tuple(tuple(_fill(template, name) for template in texts) for name in class_names)
+    return prompt_ensembles(encode_text, params, tokenizer, prompts, mesh, batch_size)
+
+
+def prompt_ensembles(
+    encode_text: Encode,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[str]],
+    mesh: Mesh,
+    batch_size: int,
+) -> np.ndarray:
+    """Compute the classifier vector of each class from its own prompts, see `class_embeddings`.
+
+    Args:
+        encode_text: encoder of token ids.
+        params: parameters of `encode_text`, on `mesh`.
+        tokenizer: tokenizer of n texts as int32 [n, L].
+        prompts: prompts of C classes, at least one each.
+        mesh: mesh with an axis "data".
+        batch_size: prompts encoded at once.
+
+    Returns:
+        float32 [C, D], unit vectors, the same on every process.
+    """
+    texts, counts = list(itertools.chain(*prompts)), np.array([len(own) for own in prompts])
+    unit = l2_normalize(encode_texts(encode_text, params, tokenizer, texts, mesh, batch_size))
+    sums = np.add.reduceat(unit, np.cumsum(counts) - counts, axis=0)
+    return l2_normalize(sums / counts[:, None].astype(np.float32))
+
+
+def warn_of_equal_names(class_names: Sequence[str]) -> None:
+    """Warn of classes with equal names on the lead process, once for each list of names."""
+    counts = collections.Counter(class_names if is_lead() else ())
+    if repeated := [f"{name!r} ({count})" for name, count in counts.items() if count > 1]:
+        shown = ", ".join(repeated[:5]) + (f" and {len(repeated) - 5} more" if len(repeated) > 5 else "")
+        warn_once(
+            f"equal names of {sum(n for n in counts.values() if n > 1)} of {len(class_names)} classes: {shown}; the"
+            " first of equal classes is predicted, so images of the others are never right in top1"
+        )
 
 
 def zero_shot_accuracy(
@@ -86,8 +134,9 @@ def zero_shot_accuracy(
     """Compute the top-k accuracy of zero-shot classification.
 
     Classes are ranked by the cosine similarity of their embeddings to the image (CLIP, arXiv:2103.00020, section 3.1).
-    Ties count as misses, as in `retrieval_recall`, so collapsed or non-finite features score 0. A k that is at least
-    the number of classes always gives 1.
+    The first of tied classes wins, as in `argmax`: similarities within `TIE_TOLERANCE` are tied. Collapsed features
+    therefore score the share of the first class, and non-finite features 0. A k that is at least the number of classes
+    always gives 1.
 
     Examples:
       >>> features, classifier = np.eye(4, dtype=np.float32), np.eye(4, dtype=np.float32)
@@ -122,7 +171,8 @@ def class_ranks(image_features: np.ndarray, labels: np.ndarray, class_embeddings
         mesh: mesh with an axis "data".
 
     Returns:
-        int32 [labeled images], zero-based ranks: the number of other classes that are at least as similar to the image.
+        int32 [labeled images], zero-based ranks: the number of other classes that are more similar to the image, or
+        as similar with a lower label.
 
     Raises:
         ValueError: the shapes do not match, a label is >= C or < -1, or no sample is labeled.
@@ -133,7 +183,8 @@ def class_ranks(image_features: np.ndarray, labels: np.ndarray, class_embeddings
     label = labels[labeled].astype(np.int32)
     image, classes = l2_normalize(image_features[labeled]), l2_normalize(class_embeddings)
     positive = paired_similarity(image, classes[label])
-    return count_rivals(image, label, positive, classes, np.arange(len(classes), dtype=np.int32), mesh)
+    rows = np.arange(len(classes), dtype=np.int32)
+    return count_rivals(image, label, positive, classes, rows, mesh, first_wins=True)
 
 
 def _fill(template: Template, name: str) -> str:

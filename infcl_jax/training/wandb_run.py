@@ -13,6 +13,7 @@ from infcl_jax.training.outputs import Outputs
 
 _ID_FILE = Path("wandb", "run_id")  # in the work directory, so that a resumed run continues the same W&B run
 _PROJECT = "infcl_jax"
+_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # values of WANDB_MODE
 
 
 class WandbRun:
@@ -38,12 +39,7 @@ class WandbRun:
           ImportError: wandb is not installed.
           ValueError: W&B asks for a login.
         """
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                "expected wandb for the writer 'wandb', found none; pip install wandb, or remove it from writers"
-            ) from error
+        wandb = _import_wandb()
         self._outputs, self._failed = outputs, False
         folder = Path(workdir).absolute()
         id_file = folder / _ID_FILE
@@ -61,9 +57,7 @@ class WandbRun:
         try:
             self._run = wandb.init(**arguments)
         except wandb.errors.UsageError as error:  # such as no API key
-            raise ValueError(
-                f"expected a login for the writer 'wandb', got: {_line(error)}; wandb login, or set WANDB_MODE=offline"
-            ) from error
+            raise _no_login(error) from error
         except wandb.errors.Error as error:  # such as an unreachable server
             outputs.say(f"warning: W&B: {_line(error)}; the run is recorded offline, upload it with wandb sync")
             wandb.teardown()  # forgets the failed attempt, which would still use the run's ID
@@ -100,6 +94,42 @@ class WandbRun:
             if not self._failed:
                 self._failed = True
                 self._outputs.say(f"warning: W&B: {_line(error)}; the run continues")
+
+
+def check_login() -> None:
+    """Check that W&B has a login, unless it records offline.
+
+    A terminal is asked for the API key. An unreachable server is no error, see `WandbRun`.
+
+    Raises:
+      ImportError: wandb is not installed.
+      ValueError: there is no login.
+    """
+    wandb = _import_wandb()
+    if os.environ.get("WANDB_MODE", "online") in _WITHOUT_LOGIN:
+        return
+    try:
+        wandb.login()
+    except (wandb.errors.UsageError, ValueError) as error:  # no API key, or a malformed one
+        raise _no_login(error) from error
+    except wandb.errors.Error:
+        pass
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            "expected wandb for the writer 'wandb', found none; pip install wandb, or remove it from writers"
+        ) from error
+    return wandb
+
+
+def _no_login(error: Exception) -> ValueError:
+    return ValueError(
+        f"expected a login for the writer 'wandb', got: {_line(error)}; wandb login, or set WANDB_MODE=offline"
+    )
 
 
 def _line(error: Exception) -> str:

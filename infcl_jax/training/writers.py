@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from infcl_jax.checks import check_choice
 from infcl_jax.file_io import LINES_BYTES, read_regular
 from infcl_jax.training.outputs import AppendFile, Outputs
 from infcl_jax.training.tensorboard import EventFile
-from infcl_jax.training.wandb_run import WandbRun
+from infcl_jax.training.wandb_run import WandbRun, check_login
 
 CSV_FILE = "metrics.csv"
 
@@ -111,6 +111,17 @@ WRITERS: dict[str, Callable[[Target], Writer]] = {
     "tensorboard": _open_tensorboard,
     "wandb": _open_wandb,
 }
+
+
+def check_writers(names: Collection[str]) -> None:
+    """Check the logins of writers, before a run prepares its data.
+
+    Raises:
+      ImportError: the package of a writer is not installed.
+      ValueError: Weights & Biases has no login.
+    """
+    if "wandb" in names:
+        check_login()
 
 
 def open_writer(name: str, target: Target) -> Writer:

@@ -19,7 +19,7 @@ ORDER = (0, 2, 4, 1, 3)  # of the samples, in two shards
 
 def test_classification_has_labels_and_classes(tmp_path):
     samples = layout.classified(LABELS)
-    samples[1] = {"cls": b"3\n", "webp": samples[1]["jpg"]}
+    samples[1] = {"cls": b"3\n", "webp": samples[1]["jpg"], "mask.png": b"another member"}
     source = load_benchmark(str(layout.write_benchmark(tmp_path / "wds_x", samples)), "test", "nowhere")
     assert [source[i]["label"] for i in range(5)] == [LABELS[i] for i in ORDER]
     assert [source[i]["image"] for i in range(5)] == [captioned.jpeg(i) for i in ORDER]
@@ -36,6 +36,10 @@ def test_retrieval_has_a_caption_per_line_or_a_list(tmp_path):
     assert is_captioned(source)
     with pytest.raises(ValueError, match=r"expected a dataset with classes, got .*/x, whose type is retrieval"):
         classes(source)
+    samples.append({"jpg": captioned.jpeg(3), "json": b'{"caption": null}'})
+    folder = layout.write_benchmark(tmp_path / "y", samples, kind="retrieval")
+    with pytest.raises(ValueError, match=r"to have an image and txt or json, got dropped .*'no caption': 1"):
+        load_benchmark(str(folder), "test", "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["multilabel", None])

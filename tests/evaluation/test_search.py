@@ -122,7 +122,7 @@ def test_memory_does_not_grow_with_the_rows(monkeypatch):
 
 
 def test_no_queries():
-    similarity, index = top_k(features(0), features(5), 2, data_mesh())
+    similarity, index = top_k(features(0), features(5), 2)
     assert similarity.shape == index.shape == (0, 2)
 
 

@@ -35,6 +35,13 @@ def make_suite(devices=8, train_batch_size=None, prefixes=(), **config):
     )
 
 
+def test_rows_of_an_image_are_its_captions(tmp_path):
+    captioned.write_folder(tmp_path, [(str(i), {"jpg": captioned.jpeg(i)}) for i in range(3)])
+    captioned.write_csv(tmp_path / "a.csv", [(f"{i // 2}.jpg", f"caption {i}") for i in range(6)])
+    opened = make_suite(retrieval_dataset=f"{tmp_path}/a.csv", retrieval_split="train")
+    assert opened.chance["validation/loss"] == pytest.approx(np.log(3))
+
+
 @pytest.fixture(scope="module")
 def results(params):
     return make_suite(gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(8), {"params": params}))
@@ -151,13 +158,14 @@ def test_the_loss_of_training_batches_is_measured_where_the_split_has_that_many_
     assert {name.removeprefix("validation/") for name in results if name.startswith("validation/")} == names
     pairs = len(load_source("digits", "validation"))
     levels = {"loss": size, "validation/batch_loss": size} if size else {}
-    assert suite.chance_losses == pytest.approx(
+    assert suite.chance == pytest.approx(
         {name: np.log(number) for name, number in (levels | {"validation/loss": pairs}).items()}
     )
 
 
 def test_the_names_of_the_results_are_known_before(results):
-    assert make_suite(gallery=GALLERY, **BOTH).metric_names == sorted(results)
+    both = make_suite(gallery=GALLERY, **BOTH)
+    assert both.metric_names == sorted(results) and both.chance["zero_shot/top1"] == 0.1
     cut = make_suite(prefixes=(5,), zero_shot_dataset="digits", zero_shot_split="zero_shot").metric_names
     assert {"zero_shot/top1", "zero_shot@5/top1"} < set(cut) and "validation/loss" not in cut
 

@@ -1,13 +1,16 @@
 """Evaluations by name: suites, benchmarks and Python files."""
 
+import json
 import logging
 import re
 
 import benchmark_layout as layout
+import captioned
 import pytest
 
 from infcl_jax.data import Classes, load_source
 from infcl_jax.evaluation import Task, class_data, load_benchmark
+from infcl_jax.evaluation.scoring import open_task
 from infcl_jax.evaluation.suites import DATACOMP38, MAIN_METRICS, SUITES
 from infcl_jax.evaluation.tasks import load_tasks, task_classes
 
@@ -77,6 +80,102 @@ def test_class_names_and_templates_can_be_built_in(benchmarks):
     assert task_classes(named, load_source("digits", "zero_shot")).names == class_data("cifar10").classes
 
 
+CUPL = {"tabby": ["a striped cat", "a cat"], "poodle": "a curly dog", "walrus": ["tusks"]}
+BY_CLASS = (("a striped cat", "a cat"), ("a curly dog",), ("tusks",))
+
+
+def test_prompts_of_each_class(benchmarks, tmp_path):
+    (tmp_path / "cupl.json").write_text(json.dumps(CUPL), encoding="utf-8-sig")
+    source = load_benchmark(f"{benchmarks}/wds_mine", "test", "nowhere")
+    for templates in (CUPL, str(tmp_path / "cupl.json")):
+        task = Task(name="x", dataset="y", class_names=("tabby", "poodle", "walrus"), templates=templates)
+        assert task_classes(task, source) == Classes(("tabby", "poodle", "walrus"), BY_CLASS)
+        assert hash(task)
+    one = Task(name="x", dataset="y", class_names=("tabby",), templates="a photo of a {}")
+    assert task_classes(one, source).templates == ("a photo of a {}",)
+    with pytest.raises(
+        ValueError, match=r"templates of x: expected prompts of all 6 classes, got none of 'cat', .* 3 more"
+    ):
+        task_classes(Task(name="x", dataset="y", templates=CUPL), source)
+
+
+def test_prompts_of_each_class_in_a_benchmark(tmp_path):
+    layout.write_benchmark(tmp_path / "wds_x", layout.classified(LABELS))
+    names = load_benchmark(f"{tmp_path}/wds_x", "test", "").classes().names
+    prompts = {name: [name, f"the {name}"] for name in names}
+    (tmp_path / "wds_x" / "zeroshot_classification_templates.json").write_text(json.dumps(prompts))
+    source = load_benchmark(f"{tmp_path}/wds_x", "test", "")
+    assert task_classes(Task(name="x", dataset="y"), source).templates == tuple(map(tuple, prompts.values()))
+    with pytest.raises(ValueError, match="templates of x: expected prompts of all 1 classes, got 6"):
+        task_classes(Task(name="x", dataset="y", class_names=("a",)), source)
+
+
+def class_folder(folder, *splits):
+    for name in splits:
+        for index, kind in enumerate(("owl", "emu")):
+            (folder / name / kind).mkdir(parents=True)
+            (folder / name / kind / f"{index}.jpg").write_bytes(captioned.jpeg(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("splits", "split", "train"),
+    [
+        (("train", "test"), "test", True),
+        (("train", "val", "test"), "test", True),
+        (("train", "val"), "validation", True),
+        (("train",), "train", False),
+        (("",), "train", False),
+    ],
+)
+def test_a_path_is_an_evaluation(tmp_path, splits, split, train):
+    folder = class_folder(tmp_path / "birds", *splits)
+    (task,), _ = load_tasks([f"{folder}/"], "nowhere")
+    assert (task.name, task.split, task.kind) == ("birds", split, None)
+    assert len(load_benchmark(task.dataset, task.split, "nowhere")) == 2
+    for kind in ("linear_probe", "few_shot"):
+        if train:
+            (task,), _ = load_tasks([f"{folder}:{kind}"], "nowhere")
+            assert (task.name, task.kind, task.splits) == (f"birds:{kind}", kind, (split, "train"))
+        else:
+            with pytest.raises(ValueError, match=f"expected the splits train and test in {folder} for {kind}, got one"):
+                load_tasks([f"{folder}:{kind}"], "nowhere")
+
+
+def test_paths_of_files_benchmarks_and_splits(benchmarks, tmp_path):
+    folder = class_folder(tmp_path / "birds", "train", "test")
+    (folder / "labels.csv").write_text("path,label\ntest/owl/0.jpg,owl\n")
+    names = [f"{folder}/test", f"{folder}/labels.csv", f"{benchmarks}/wds_mine", f"{benchmarks}/coco/dataset_coco.json"]
+    tasks, _ = load_tasks(names, "nowhere")
+    assert [task.name for task in tasks] == ["birds/test", "labels.csv", "wds_mine", "dataset_coco.json"]
+    assert [task.split for task in tasks] == ["test", "train", "test", "test"]
+    assert [len(load_benchmark(task.dataset, task.split, "nowhere")) for task in tasks] == [2, 1, 3, 1]
+    with pytest.raises(ValueError, match="expected the splits train and test"):
+        load_tasks([f"{folder}/test:linear_probe"], "nowhere")
+
+
+@pytest.mark.parametrize(("count", "expected"), [(5, False), (6, True)])
+def test_top5_needs_six_classes(tmp_path, count, expected):
+    layout.write_benchmark(tmp_path / "wds_x", layout.classified(LABELS))
+    (tmp_path / "wds_x" / "classnames.txt").write_text("\n".join("abcdef"[:count]))
+    source = load_benchmark(f"{tmp_path}/wds_x", "test", "")
+    for kind, train in ((None, None), ("linear_probe", source)):
+        opened = open_task(Task(name="x", dataset="y", kind=kind), source, train)
+        assert ("top5" in opened.metrics) == opened.has_top5 == expected
+    if not expected:
+        with pytest.raises(
+            ValueError, match=r"expected main_metric of x to be one of \('top1', 'mean_per_class_recall',"
+        ):
+            open_task(Task(name="x", dataset="y", main_metric="top5"), source)
+
+
+def test_equal_class_names_are_named_when_the_task_is_opened(tmp_path, caplog):
+    layout.write_benchmark(tmp_path / "wds_x", layout.classified(LABELS))
+    (tmp_path / "wds_x" / "classnames.txt").write_text("heron\negret\nheron")
+    open_task(Task(name="x", dataset="y"), load_benchmark(f"{tmp_path}/wds_x", "test", ""))
+    assert "equal names of 2 of 3 classes: 'heron' (2)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
@@ -112,7 +211,7 @@ def test_mistakes_are_named(tmp_path, names, error, message):
         *[({name: value}, f"expected {name} of task a") for name in ("templates", "class_names") for value in ((), "")],
         ({"class_names": (1, 2)}, "expected class_names of task a to be texts"),
         ({"templates": ("{}", 3)}, "expected templates of task a to be texts"),
-        ({"templates": {"a": "{}"}}, "expected templates of task a to be texts"),
+        ({"templates": {"a": 3}}, "templates of task a, class 'a': expected texts"),
         ({"name": ""}, "expected a text as name of task '', got ''"),
         ({"dataset": None}, "expected a text as dataset of task 'a', got None"),
         ({"gallery": 1.5}, "expected an integer gallery >= 1 in task a, got 1.5"),

@@ -67,11 +67,44 @@ def test_samples_without_a_class_are_left_out():
     assert zero_shot_accuracy(image, labels, embeddings, data_mesh(), topk=(1,)) == {"top1": pytest.approx(2 / 3)}
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, np.nan])
-def test_collapsed_embeddings_score_zero(value):
+@pytest.mark.parametrize(("value", "top1", "top5"), [(0.0, 0.1, 0.5), (1.0, 0.1, 0.5), (np.nan, 0.0, 0.0)])
+def test_collapsed_embeddings_score_the_share_of_the_first_classes(value, top1, top5):
     embeddings = np.full((10, 64), value, np.float32)
     image = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
-    assert zero_shot_accuracy(image, np.arange(20) % 10, embeddings, data_mesh()) == {"top1": 0.0, "top5": 0.0}
+    assert zero_shot_accuracy(image, np.arange(20) % 10, embeddings, data_mesh()) == {"top1": top1, "top5": top5}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_first_of_equal_classes_wins_as_in_argmax(devices):
+    rng = np.random.default_rng(0)
+    embeddings = rng.normal(size=(12, DIM)).astype(np.float32)
+    embeddings[[3, 7, 11]], embeddings[5] = embeddings[0], embeddings[4]
+    image, labels = rng.normal(size=(500, DIM)).astype(np.float32), rng.integers(0, 12, 500)
+    unit = embeddings.astype(np.float64) / np.linalg.norm(embeddings.astype(np.float64), axis=1, keepdims=True)
+    ranking = np.argsort(-(image @ unit.T), axis=1, kind="stable")
+    accuracy = zero_shot_accuracy(image, labels, embeddings, data_mesh(jax.devices()[:devices]), topk=(1, 3))
+    assert accuracy == {f"top{k}": np.mean((ranking[:, :k] == labels[:, None]).any(axis=1)) for k in (1, 3)}
+
+
+def embed(names, templates):
+    params = np.random.default_rng(0).normal(size=(256, DIM)).astype(np.float32)
+    return class_embeddings(encode_text, replicate(data_mesh(), params), tokenize, names, templates, data_mesh())
+
+
+def test_equal_names_give_one_warning(caplog):
+    for _ in range(2):
+        embed(["crane", "owl", "crane", "emu", "emu"], ["a {}"])
+    (message,) = caplog.messages
+    assert message.startswith("equal names of 4 of 5 classes: 'crane' (2), 'emu' (2); the first of equal classes is")
+
+
+def test_prompts_of_each_class_are_averaged(caplog):
+    prompts = {"sea_lion": ["a {c} that barks", "whiskers", "{}"], "owl": "an owl at night", "yeti": ["a yeti"]}
+    found = embed(["owl", "sea lion"], prompts)
+    np.testing.assert_allclose(found[0], embed(["owl"], "an {} at night")[0], atol=1e-6)
+    templates = ["a {} that barks", lambda name: "whiskers", "{}"]
+    np.testing.assert_allclose(found[1], embed(["sea lion"], templates)[0], atol=1e-6)
+    assert caplog.messages == ["templates: prompts without a class are not used: 'yeti'"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +112,10 @@ def test_collapsed_embeddings_score_zero(value):
     [
         ({"class_names": []}, "classes and templates"),
         ({"templates": []}, "classes and templates"),
-        ({"templates": "a {}"}, "put it in a list"),
+        ({"class_names": "cat"}, "put it in a list"),
+        ({"templates": {"cta": ["a cat"]}}, "expected prompts of all 1 classes, got none of 'cat'; no class .* 'cta'"),
+        ({"templates": {"cat": []}}, "templates, class 'cat': expected texts, none of them empty"),
+        ({"templates": {"cat": [3]}}, "templates, class 'cat': expected texts, none of them empty"),
         ({"templates": ["{} {0}"]}, "for the class name and no other braces"),
         ({"templates": ["a photo"]}, "for the class name and no other braces"),
         ({"batch_size": 0}, "batch_size >= 1"),

@@ -141,7 +141,7 @@ COMMANDS = {
     "file": (("--config=configs/digits.py", f"--config.model_overrides={runs.OVERRIDES}", *FLAGS), None),
     "file of another model": (("--config=configs/quickstart.py", *FLAGS), "expected model='tiny', .* 'tiny-shapes'"),
     "setting of the training": (("--config.batch_size=64",), "expected batch_size=32, .* got 64; an evaluation"),
-    "misspelt": (("--config.evaluation.galery=3",), "no such setting: 'galery' Did you mean .gallery"),
+    "misspelt": (("--config.evaluation.galery=3",), "no such setting: .*; did you mean --config.evaluation.gallery"),
 }
 
 

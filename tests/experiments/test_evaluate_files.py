@@ -107,7 +107,7 @@ def expected(workdir):
 
 def assert_equal(found, expected):
     for name, value in expected.items():
-        if name != "zero_shot/top10":
+        if name not in ("zero_shot/top5", "zero_shot/top10"):  # of fewer than six classes
             assert found[name] == pytest.approx(value, abs=1e-9), name
     assert 0 < found["retrieval/text_to_image_r5"] < 1 and 0 < found["zero_shot/top1"] < 1
 

@@ -30,6 +30,12 @@ QUICKSTART = "--config=configs/quickstart.py"
             ("--device=H200", "--target=4"),
             r"^GPUs +GiB/GPU +gradient caching +step ms +images/s +efficiency +run\n( +[124] .*%.* minutes\n){3}$",
         ),
+        (
+            ("--device=L4", "--memory_gib=0.1"),
+            r"does not fit; recommended: .*chunk_size=\d+.*\n.*\nwith the recommended settings, estimated step: .*\n"
+            r"forward .*, recompute ",
+        ),
+        (("--device=L4", "--memory_gib=0.001"), r"does not fit; .*\n.*\nestimated step: none, since nothing fits\n"),
         (("--memory_gib=0.001",), r"does not fit; expected memory for a chunk of 4 .*\nlargest batch: none; expected "),
     ],
 )
@@ -53,7 +59,7 @@ WRONG = {
         (QUICKSTART, "--config.grad_cache.chunk_size=64", "--config.grad_cache.keep=-1"),
         "grad_cache.keep >= 0 on devices that do not report their memory, got -1",
     ),
-    "misspelt key": ((QUICKSTART, "--config.batchsize=3"), "no such setting: 'batchsize'.*--help lists the settings"),
+    "misspelt key": ((QUICKSTART, "--config.batchsize=3"), "no such setting: batchsize; .*--help lists the settings"),
 }
 
 

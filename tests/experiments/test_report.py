@@ -80,6 +80,15 @@ def page_of(tmp_path, *workdirs, **options):
     return Page(tmp_path / "report.html")
 
 
+def test_files_beside_runs_are_skipped(tmp_path, capsys):
+    folder, file = make_run(tmp_path / "runs" / "a"), tmp_path / "runs" / "notes.txt"
+    file.write_text("lr was too high")
+    report([str(folder), str(file)], str(tmp_path / "report.html"))
+    assert f"skipped, not folders of runs: {file}" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="expected the work directory of a run, got .*notes.txt"):
+        report([str(file)], str(tmp_path / "report.html"))
+
+
 def test_runs_are_compared_on_the_same_axes(tmp_path):
     small = make_run(
         tmp_path / "small", results={"zero_shot/top1": 0.25, "validation/loss": 1.0, "validation/batch_loss": 1.0}

@@ -1,5 +1,6 @@
 """CSV, TensorBoard and Weights & Biases: equal scalars, and what resuming keeps."""
 
+import contextlib
 import csv
 import json
 import math
@@ -10,6 +11,7 @@ import pytest
 
 from infcl_jax.training import MetricWriter
 from infcl_jax.training.outputs import Outputs
+from infcl_jax.training.writers import check_writers
 
 
 def write_steps(workdir, steps, **options):
@@ -49,6 +51,10 @@ class Wandb(types.ModuleType):
         super().__init__("wandb")
         self.errors = types.SimpleNamespace(Error=RuntimeError, UsageError=type("UsageError", (RuntimeError,), {}))
         self.runs, self.calls, self.in_use, self.raises = {}, [], None, None
+
+    def login(self):
+        if self.raises:
+            raise self.raises
 
     def teardown(self):
         self.in_use = None
@@ -154,6 +160,24 @@ def test_a_login_that_is_missing_is_an_error_and_a_missing_network_is_not(tmp_pa
         "warning: W&B: no network; the run continues",
     ]
     assert len(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "fails"),
+    [
+        ("online", "UsageError", True),
+        ("online", "Error", False),
+        ("offline", "UsageError", False),
+        ("disabled", "UsageError", False),
+    ],
+)
+def test_the_login_is_checked_alone(wandb, monkeypatch, mode, error, fails):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.raises = getattr(wandb.errors, error)("no API key")
+    with pytest.raises(ValueError, match=r"expected a login .*no API key") if fails else contextlib.nullcontext():
+        check_writers(("csv", "wandb"))
+    check_writers(("csv",))
+    assert not wandb.calls
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from infcl_jax.data.sources import files, splits
 from infcl_jax.data.sources.base import Classes
 
 CLASS_FILES = ("classes.txt", "classes.json")
-TEMPLATE_FILE = "templates.txt"
+TEMPLATE_FILE, PROMPTS_FILE = "templates.txt", "templates.json"
 PHOTO_TEMPLATES = (
     "a photo of a {}",
     "a picture of a {}",
@@ -26,8 +27,11 @@ PHOTO_TEMPLATES = (
 )
 UNLABELED = -1
 
+Templates = tuple[str, ...] | Mapping[str, tuple[str, ...]]  # for all classes, or prompts by class name
+
 _MAX_CLASSES = 2**17  # ImageNet-21k has 21,841; more are free text in a column of that name
 _INTEGER = re.compile(r"[+-]?\d+")
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,32 +85,112 @@ def read_class_names(folder: str) -> ClassNames | None:
     path = _find(folder, CLASS_FILES)
     if path is None:
         return None
-    pairs = _json_pairs(path) if path.endswith(".json") else [(name, name) for name in _lines(path)]
+    pairs = json_class_names(path) if path.endswith(".json") else [(name, name) for name in _lines(path)]
     values, names = zip(*pairs, strict=True)
     labels = {text: label for texts in (names, values) for label, text in reversed(list(enumerate(texts)))}
     return ClassNames(path, names, labels)
 
 
-def read_templates(folder: str) -> tuple[str, ...]:
-    """Read the prompt templates next to the data, `templates.txt` with one per line.
+def read_templates(folder: str) -> Templates:
+    """Read the prompt templates next to the data.
+
+    `templates.txt` has one per line, `templates.json` is read by `json_templates`.
 
     Returns:
-      Templates with "{}" for the class name; `PHOTO_TEMPLATES` without a file.
+      Templates with "{}" for the class name, or prompts by class; `PHOTO_TEMPLATES` without a file.
 
     Raises:
-      ValueError: a template lacks "{}".
+      ValueError: a template lacks "{}" or "{c}", or the JSON file is damaged.
     """
-    path = _find(folder, (TEMPLATE_FILE,))
+    path = _find(folder, (TEMPLATE_FILE, PROMPTS_FILE))
     if path is None:
         return PHOTO_TEMPLATES
-    templates = _lines(path)
+    if path.endswith(".json"):
+        return json_templates(path)
+    templates = [template.replace("{c}", "{}") for template in _lines(path)]
     for number, template in enumerate(templates, 1):
         if "{}" not in template:
-            raise ValueError(f'{path}, line {number}: expected "{{}}" for the class name, got {template!r}')
+            raise ValueError(f'{path}, line {number}: expected "{{}}" or "{{c}}" for the class name, got {template!r}')
     return tuple(templates)
 
 
-def label_values(values: Collection[str], folder: str, data: str) -> tuple[dict[str, int], Classes]:
+def json_templates(path: str) -> Templates:
+    """Read a JSON file of prompt templates, or of prompts by class name.
+
+    Raises:
+      ValueError: the file is neither a list of texts with "{}" or "{c}" nor an object of texts by class.
+    """
+    content: Any = files.read_json(path, object)
+    if isinstance(content, dict):
+        return checked_prompts(content, path)
+    templates = _texts(content, path)
+    for number, template in enumerate(templates, 1):
+        if "{}" not in template.replace("{c}", "{}"):
+            raise ValueError(
+                f'{path}, text {number}: expected "{{}}" or "{{c}}" for the class name, got {template!r}; prompts of'
+                ' single classes are an object, {"CLASS": ["PROMPT", ...]}'
+            )
+    return tuple(template.replace("{c}", "{}") for template in templates)
+
+
+def checked_prompts(prompts: Mapping[str, Any], origin: str) -> dict[str, tuple[str, ...]]:
+    """Return the prompts of each class as tuples; a text is one prompt.
+
+    Raises:
+      ValueError: a class has no prompts, or other values than texts.
+    """
+    return {str(name): _texts(texts, f"{origin}, class {str(name)[:40]!r}") for name, texts in prompts.items()}
+
+
+def class_templates(templates: Templates, names: Sequence[str], origin: str) -> tuple[Any, ...]:
+    """Return the field `templates` of `Classes`.
+
+    Underscores of a class may be spaces in its name. A class name replaces "{}" and "{c}" in its prompts.
+
+    Args:
+      templates: templates, which stay, or prompts by class name.
+      names: class names in label order.
+      origin: file or setting of the templates, for messages.
+
+    Raises:
+      ValueError: a class has no prompts.
+    """
+    if not isinstance(templates, Mapping):
+        return tuple(templates)
+    by_name = {name.replace("_", " "): texts for name, texts in templates.items()} | dict(templates)
+    missing = [name for name in dict.fromkeys(names) if name not in by_name and name.replace("_", " ") not in by_name]
+    keys = {name.replace("_", " ") for name in names}
+    unknown = [name for name in templates if name.replace("_", " ") not in keys]
+    if missing:
+        raise ValueError(
+            f"{origin}: expected prompts of all {len(names)} classes, got none of {_some(missing)}"
+            + (f"; no class has the name of {_some(unknown)}" if unknown else "")
+        )
+    if unknown:
+        _logger.warning("%s: prompts without a class are not used: %s", origin, _some(unknown))
+    chosen = [by_name[name] if name in by_name else by_name[name.replace("_", " ")] for name in names]
+    return tuple(
+        tuple(text.replace("{c}", name).replace("{}", name) for text in texts)
+        for name, texts in zip(names, chosen, strict=True)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """List at most three names."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _texts(value: Any, origin: str) -> tuple[str, ...]:
+    """Return texts as a tuple; a text is one."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ValueError(f"{origin}: expected texts, none of them empty, got {str(value)[:40]}")
+    return tuple(text.strip() for text in texts)
+
+
+def label_values(
+    values: Collection[str], folder: str, data: str, own_names: Sequence[str] | None = None
+) -> tuple[dict[str, int], Classes]:
     """Assign labels to the distinct label values of a dataset.
 
     With class names next to the data, a value is a class or a label. If no value is, and there are as many values as
@@ -116,6 +200,7 @@ def label_values(values: Collection[str], folder: str, data: str) -> tuple[dict[
       values: distinct values.
       folder: folder of the data.
       data: description of the data, for messages.
+      own_names: class names of the data itself in label order, used without class names next to it.
 
     Returns:
       The label of each value, and the classes.
@@ -126,7 +211,10 @@ def label_values(values: Collection[str], folder: str, data: str) -> tuple[dict[
     if not values:
         raise ValueError(f"{data} has no labels; expected class names or integers")
     ordered = sorted(values)
-    names, templates = read_class_names(folder), read_templates(folder)
+    names = read_class_names(folder)
+    if names is None and own_names is not None:
+        spaced = tuple(name.replace("_", " ") for name in own_names)
+        names = ClassNames(data, spaced, {name: label for label, name in reversed(list(enumerate(spaced)))})
     integers = all(map(_INTEGER.fullmatch, ordered))
     if names is None:
         if integers:
@@ -135,14 +223,25 @@ def label_values(values: Collection[str], folder: str, data: str) -> tuple[dict[
                 f" names; put a {CLASS_FILES[0]} with one name per line into the folder {folder or '.'}"
             )
         class_names = tuple(value.replace("_", " ") for value in ordered)
-        return {value: label for label, value in enumerate(ordered)}, Classes(class_names, templates)
+        return {value: label for label, value in enumerate(ordered)}, folder_classes(class_names, folder)
     known = names.labels.keys() & {*ordered, *(value.replace("_", " ") for value in ordered)}
     if not integers and not known and len(ordered) == len(names.names):
-        return {value: label for label, value in enumerate(ordered)}, Classes(names.names, templates)
+        return {value: label for label, value in enumerate(ordered)}, folder_classes(names.names, folder)
     try:
-        return {value: names.label(value) for value in ordered}, Classes(names.names, templates)
+        labels = {value: names.label(value) for value in ordered}
     except ValueError as error:
         raise ValueError(f"{data}: {error}") from None
+    return labels, folder_classes(names.names, folder)
+
+
+def folder_classes(names: tuple[str, ...], folder: str) -> Classes:
+    """Return classes with the templates or prompts next to the data.
+
+    Raises:
+      ValueError: see `read_templates` and `class_templates`.
+    """
+    origin = _find(folder, (PROMPTS_FILE,)) or ""
+    return Classes(names, class_templates(read_templates(folder), names, origin))
 
 
 def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
@@ -159,13 +258,16 @@ def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
         raise ValueError(f"{data}: expected class names or integers in UTF-8, got {reason}") from error
 
 
-def column_labels(columns: Sequence[pa.ChunkedArray], folder: str, data: str) -> tuple[list[np.ndarray], Classes]:
+def column_labels(
+    columns: Sequence[pa.ChunkedArray], folder: str, data: str, own_names: Sequence[str] | None = None
+) -> tuple[list[np.ndarray], Classes]:
     """Assign labels to the rows of columns, see `label_values`.
 
     Args:
       columns: results of `label_strings`.
       folder: folder of the tables.
       data: description of the column, for messages.
+      own_names: see `label_values`.
 
     Returns:
       int32 [rows] for each column, -1 without label, and the classes.
@@ -176,16 +278,18 @@ def column_labels(columns: Sequence[pa.ChunkedArray], folder: str, data: str) ->
     values = pc.unique(pa.chunked_array([pc.unique(column) for column in columns]))
     if len(values) > _MAX_CLASSES:
         raise ValueError(f"{data}: expected at most {_MAX_CLASSES} classes, got {len(values)} values")
-    labels, classes = label_values(set(values.to_pylist()) - {""}, folder, data)
+    labels, classes = label_values(set(values.to_pylist()) - {""}, folder, data, own_names)
     by_value = np.array([labels.get(value, UNLABELED) for value in values.to_pylist()], np.int32)
     return [by_value[np.asarray(pc.index_in(column, values))] for column in columns], classes
 
 
 def prompts(classes: Classes, label: int) -> tuple[str, ...]:
-    """Make captions of a class, one per template; none without a class."""
+    """Make captions of a class, one per template, or its own prompts; none without a class."""
     if label == UNLABELED:
         return ()
-    return tuple(template.replace("{}", classes.names[label]) for template in classes.templates)
+    name, templates = classes.names[label], classes.templates
+    own = templates[label] if isinstance(templates[0], tuple) else templates
+    return tuple(text if own is not templates else text.replace("{}", name) for text in own)
 
 
 def _find(folder: str, names: Collection[str]) -> str | None:
@@ -207,7 +311,7 @@ def _lines(path: str) -> list[str]:
     return lines
 
 
-def _json_pairs(path: str) -> list[tuple[str, str]]:
+def json_class_names(path: str) -> list[tuple[str, str]]:
     """Read (value, name) pairs in label order."""
     content: Any = files.read_json(path, object)
     if isinstance(content, list):

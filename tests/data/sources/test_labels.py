@@ -106,6 +106,55 @@ def test_templates(images):
     assert source[3]["captions"] == ("a drawing of bird.", "bird {1}")
 
 
+def test_templates_of_clip_benchmark(images):
+    (images / "templates.txt").write_text("a drawing of {c}.\n{} here\n")
+    assert load(write_table(images / "a.csv", KINDS))[3]["captions"] == ("a drawing of bird.", "bird here")
+    (images / "templates.txt").write_text("a drawing of {name}.\n")
+    with pytest.raises(ValueError, match=r'templates.txt, line 1: expected "{}" or "{c}" for the class name'):
+        load(write_table(images / "a.csv", KINDS))
+
+
+PROMPTS = {"bird": "a {} in flight", "dog": ["barks", "a {c}"], "tabby_cat": ["striped"]}
+PROMPTS_OF = (("a bird in flight",), ("barks", "a dog"), ("striped",))
+
+
+@pytest.mark.parametrize("kind", ["table", "folder", "split", "tars"])
+def test_prompts_of_each_class(tmp_path, kind):
+    folder = class_folder(tmp_path / "train" if kind == "split" else tmp_path)
+    (tmp_path / "templates.json").write_text(json.dumps(PROMPTS), encoding="utf-8-sig")
+    if kind == "table":
+        folder = write_table(captioned.write_folder(tmp_path, captioned.samples(4)) / "a.csv", KINDS)
+    elif kind == "tars":
+        (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+        samples = [
+            (key, {"jpg": c["jpg"], "cls": str(n).encode()})
+            for (key, c), n in zip(captioned.samples(4), LABELS, strict=True)
+        ]
+        folder = captioned.write_tar(tmp_path / "a.tar", captioned.members(samples))
+    source = load(folder if kind != "split" else tmp_path)
+    assert classes(source) == (NAMES, PROMPTS_OF)
+    assert [source[row]["captions"] for row in range(4)] == [PROMPTS_OF[label] for label in labels(source)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"bird": ["a"], "dgo": ["b"]},
+            "templates.json: expected prompts of all 3 classes, got none of 'dog', 'tabby cat'; no class .* 'dgo'",
+        ),
+        ({"bird": []}, "templates.json, class 'bird': expected texts, none of them empty"),
+        ({"imagenet1k": {"bird": ["a"]}}, "templates.json, class 'imagenet1k': expected texts"),
+        (["a bird"], 'templates.json, text 1: expected "{}" or "{c}" for the class name, got .*; prompts of single'),
+        (3, "templates.json: expected texts"),
+    ],
+)
+def test_damaged_prompts_are_named(images, content, message):
+    (images / "templates.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        load(write_table(images / "a.csv", KINDS))
+
+
 def class_folder(folder, values=KINDS):
     samples = [
         (f"{value}/{key}", {"jpg": c["jpg"]}) for value, (key, c) in zip(values, captioned.samples(4), strict=True)
@@ -241,7 +290,7 @@ def test_classes_of_a_mixture(tmp_path):
         (
             KINDS,
             {"templates.txt": "a photo"},
-            r"templates\.txt, line 1: expected \"\{\}\" for the class name, got 'a photo'",
+            r"templates\.txt, line 1: expected \"\{\}\" or \"\{c\}\" for the class name, got 'a photo'",
         ),
         (["", "", "", ""], {}, r"has no row with an image and a label; check the columns path, label"),
     ],

@@ -68,7 +68,8 @@ def get_config(argument: str = "laion100m") -> ConfigDict:
     config = base.get_config()
     config.dataset = f"data/{name}/*.tar"
     config.model = "ViT-B-32"
-    config.model_overrides = "dtype=bfloat16,text.context_length=76,vision.remat=full,text.remat=full"
+    config.model_overrides = "text.context_length=76,vision.remat=full,text.remat=full"
+    config.precision = "bf16"
     if chosen["implementation"] == "disco":
         config.implementation = "disco"
     config.batch_size = chosen["batch_size"]

@@ -99,6 +99,7 @@ def get_config(argument: str = "laion400m") -> ConfigDict:
     name, chosen = changes.parse(argument, tuple(_SAMPLES), choices)
     config = base.get_config()
     config.dataset = f"data/{name}/*.tar"
+    config.precision = "bf16"
     config.augmentation.scale = (0.08, 1.0)
     config.batch_size = chosen["batch_size"] or _BATCHES[name]
     epoch = _SAMPLES[name] // config.batch_size
@@ -123,12 +124,12 @@ def _set_lit(config: ConfigDict, model: str, text: str) -> None:
     if text == "bert":
         bert, overrides = _BERTS[model]
         config.model = "bert-ViT-B-32"
-        config.model_overrides = f"dtype=bfloat16,{overrides}"
+        config.model_overrides = overrides
         config.tokenizer = f"hf:data/inf_cl/{bert}"
         config.init.text = f"data/inf_cl/{bert}"
         config.init.rules = (("text/text_projection/.*", ""),)
     else:
-        config.model, config.model_overrides = model, "dtype=bfloat16"
+        config.model = model
     optimizer = config.optimizer
     optimizer.name, optimizer.learning_rate, optimizer.weight_decay = "adafactor", 1e-3, 1e-4
     optimizer.beta1, optimizer.beta2 = 0.9, 0.95
@@ -136,7 +137,7 @@ def _set_lit(config: ConfigDict, model: str, text: str) -> None:
 
 
 def _set_clip(config: ConfigDict, model: str) -> None:
-    config.model, config.model_overrides = model, "dtype=bfloat16"
+    config.model = model
     optimizer = config.optimizer
     optimizer.learning_rate, optimizer.weight_decay = 5e-4, 0.5
     optimizer.beta1, optimizer.beta2, optimizer.eps = 0.9, 0.98, 1e-8

@@ -58,9 +58,9 @@ def get_config(argument: str = "ViT-B-32") -> ConfigDict:
     config = base.get_config()
     config.dataset = "data/laion400m/*.tar"
     config.model = model
-    config.model_overrides = "dtype=bfloat16"
+    config.precision = "bf16"
     if model == _CHECKPOINTED:
-        config.model_overrides += ",vision.remat=full,text.remat=full"
+        config.model_overrides = "vision.remat=full,text.remat=full"
     config.batch_size = _BATCHES[model]
     config.total_steps = _EPOCHS * _SAMPLES // config.batch_size
     config.optimizer.learning_rate, config.optimizer.weight_decay = 5e-4, 0.2

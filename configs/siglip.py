@@ -103,7 +103,8 @@ def get_config(argument: str = "base") -> ConfigDict:
     config.augmentation.scale = (1.0, 1.0)
     config.tokenizer = "sentencepiece:data/siglip/c4_en.model"
     config.model, config.loss = experiment.model, "siglip"
-    overrides = ("dtype=bfloat16", f"text.context_length={experiment.tokens}", experiment.overrides)
+    config.precision = "bf16"
+    overrides = (f"text.context_length={experiment.tokens}", experiment.overrides)
     config.model_overrides = ",".join(filter(None, overrides))
     config.batch_size = chosen["batch_size"] or experiment.batch_size
     pairs = chosen["millions"] * 10**6 if chosen["millions"] else experiment.pairs

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import itertools
 import os
 import re
 import signal
@@ -22,7 +21,15 @@ from infcl_jax.planner import OutOfMemory
 from infcl_jax.printable import printable
 from infcl_jax.process_watch import failures
 from infcl_jax.run import sample_source
-from infcl_jax.settings import SETTINGS, check_config, format_entry, format_help, format_python, with_total_steps
+from infcl_jax.settings import (
+    SETTINGS,
+    check_config,
+    closest_setting,
+    format_entry,
+    format_help,
+    format_python,
+    with_total_steps,
+)
 from infcl_jax.training import load_config
 from infcl_jax.training.preemption import STOP_SIGNALS
 
@@ -148,7 +155,7 @@ def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(_with_saved_config(argv) if saved_config else argv)
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
-        sys.exit(_message(_nested_key_error(argv) or error))
+        sys.exit(_message(_name_error(argv) or error))
 
 
 def _help() -> str:
@@ -178,15 +185,19 @@ def _with_saved_config(argv: list[str]) -> list[str]:
     return [argv[0], f"--config={saved.__file__}:{workdir}", *argv[1:]]
 
 
-def _nested_key_error(argv: list[str]) -> ValueError | None:
-    """Return the error of an override such as `--config.seed.key`, if there is one.
+def _name_error(argv: list[str]) -> ValueError | None:
+    """Return the error of an override that names no setting, if there is one.
 
-    `seed` is a single value, not a group. ml_collections would index it and report Python's error.
+    In `--config.seed.key`, `seed` is a single value, not a group. ml_collections would index it and report Python's
+    error.
     """
-    names = [match[1] for match in map(_OVERRIDE.match, argv) if match]
-    for name, parent in itertools.product(names, SETTINGS):
-        if name.startswith(f"{parent}."):
+    groups = {name.rpartition(".")[0] for name in SETTINGS}
+    for name in [match[1] for match in map(_OVERRIDE.match, argv) if match]:
+        parent = next((parent for parent in SETTINGS if name.startswith(f"{parent}.")), None)
+        if parent is not None:
             return ValueError(f"no such setting: {name}; {parent} is a single value, set as --config.{parent}=...")
+        if name not in SETTINGS and name not in groups and (close := closest_setting(name)):
+            return ValueError(f"no such setting: {name}; did you mean --config.{close}? --help lists the settings")
     return None
 
 
@@ -196,7 +207,8 @@ def _message(error: Exception) -> str:
     if isinstance(error, OutOfMemory):
         return "\n".join(map(printable, f"error: {text}".split("\n")))  # keeps the lines of its memory table
     if isinstance(error, AttributeError | KeyError):
-        error = ValueError(f"no such setting: {_unquoted(text)}; --help lists the settings")
+        name = _unquoted(text).removeprefix("no such setting: ")
+        error = ValueError(f"no such setting: {name}{' ' if name.endswith('?') else '; '}--help lists the settings")
     elif "command line flag 'config." in text:  # absl defines config.* flags only after --config
         error = ValueError(f"{text}; give --config too, such as --config=configs/quickstart.py")
     elif isinstance(error.__cause__, OSError) and text.startswith("Configuration is not available"):

@@ -43,6 +43,12 @@ def pixel_limit_flag() -> flags.FlagHolder:
     return flags.DEFINE_integer("max_image_pixels", None, meaning, lower_bound=4)
 
 
+@functools.cache
+def precision_flag() -> flags.FlagHolder:
+    """Define the flag of the towers' dtype, once per process."""
+    return flags.DEFINE_enum("precision", "auto", ("auto", "bf16", "fp32"), "Dtype of the towers, as config.precision.")
+
+
 def one_line(error: Exception) -> str:
     """Format an error as one line, with escaped control characters."""
     return f"error: {_printable(' '.join(str(error).split()))}"

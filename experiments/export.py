@@ -4,6 +4,7 @@
 
 The formats are those of `infcl_jax.models.save_pretrained` ("open_clip", "hf"), and "stablehlo": both encoders as
 portable programs, with a README that says how to call them. `certificate.json` is the evidence that nothing was lost.
+A run of text retrieval has the format "hf": a BERT for `transformers` in each of `query_encoder`, `passage_encoder`.
 """
 
 from pathlib import Path
@@ -14,17 +15,21 @@ from absl import flags
 from experiments import command
 from infcl_jax import run
 from infcl_jax.console import say
-from infcl_jax.models import Certificate, build_model, save_pretrained, variable_shapes
+from infcl_jax.distributed import data_mesh
+from infcl_jax.models import Certificate, build_model, save_pretrained, text_pair_config, variable_shapes
 from infcl_jax.models.convert import export_stablehlo
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.run.export import copy_tokenizer
+from infcl_jax.text_encoder import load_text_encoder
 from infcl_jax.training import restore_variables
 
 FORMATS = ("open_clip", "hf", "stablehlo")
 
 # Other commands have flags of the same names; all are imported in one process by tests.
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the exported model.", allow_override=True)
-_FORMAT = flags.DEFINE_enum("format", FORMATS[0], FORMATS, "Format of the exported model.", allow_override=True)
+_FORMAT = flags.DEFINE_enum(
+    "format", None, FORMATS, "Format of the exported model. Default: the first that has it.", allow_override=True
+)
 _DIM = flags.DEFINE_integer(
     "dim",
     None,
@@ -34,13 +39,14 @@ _DIM = flags.DEFINE_integer(
 )
 
 
-def export(workdir: str | Path, output: str | Path, format: str = "open_clip", dim: int | None = None) -> Certificate:
+def export(workdir: str | Path, output: str | Path, format: str | None = None, dim: int | None = None) -> Certificate:
     """Export the latest checkpoint of a run.
 
     Args:
       workdir: directory of the run.
-      output: folder of the exported model, created if missing. A folder `tokenizer` is a copy of the run's.
-      format: "open_clip", "hf" or "stablehlo".
+      output: folder of the exported model, created if missing. A folder `tokenizer` is a copy of the run's. Each
+        encoder of text retrieval has its tokenizer in its own folder.
+      format: "open_clip", "hf" or "stablehlo"; None: "hf" for text retrieval, else "open_clip".
       dim: size of the features' prefix; None: the whole features.
 
     Returns:
@@ -50,11 +56,18 @@ def export(workdir: str | Path, output: str | Path, format: str = "open_clip", d
       FileNotFoundError: no run or no checkpoint in `workdir`.
       ValueError: the format has no such model, or `dim` is too large or the projections are not linear.
     """
-    if format not in FORMATS:
+    if format not in (None, *FORMATS):
         raise ValueError(f"expected format to be one of {FORMATS}, got {format!r}")
-    workdir, output = Path(workdir), Path(output)
-    config = run.read_model_config(run.saved_config(workdir))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    workdir, output, cpu = Path(workdir), Path(output), jax.local_devices(backend="cpu")[0]
+    saved = run.saved_config(workdir)
+    if text_pair_config(saved.model) is not None:
+        if format not in (None, "hf") or dim is not None:
+            raise ValueError(f"expected format 'hf' and no dim for a run of text retrieval, got {format!r} and {dim}")
+        certificate = load_text_encoder(workdir, mesh=data_mesh([cpu])).save(output)
+        say(f"exported {workdir}: {certificate.summary()}")
+        return certificate
+    config, format = run.read_model_config(saved), format or FORMATS[0]
+    device = jax.sharding.SingleDeviceSharding(cpu)
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), variable_shapes(build_model(config))
     )

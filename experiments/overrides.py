@@ -5,7 +5,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from infcl_jax.settings import SETTINGS, type_name
+from infcl_jax.settings import SETTINGS, as_integer, type_name
 
 # ml_collections parses the other types, bool and tuple.
 _PARSERS: dict[Any, Any] = {str: flags.ArgumentParser(), int: flags.IntegerParser(), float: flags.FloatParser()}
@@ -31,6 +31,8 @@ class SettingParser(flags.ArgumentParser):
         if argument == "None":
             return None
         try:
+            if self._kind is int and "e" in str(argument).lower():
+                argument = str(as_integer(float(argument)))  # 12.8e9
             return _PARSERS[self._kind].parse(argument)
         except ValueError as error:
             raise ValueError(f"expected {type_name(self._kind)}, got {argument!r}") from error

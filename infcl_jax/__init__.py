@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from infcl_jax.encoder import Encoder, load
     from infcl_jax.run.callbacks import Callback
     from infcl_jax.run.train import train
+    from infcl_jax.text_encoder import TextEncoder
     from infcl_jax.verification import verify
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "PairwiseLSE",
     "Replay",
     "SampleState",
+    "TextEncoder",
     "cached_value_and_grad",
     "chunk_rows",
     "clip_loss",
@@ -84,6 +86,7 @@ except importlib.metadata.PackageNotFoundError:  # a checkout that is not instal
 _LAZY = {
     "Callback": "infcl_jax.run.callbacks",
     "Encoder": "infcl_jax.encoder",
+    "TextEncoder": "infcl_jax.text_encoder",
     "load": "infcl_jax.encoder",
     "train": "infcl_jax.run.train",
     "verify": "infcl_jax.verification",

@@ -16,7 +16,7 @@ from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.distributed import flat_mesh, local_processes, to_host
-from infcl_jax.encoder import Encoder, load
+from infcl_jax.encoder import Encoder, load_encoder
 from infcl_jax.frozen_features import FEATURES_FOLDER, IN_WORKDIR
 from infcl_jax.models import TOWERS
 from infcl_jax.planner import TeacherMemory
@@ -122,7 +122,7 @@ def load_teacher(config: ConfigDict, mesh: Mesh) -> Teacher | None:
     """
     if config.distill.teacher is None:
         return None
-    return Teacher(load(config.distill.teacher, mesh=flat_mesh(mesh)), config, mesh)
+    return Teacher(load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config, mesh)
 
 
 def _on_host(variables: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import retrieval_runs
 import runs
 from test_site import OBJECTS, resolve
 
@@ -56,6 +57,7 @@ def folder(tmp_path_factory):
     (folder / "templates.txt").write_text("a photo of a {c}.\n")
     runs.save(folder / "runs" / "digits", {1: 1.0})
     write_retrieval(folder / "dpr")
+    retrieval_runs.save(folder / "runs" / "dpr", retrieval_runs.settings(folder / "dpr"))
     rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])
     write_shard(folder / "photos.safetensors", rows, {})
     return folder

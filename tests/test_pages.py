@@ -12,13 +12,12 @@ import runs
 from open_clip_folder import open_clip_folder
 
 import infcl_jax
-from infcl_jax import evaluation, models, run
+from infcl_jax import evaluation, models
 from infcl_jax.data import SOURCES, load_source
-from infcl_jax.distributed import data_mesh
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
-from infcl_jax.training import LOSSES, Checkpointer, make_loss, prepare_workdir, save_config
+from infcl_jax.training import LOSSES, make_loss, save_config
 
 DOCS = runs.ROOT / "docs"
 PAGES = [runs.ROOT / "README.md", runs.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -28,9 +27,10 @@ COMMAND = re.compile(r"(?:^ *(?:\w+=\S+ +)*|`)(?:\.venv/bin/)?python -m (experim
 
 def commands():
     """Modules and flags of the commands on all pages, optional flags included."""
-    unique = {}
+    unique, loops = {}, dict(re.findall(r"^ *for (\w+) in (\S+)[^;\n]*; do$", TEXT, re.MULTILINE))
     for module, flags in COMMAND.findall(TEXT):
         line = re.sub(r"\[(--[^]]*)\]", r"\1", flags).removesuffix(" &")
+        line = re.sub(r"\$(\w+)", lambda variable: loops.get(variable[1], variable[0]), line)
         if "..." not in line:
             unique[(module, *shlex.split(line, comments=True))] = None
     return list(unique)
@@ -44,19 +44,10 @@ OTHERS = {  # one command of each module and set of flags
 }
 
 
-def save_text_retrieval(folder):
-    """Save an untrained run of text retrieval as `runs/dpr`."""
-    config = retrieval_runs.settings(retrieval_runs.write_corpus(folder))
-    workdir = prepare_workdir(folder / "runs" / "dpr")
-    save_config(workdir, config.to_dict())
-    with Checkpointer(workdir) as checkpoints:
-        checkpoints.save(1, run.initial_state(config, data_mesh(jax.devices()[:1])), runs.NoData())
-
-
 def given(page, folder, monkeypatch):
     """Prepare what a page assumes and return its names."""
     if page == "dense_retrieval":
-        save_text_retrieval(folder)
+        retrieval_runs.save(folder / "runs" / "dpr", retrieval_runs.settings(retrieval_runs.write_corpus(folder)))
     if page == "probes":  # without the search of the regularization, which takes a minute
         probe, few_shot = evaluation.linear_probe, evaluation.few_shot
         monkeypatch.setattr(evaluation, "linear_probe", functools.partial(probe, regularization=1.0))
@@ -79,6 +70,7 @@ PAGES_WITH_EXAMPLES = [
     "numerics",
     "planning",
     "probes",
+    "recipes",
     "verification",
     "weights",
 ]
@@ -119,7 +111,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
             exec(example, names)
     assert examples
     if page == "dense_retrieval":
-        assert names["rows"].shape == (retrieval_runs.TOPICS, 96) and names["features"].shape == (1, 32)
+        assert names["rows"].shape == (retrieval_runs.TOPICS, 96) and names["scores"].shape == (1, 2)
     if page == "evaluation":
         assert names["get_task"]().split == "test"
     if page == "probes":
@@ -127,6 +119,8 @@ def test_examples_run(page, tmp_path, monkeypatch):
         assert all((tmp_path / f"results.{kind}").exists() for kind in ("json", "csv", "html"))
     if page == "weights":
         assert len(names["features"]) == 2
+    if page == "recipes":
+        assert len(set(trained)) == 4 and (tmp_path / "sweep.html").exists()
     if page == "extending":
         assert trained == ["runs/margin", "runs/stripes", "runs/apart"]
         assert np.isfinite(names["separation"].values[1])

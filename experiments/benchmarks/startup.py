@@ -1,6 +1,6 @@
 """Benchmark of the start of a run: seconds from the command to the end of the first step, by phase.
 
-    python -m experiments.benchmarks.startup --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch_size=1024
+    python -m experiments.benchmarks.startup --model=ViT-B/32 --precision=bf16 --batch_size=1024
 
 Trains two steps on the digits in a process of its own, first with an empty persistent compilation cache, then with the
 one that this filled. Prints both as JSON lines. docs/benchmarks.md defines the phases.
@@ -29,7 +29,10 @@ _EVENTS = {
 }
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name, as config.model.", allow_override=True)
-_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes: dtype=bfloat16.", allow_override=True)
+_OVERRIDES = flags.DEFINE_string(
+    "model_overrides", "", "Model changes, such as vision.remat=dots.", allow_override=True
+)
+_PRECISION = command_line.precision_flag()
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 1024, "Global batch size.", lower_bound=1, allow_override=True)
 
 # The run of each start: its settings and the time of the command are arguments.
@@ -130,6 +133,7 @@ def main() -> None:
         "dataset": "digits",
         "model": _MODEL.value,
         "model_overrides": _OVERRIDES.value,
+        "precision": _PRECISION.value,
         "batch_size": _BATCH_SIZE.value,
         "total_steps": 2,
         "optimizer": {"warmup_steps": 0},

@@ -1,6 +1,6 @@
 r"""Benchmark of the training step: time of its phases, memory and throughput.
 
-    python -m experiments.benchmarks.step --model=ViT-B/32 --model_overrides=dtype=bfloat16 --batch=1024,4096 \
+    python -m experiments.benchmarks.step --model=ViT-B/32 --precision=bf16 --batch=1024,4096 \
         --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3] \
         [--data='shards-{00000..00041}.tar']
 
@@ -25,6 +25,7 @@ from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.distributed import is_lead
 from infcl_jax.models.flops import step_flops
+from infcl_jax.settings import resolved_precision
 from infcl_jax.training import LOSSES, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
@@ -32,7 +33,8 @@ RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
 
 _MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name or path of an OpenCLIP config, as config.model.")
-_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as dtype=bfloat16,vision.remat=dots.")
+_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as vision.remat=dots.")
+_PRECISION = command_line.precision_flag()
 _SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
 _LOSS = flags.DEFINE_enum("loss", "clip", [name for name in LOSSES if name != "retrieval"], "Loss of images and texts.")
 _IDS = flags.DEFINE_enum(
@@ -100,6 +102,7 @@ def benchmark_from_flags() -> None:
         model=_MODEL.value,
         batch=harness.batch_sizes(),
         model_overrides=_OVERRIDES.value,
+        precision=_PRECISION.value,
         cache=GradCacheConfig(**{name: flag.value for name, flag in _CACHE.items()}),
         implementation=_IMPLEMENTATION.value,
         parameter_sharding=_SHARDING.value,
@@ -115,6 +118,7 @@ def benchmark_from_flags() -> None:
     mesh = harness.start_devices(
         harness.DEVICES.value, gpu_decode=settings.data is not None and gpu_decoder_installed()
     )
+    settings = dataclasses.replace(settings, precision=resolved_precision(settings.precision, settings.model_overrides))
     harness.check_even("batch", settings.batch, mesh)
     for b in settings.batch:
         settings.cache.check_batch(b, mesh.size)
@@ -158,7 +162,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 def _title(settings: Settings) -> str:
     changes = {"ids": settings.ids, "matryoshka": settings.matryoshka, "teacher's features": settings.teacher_features}
     changed = [f"{name} {value}" for name, value in changes.items() if value not in ("none", (), None)]
-    parts = (settings.model, settings.model_overrides, settings.loss, *changed, str(settings.cache))
+    parts = (settings.model, settings.model_overrides, settings.precision, settings.loss, *changed, str(settings.cache))
     return ", ".join(filter(None, parts))
 
 

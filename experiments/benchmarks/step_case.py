@@ -26,7 +26,7 @@ from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
-from infcl_jax.settings import parse_overrides, total_steps
+from infcl_jax.settings import model_changes, total_steps
 from infcl_jax.training import (
     NO_CACHE,
     GradCacheConfig,
@@ -77,6 +77,7 @@ class Settings:
       phases: whether to time the phases of the step too.
       data: dataset of files for a step fed by them too; None: none.
       repeats: timed runs of each program; the median is reported. 0: time its first call.
+      precision: dtype of the towers, as `config.precision`.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Settings:
     phases: bool = True
     data: str | None = None
     repeats: int = 5
+    precision: str = "auto"
 
     @functools.cached_property
     def model_config(self) -> CLIPConfig:
@@ -100,7 +102,7 @@ class Settings:
         Raises:
           ValueError: the model or an override is unknown or wrong.
         """
-        return model_config(self.model, **parse_overrides(self.model_overrides))
+        return model_config(self.model, **model_changes(self.precision, self.model_overrides))
 
 
 @dataclasses.dataclass
@@ -232,7 +234,7 @@ class Case:
     def _run_config(self) -> ConfigDict:
         """Return the settings of a run on the files."""
         config, settings = base.get_config(), self.settings
-        for name in ("model", "model_overrides", "loss", "implementation", "parameter_sharding"):
+        for name in ("model", "model_overrides", "precision", "loss", "implementation", "parameter_sharding"):
             config[name] = getattr(settings, name)
         config.update(dataset=settings.data, batch_size=self.b, grad_cache=dataclasses.asdict(settings.cache))
         return config

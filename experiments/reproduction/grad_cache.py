@@ -61,7 +61,7 @@ def table_1(scale: str) -> list[Entry]:
     entries = []
     for name, (top20, top100) in _TABLE_1.items():
         if scale == "paper":
-            run = cell("full_run", config=f"dpr:gpus={8 if name == 'direct' else 1}")
+            run = cell("full_run", config=f"dpr:nq,gpus={8 if name == 'direct' else 1}")
             label = "DPR, 8 GPUs" if name == "direct" else "GradCache, 1 GPU"
         else:
             chunks = {} if name == "direct" else {"grad_cache.chunk_size": 16, "grad_cache.passage_chunk_size": 8}

@@ -174,7 +174,7 @@ def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) ->
     """
     options = {f"grad_cache.{name}": value for name, value in (cache or {}).items()}
     sizes: dict[str, Any] = {"batch_size": batch, "text_retrieval.query_length": 16}
-    context = {"model_overrides": "text.context_length=128", "total_steps": 1000}
+    context = {"model_overrides": "text.context_length=128", "precision": "fp32", "total_steps": 1000}
     return make_config({"dataset": "none.json", "model": model, "loss": "retrieval", **sizes, **context, **options})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from infcl_jax.data.sources.base import BadRecordError, Source, describe, source
 from infcl_jax.data.sources.mixture import MixtureSource
 
 BAD_RECORDS = "bad_records"  # key of the bad records of a chunk or batch
+_FEWEST = 100  # largest number of bad records of a small dataset
 _DTYPE = np.dtype([("index", np.int64), ("message", "U512")])  # a longer message is cut
 
 _logger = logging.getLogger(__name__)
@@ -27,16 +28,28 @@ def as_array(messages: Mapping[int, str]) -> np.ndarray:
     return np.array(sorted(messages.items()), _DTYPE)
 
 
+def bad_record_limit(limit: float | None, source: Sized) -> int:
+    """Return the largest number of bad records of a dataset.
+
+    Args:
+      limit: a number from 1 on, or 0; a fraction of the samples below 1; None: 1 % of the samples, at least 100.
+      source: samples.
+    """
+    if limit is None:
+        return max(_FEWEST, len(source) // 100)
+    return int(round(limit * len(source), 6) if 0 < limit < 1 else limit)  # 0.29 * 100 is below 29
+
+
 class BadRecords:
     """Different bad records of a run, with a limit.
 
     Args:
       source: source of the records.
-      limit: maximum number of different bad records.
+      limit: maximum number of different bad records, see `bad_record_limit`.
     """
 
-    def __init__(self, source: Source, limit: int):
-        self._source, self._limit = source, limit
+    def __init__(self, source: Source, limit: float | None):
+        self._source, self._setting, self._limit = source, limit, bad_record_limit(limit, source)
         self._indices: set[int] = set()
         self._lock = threading.RLock()  # gradient caching reads chunks in several threads
 
@@ -91,8 +104,8 @@ class BadRecords:
                 return False
             if len(self._indices) >= self._limit:
                 raise BadRecordError(
-                    f"{message}; more than the {self._limit} bad records that max_bad_records allows, check the data"
-                    + (f" ({self.summary()})" if self._indices else "")
+                    f"{message}; more than the {self._limit} bad records that max_bad_records={self._setting} allows, "
+                    "check the data" + (f" ({self.summary()})" if self._indices else "")
                 )
             self._indices.add(index)
             return True

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from infcl_jax.data.dataset_identity import hash_samples
 from infcl_jax.data.decode.api import DecodedExample, decode_example
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.feature_store import SEGMENT_SAMPLES, FeatureStore, pack_strings
@@ -27,7 +28,6 @@ from infcl_jax.data.transforms import Augmentation
 
 Encode = Callable[[np.ndarray], np.ndarray]
 
-_PROBES = 16  # samples whose contents are part of the hash
 _CHUNK = 64  # samples that a thread reads at once
 _PROGRESS_SECONDS = 10.0
 _VERSION = 1  # of the files
@@ -106,15 +106,7 @@ def feature_key(source: Source, tower: TowerInput, model: str, weights: Mapping[
     order = source.fingerprint() if isinstance(source, OrderedSource) else 0
     facts = [_VERSION, tower.name, tower.fingerprint(), model, source.name, source.split, len(source), order]
     digest = hashlib.sha256(json.dumps(facts).encode())
-    for index in np.linspace(0, len(source) - 1, _PROBES).astype(int).tolist():
-        try:
-            example = source[index]
-        except BadRecordError as error:
-            digest.update(str(error).encode())
-            continue
-        image = example["image"]
-        digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).tobytes())
-        digest.update(json.dumps(example["captions"]).encode())
+    hash_samples(digest, source, messages=True)
     for name in sorted(weights):
         array = np.ascontiguousarray(weights[name])
         digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())

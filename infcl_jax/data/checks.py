@@ -22,7 +22,7 @@ def process_rows(batch_size: int, process_index: int, process_count: int) -> int
     return batch_size // process_count
 
 
-def check_at_least(low: int, **values: int | None) -> None:
+def check_at_least(low: int, **values: float | None) -> None:
     """Check that values are at least a bound or None.
 
     Raises:

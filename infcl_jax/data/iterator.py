@@ -109,6 +109,7 @@ class TrainIterator(grain.DatasetIterator):
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
+      dataset: values to save with the state, such as those of `infcl_jax.data.dataset_identity`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class TrainIterator(grain.DatasetIterator):
     ):
         super().__init__()
         self.bad_records = bad_records
+        self.dataset: Mapping[str, Any] = {}
         self._chunks = chunks
         self._chunks_per_batch = chunks_per_batch
         self._rows_per_chunk = rows_per_chunk
@@ -229,7 +231,8 @@ class TrainIterator(grain.DatasetIterator):
 
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
-        return {"next_batch": self._next_batch, **self._identity, "bad_records": self.bad_records.indices()}
+        bad_records = self.bad_records.indices()
+        return {"next_batch": self._next_batch, **self.dataset, **self._identity, "bad_records": bad_records}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an iterator over the same data.

@@ -236,7 +236,7 @@ def train_iterator(
     cores: int | None = None,
     processes_per_host: int = 1,
     augmentation: Augmentation | None = _DEFAULT_AUGMENTATION,
-    max_bad_records: int = 100,
+    max_bad_records: float | None = None,
     max_image_pixels: int = MAX_PIXELS,
     decoders: Mapping[jax.Device, DeviceDecoder] | None = None,
     sharding: NamedSharding | None = None,
@@ -274,7 +274,8 @@ def train_iterator(
       cores: number of CPU cores for this process; None: all that it may use.
       processes_per_host: number of processes that share the memory of this host.
       augmentation: image transform; None resizes and crops the center, as in evaluation.
-      max_bad_records: maximum number of different bad records to replace, over all workers of this process.
+      max_bad_records: maximum number of different bad records to replace, over all workers of this process; below 1: a
+        fraction of the samples; None: 1 % of them, at least 100.
       max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
       decoders: decoder of each device of this process; None: the host decodes.
       sharding: sharding of the rows over the devices, with `decoders`.

@@ -39,6 +39,13 @@ class Callback:
           step: number of completed steps; 0 unless the run is resumed.
         """
 
+    def on_chance(self, levels: Mapping[str, float]) -> None:
+        """Handle the chance levels of losses and accuracies, before `on_start`.
+
+        Args:
+          levels: values by metric, such as ln(pairs) of "loss" and 1 / classes of "zero_shot/top1".
+        """
+
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Handle a finished step, while the devices compute the next one.
 
@@ -101,6 +108,11 @@ class Callbacks(Callback):
         """Call `on_start` of each callback."""
         for callback in self._callbacks:
             callback.on_start(config, workdir, step)
+
+    def on_chance(self, levels: Mapping[str, float]) -> None:
+        """Call `on_chance` of each callback."""
+        for callback in self._callbacks:
+            callback.on_chance(levels)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call `on_step` of each callback."""

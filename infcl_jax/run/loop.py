@@ -104,7 +104,7 @@ class TrainLoop:
         """
         config, first = self.config, start + 1
         progress = self.progress()
-        if start and _due(start, config.eval_every) and not self.evaluated(start):
+        if start and _due(start, config.eval_every) and not is_evaluated(self.workdir, start):
             with progress.pause("evaluation"):
                 self.evaluate(start, state)
         pending: tuple[int, Metrics] | None = None
@@ -161,7 +161,7 @@ class TrainLoop:
             eval_every=config.eval_every,
             checkpoint_every=config.checkpoint_every,
             saves_evaluated=self.saves_evaluated,
-            evaluates=self.evaluates,
+            evaluates=evaluates(config),
         )
         return TrainProgress(
             self.console,
@@ -174,26 +174,22 @@ class TrainLoop:
         )
 
     @property
-    def evaluates(self) -> bool:
-        """True if there is anything to evaluate on."""
-        config, data = self.config, self.config.evaluation
-        names = data.retrieval_dataset, data.zero_shot_dataset, config.text_retrieval.corpus
-        return any((*config.evaluations, *names))
-
-    @property
     def saves_evaluated(self) -> bool:
         """True if each evaluated step is saved."""
-        return self.evaluates and self.config.keep_best is not None
+        return evaluates(self.config) and self.config.keep_best is not None
 
     def next_batch(self) -> dict[str, Any]:
         """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
         return run.next_batch(self.config, self.data, self.mesh)
 
-    def finish(self, state: TrainState) -> dict[str, float]:
-        """Evaluate a finished run and save its settings."""
-        step = int(state.step)
-        results = self.evaluate(step, state, record=not self.evaluated(step))
-        self.save_config()
+    def finish(self, state: TrainState, record: bool) -> dict[str, float]:
+        """Evaluate a finished run.
+
+        Args:
+          state: train state after the last step.
+          record: whether the results are those of the run, whose last evaluation did not end.
+        """
+        results = self.evaluate(int(state.step), state, record=record)
         self.export(state)
         return results
 
@@ -270,14 +266,6 @@ class TrainLoop:
             settings = self.config.to_dict()
             self.safeguards.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
 
-    def evaluated(self, step: int) -> bool:
-        """Return whether the metrics have an evaluation of the step; a stop may have ended it.
-
-        All processes must call it.
-        """
-        lines = read_metrics(self.workdir / METRICS_FILE) if is_lead() else []
-        return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
-
     def evaluate(self, step: int, state: TrainState, record: bool = True) -> dict[str, float]:
         """Evaluate, print the results and record them, unless the metrics have them.
 
@@ -329,6 +317,22 @@ class TrainLoop:
         except Exception as error:  # orbax raises any exception, which must not hide the first failure
             print_line(f"step {step} is not saved: {type(error).__name__}: {error}")
             return False
+
+
+def evaluates(config: ConfigDict) -> bool:
+    """Return whether a run has anything to evaluate on."""
+    data = config.evaluation
+    return any((*config.evaluations, data.retrieval_dataset, data.zero_shot_dataset, config.text_retrieval.corpus))
+
+
+def is_evaluated(workdir: Path, step: int) -> bool:
+    """Return whether the metrics have an evaluation of a step; a stop may have ended it.
+
+    All processes must call it.
+    """
+    path = workdir / METRICS_FILE
+    lines = read_metrics(path) if is_lead() and path.exists() else []
+    return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
 
 
 def _due(step: int, every: int) -> bool:

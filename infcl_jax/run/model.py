@@ -1,5 +1,7 @@
 """Settings of an existing run, and the model, image resize and tokenizer of a configuration."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -10,12 +12,26 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
+from infcl_jax.file_io import replace_text
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, model_config, text_pair_config
+from infcl_jax.models.config import config_to_json
+from infcl_jax.models.convert.api import read_config
+from infcl_jax.models.convert.sources import open_source
+from infcl_jax.models.registry import MODEL_FILE, change_config
+from infcl_jax.pretrained_tokenizer import TOKENIZER_FOLDER, pretrained_tokenizer
 from infcl_jax.run.text_retrieval import read_text_pair
-from infcl_jax.settings import SETTINGS, check_model_overrides, default_config, flattened, parse_overrides
-from infcl_jax.training import load_config
+from infcl_jax.settings import (
+    SETTINGS,
+    check_model_overrides,
+    default_config,
+    flattened,
+    model_changes,
+    parse_overrides,
+)
+from infcl_jax.training import CHECKPOINTS, load_config
+from infcl_jax.training.checkpoint_folder import step_of
 
-TOKENIZER_FOLDER = "tokenizer"  # of the run's vocabulary, in the work directory
+DEFAULT_MODEL = "tiny-shapes"
 
 
 def saved_config(workdir: str | Path) -> ConfigDict:
@@ -37,13 +53,53 @@ def saved_config(workdir: str | Path) -> ConfigDict:
     for name in values:
         if name not in SETTINGS:
             raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
+    before = {name: setting.before for name, setting in SETTINGS.items() if setting.resolved_once}
     try:
         for name, value in values.items():
             SETTINGS[name].check(value)
-        config.update_from_flattened_dict(values)  # keeps the types that the command line needs
+        if "dtype" in parse_overrides(values.get("model_overrides", "")):
+            before["precision"] = "auto"  # the override is the precision of runs from before the setting
+        config.update_from_flattened_dict(before | values)  # keeps the types that the command line needs
     except (TypeError, ValueError) as error:
         raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
+    if (config.model is None or Path(config.model).name == MODEL_FILE) and (Path(workdir) / MODEL_FILE).is_file():
+        config.model = str(Path(workdir) / MODEL_FILE)  # also of a run that has moved
     return config
+
+
+def run_of(path: Path) -> tuple[Path | None, int | None]:
+    """Return work directory and step of a run or checkpoint, else None."""
+    if (path / CHECKPOINTS).is_dir():
+        return path, None
+    if path.parent.name == CHECKPOINTS and (step := step_of(path.name)) is not None:
+        return path.parents[1], step
+    return None, None
+
+
+def base_model(config: ConfigDict) -> CLIPConfig:
+    """Return the model configuration of a run without its overrides.
+
+    Without `model`, it is that of the weights of `init.model`.
+
+    Raises:
+      FileNotFoundError: the weights are missing.
+      ValueError: the model is unknown, or the weights have no configuration.
+    """
+    if config.model is not None or config.init.model is None:
+        return model_config(config.model or DEFAULT_MODEL)
+    workdir, _ = run_of(Path(config.init.model))
+    if workdir is not None:
+        model = read_model_config(saved_config(workdir))
+    else:
+        model = read_config(open_source(config.init.model))
+    return dataclasses.replace(model, dtype="float32", param_dtype="float32", feature_dtype=None)
+
+
+def save_base_model(config: ConfigDict, workdir: Path) -> None:
+    """Write the model of `init.model` to the work directory, so that a resumed run does not read the weights again."""
+    if config.model is None or Path(config.model).name == MODEL_FILE:
+        content = json.dumps(config_to_json(base_model(config)), indent=2)
+        replace_text(workdir / MODEL_FILE, content + "\n")
 
 
 def read_model_config(config: ConfigDict) -> CLIPConfig:
@@ -63,9 +119,10 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
             f"expected a model of images and texts, got model={config.model!r} of queries and passages; see "
             "docs/dense_retrieval.md"
         )
-    overrides = parse_overrides(config.model_overrides)
-    check_model_overrides(model_config(config.model), overrides)
-    return model_config(config.model, **overrides)
+    overrides = model_changes(config.precision, config.model_overrides)
+    base = base_model(config)
+    check_model_overrides(base, overrides)
+    return change_config(base, **overrides)
 
 
 def read_any_model(config: ConfigDict) -> CLIPConfig | TextPairConfig:
@@ -101,20 +158,10 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
 
     Raises:
       ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
-      ImportError: a package is missing, such as open_clip_torch with CLIP's vocabulary.
+      ImportError: a package is missing, such as clip-anytorch with CLIP's vocabulary.
     """
-    pair = text_pair_config(config.model)
-    text = (read_model_config(config) if pair is None else read_text_pair(config)).text  # type: ignore[union-attr]
-    default = model_config(config.model).text if pair is None else pair.text
-    spec = config.tokenizer or {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(default.vocab_size)
-    if workdir is not None and (copy := Path(workdir) / TOKENIZER_FOLDER).is_dir():
-        spec = str(copy)
-    if spec is None:
-        raise ValueError(
-            f"expected a tokenizer for the {default.vocab_size} token ids of the model {config.model!r}, got None; "
-            "set tokenizer"
-        )
-    tokenizer = load_tokenizer(spec, text.context_length, clean=config.text_cleaning)
+    tokenizer = _load_text_tokenizer(config, None if workdir is None else Path(workdir))
+    text = read_any_model(config).text
     end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
     check_vocabulary(tokenizer, text.vocab_size, end_token)
     if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
@@ -123,3 +170,29 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
             "set it in model_overrides, or choose another tokenizer"
         )
     return tokenizer
+
+
+def _load_text_tokenizer(config: ConfigDict, workdir: Path | None) -> BaseTokenizer:
+    """Load the run's copy of its tokenizer, else the one that is set, that of the weights or that of the vocabulary."""
+    model, clean = read_any_model(config), config.text_cleaning
+    if workdir is not None and (copy := workdir / TOKENIZER_FOLDER).is_dir():
+        return load_tokenizer(str(copy), model.text.context_length, clean=clean)
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, model.text.context_length, clean=clean)
+    pair = text_pair_config(config.model)
+    size = (base_model(config) if pair is None else pair).text.vocab_size
+    spec = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(size)
+    if pair is not None and config.init.text is not None and spec is None:
+        return pretrained_tokenizer(open_source(config.init.text), model, clean)
+    if isinstance(model, CLIPConfig) and config.init.model is not None and (spec is None or config.model is None):
+        source, _ = run_of(Path(config.init.model))
+        if source is None:
+            return pretrained_tokenizer(open_source(config.init.model), model, clean)
+        if (copy := source / TOKENIZER_FOLDER).is_dir():
+            return load_tokenizer(str(copy), model.text.context_length, clean=clean)
+        return text_tokenizer(saved_config(source))
+    if spec is None:
+        raise ValueError(
+            f"expected a tokenizer for the {size} token ids of the model {config.model!r}, got None; set tokenizer"
+        )
+    return load_tokenizer(spec, model.text.context_length, clean=clean)

@@ -50,7 +50,7 @@ def evaluation_suite(
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")
       >>> suite = infcl_jax.run.evaluation_suite(config, mesh)
-      >>> sorted(suite.chance_losses)
+      >>> sorted(suite.chance)
       ['loss', 'validation/batch_loss', 'validation/loss']
 
     Args:
@@ -108,6 +108,7 @@ def loss(
         config.loss,
         mesh,
         config.implementation,
+        config.max_logit_scale,
         targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
         config=GlobalContrastiveConfig(**config.global_contrastive),
         # A batch larger than the dataset is an error of `training_data`, which names both sizes.

@@ -13,13 +13,16 @@ from ml_collections import ConfigDict
 from infcl_jax import run
 from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
+from infcl_jax.data.dataset_identity import check_same_data, dataset_identity
 from infcl_jax.data.pipeline import TRUNCATED
+from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.distributed import is_lead
 from infcl_jax.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.exit_codes import Interrupted
 from infcl_jax.frozen_features import cached_features
 from infcl_jax.initialization import InitConfig, initialize
+from infcl_jax.models.registry import MODEL_FILE
 from infcl_jax.planner import (
     MemoryPlan,
     describe_plan,
@@ -33,7 +36,8 @@ from infcl_jax.process_watch import fail, failures
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
-from infcl_jax.run.loop import TrainLoop
+from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
+from infcl_jax.run.model import DEFAULT_MODEL, save_base_model
 from infcl_jax.run.parts import state_init
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
@@ -43,8 +47,10 @@ from infcl_jax.settings import (
     check_config,
     check_fixed,
     format_changes,
+    keep_recorded,
     make_config,
     name_changes,
+    resolved_precision,
     with_total_steps,
 )
 from infcl_jax.teacher import load_teacher
@@ -66,6 +72,7 @@ from infcl_jax.training import (
 )
 from infcl_jax.training.compiled_ahead import CompiledAhead
 from infcl_jax.training.workdir import CONFIG_FILE
+from infcl_jax.training.writers import check_writers
 
 
 def train(
@@ -160,14 +167,28 @@ def _train_on(
         max_failed_saves=config.max_failed_saves,
     )
     with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
-        console.open_log(workdir, outputs)
-        origin = checkpoints.origin()
-        resumed = origin is not None
+        with contextlib.ExitStack() as log:
+            log.callback(console.open_log, workdir, outputs)  # also for an error of the next lines
+            console.doing("checking the checkpoints")
+            origin = checkpoints.origin()
+            recorded = None if origin is None else recorded_config(origin)
+            if recorded is not None and recorded.total_steps == checkpoints.latest_step():
+                log.pop_all()  # opened below if the run is longer now
+        resumed, own = origin is not None, str(origin) == str(workdir.absolute())
+        if is_lead() and (recorded is None or recorded.total_steps != checkpoints.latest_step()):
+            check_writers(config.writers)  # before hours of preparation
+        console.doing("reading the dataset")
         source = run.training_source(config)
         config = with_total_steps(config, source)
-        changed = changes_since(origin, config) if resumed else {}
+        if recorded is not None:
+            config = keep_recorded(recorded, config)
+        config.precision = resolved_precision(config.precision, config.model_overrides)
+        if config.model is None and config.init.model is None:
+            config.model = DEFAULT_MODEL
+        changed = {} if recorded is None else changed_settings(recorded, config)
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
         check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
+        console.doing("preparing the model")
         tokenizer = run.text_tokenizer(config, origin)
         teacher = load_teacher(config, mesh)
         loss_fn = run.loss(config, mesh, source, None if teacher is None else teacher.scale)
@@ -189,6 +210,8 @@ def _train_on(
                 state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
             elif config.init.text is not None:
                 state = initialize_pair(config.init.text, pair, state)
+            state = state.with_limited_scale(loss_fn.max_logit_scale)
+        console.doing("restoring the checkpoint" if resumed else "preparing the model")
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state)
         start = int(state.step)
@@ -197,34 +220,50 @@ def _train_on(
                 f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
                 "train longer, or choose another --workdir"
             )
-        features = cached_features(config, workdir, mesh, state, source, tokenizer, say)
+        trains = start < config.total_steps
+        # No file of a finished run changes, except for the results of an evaluation that did not end.
+        completes = not trains and own and recorded is not None and evaluates(recorded)
+        completes = completes and not is_evaluated(workdir, start)
+        if trains or completes:
+            console.open_log(workdir, outputs)
+        console.doing("preparing the data")
+        identity, position = dataset_identity(source), checkpoints.position()
+        resized = position is not None and check_same_data(position, identity, str(origin), forked=not own)
+        features = cached_features(config, workdir, mesh, state, source, tokenizer, say) if trains else {}
         teacher_inputs = None
-        if teacher is not None:
+        if teacher is not None and trains:
             step_fn, teacher_inputs = teacher.with_features(step_fn), teacher.inputs(workdir, source, tokenizer, say)
-            del teacher  # the variables of a teacher with cached features
+        del teacher  # the variables of a teacher with cached features
         data = run.training_data(config, source, tokenizer, mesh, features, teacher_inputs)
-        with name_changes(changed):
-            checkpoints.restore_position(data)
-        if config.grad_cache.residency != "replay" and start < config.total_steps:
+        data.dataset = identity
+        if position is not None:
+            data.set_state(data.get_state() | {"next_batch": position["next_batch"]} if resized else position)
+        if config.grad_cache.residency != "replay" and trains:
             data.start_prefetch()  # the readers start during the rest of the preparation
-        if str(origin) != str(workdir.absolute()) and is_lead():
+        if trains and not own and is_lead():
             # A copy, because the files that `config.tokenizer` names may move or change.
             folder = workdir / run.TOKENIZER_FOLDER
             outputs.attempt(folder, lambda: tokenizer.save(folder))
+            outputs.attempt(workdir / MODEL_FILE, lambda: save_base_model(config, workdir))
+        console.doing("planning the memory")
         plan = plan_memory(workload, memory_limit, exact=True)
-        outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, plan))
+        if trains:
+            outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, plan))
         announce(config, mesh, state, workdir, plan, data)
         for line in format_changes(changed):
             say(line)
+        if not trains:
+            ending = "its last evaluation is completed" if completes else "nothing is written"
+            say(f"the run has all of its {start} steps: {ending}")
         writer = MetricWriter(
             workdir,
             writers=config.writers,
-            lead=is_lead(),
+            lead=is_lead() and (trains or completes),
             resume_step=start,
             outputs=outputs,
             settings=config.to_dict(),
         )
-        profile = Profile(config.profile, workdir, lead=is_lead())
+        profile = Profile(config.profile, workdir, lead=is_lead() and trains)
         safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
         data_wait = DataWait(observe=safeguards.slow_steps.update)
         with writer, contextlib.closing(data), safeguards, data_wait, profile, rare_garbage_collection():
@@ -245,9 +284,11 @@ def _train_on(
                 utilization=utilization(workload, mesh.devices.flat[0].device_kind),
                 profile=profile,
             )
+            callbacks.on_chance(suite.chance)
             callbacks.on_start(config, workdir, start)
+            console.doing("reading the first batch" if trains else "evaluation")
             try:
-                results = loop.fit(state, start) if start < config.total_steps else loop.finish(state)
+                results = loop.fit(state, start) if trains else loop.finish(state, completes)
             except WorkerLost as error:
                 first = data.get_state()["next_batch"] + 1
                 last = min(first + data.batches_ahead(error), config.total_steps)
@@ -260,8 +301,10 @@ def _train_on(
                 raise explained from error
     if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
         say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
-    curves = workdir / CURVES_FILE
-    outputs.attempt(curves, lambda: save_curves(workdir, suite))
+    if left_out := int(data.stats().get(LEFT_OUT, 0)):
+        say(f"left out {left_out} hard negatives that are positives of their own query")
+    if trains or completes:
+        outputs.attempt(workdir / CURVES_FILE, lambda: save_curves(workdir, suite))
     if not results:
         say_results(config.total_steps, results)
     if bad_records := data.bad_records.summary():
@@ -273,9 +316,9 @@ def _train_on(
     return results
 
 
-def changes_since(workdir: Path, config: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings of a resumed run; none without a `config.json`."""
-    return changed_settings(run.saved_config(workdir), config) if (workdir / CONFIG_FILE).is_file() else {}
+def recorded_config(workdir: Path) -> ConfigDict | None:
+    """Return the settings of a resumed run; None without a `config.json`."""
+    return run.saved_config(workdir) if (workdir / CONFIG_FILE).is_file() else None
 
 
 def announce(
@@ -287,7 +330,7 @@ def announce(
     if state.frozen:
         parameters += f" ({parameter_count(state.trained) / 1e6:.1f} M trained)"
     say(
-        f"{config.model}, {parameters}, on {mesh.size} {platform} device(s), "
+        f"{config.model or config.init.model}, {parameters}, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
     say(*describe_plan(plan).split("\n"))

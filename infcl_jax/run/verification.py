@@ -93,6 +93,7 @@ def small_config(config: ConfigDict, rows: int) -> ConfigDict:
     overrides = parse_overrides(config.model_overrides) | _small_model(config)
     small.update(
         model_overrides=",".join(f"{name}={value!r}" for name, value in overrides.items()),
+        precision="auto",  # the overrides have a dtype
         batch_size=rows,
         total_steps=_STEPS,
         samples_seen=None,
@@ -200,7 +201,8 @@ class _Run:
         """Update the parameters with the optimizer of the run."""
         state = self._with_params(params)
         trained = partition(grads, state.frozen)[0]
-        return jax.jit(lambda state: state.apply_gradients(grads=trained).params)(state)
+        limit = self.loss.max_logit_scale
+        return jax.jit(lambda state: state.apply_gradients(grads=trained, max_logit_scale=limit).params)(state)
 
     def encoder(self, name: str) -> Any:
         """Return the encoder of a tower in training mode."""

@@ -8,6 +8,7 @@ from infcl_jax.data.transforms import Augmentation
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import TOWERS, text_pair_config
 from infcl_jax.settings.length import total_steps
+from infcl_jax.settings.precision import check_precision
 from infcl_jax.training import (
     DistillConfig,
     EMAConfig,
@@ -30,8 +31,11 @@ def check_consistency(config: ConfigDict) -> None:
     Raises:
       ValueError: settings contradict each other, or have no effect without another one.
     """
+    if (limit := config.max_bad_records) is not None and limit >= 1 and limit != int(limit):
+        raise ValueError(f"expected max_bad_records below 1, or a whole number, got {limit}")
     Augmentation(**config.augmentation)
     GlobalContrastiveConfig(**config.global_contrastive)
+    check_precision(config.precision, config.model_overrides)
     _check_text_retrieval(config)
     _check_targets(config)
     _check_frozen(config)

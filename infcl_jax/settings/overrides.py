@@ -11,11 +11,11 @@ from infcl_jax.settings.setting import is_a
 
 
 def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
-    """Parse overrides such as `"vision.layers=6,dtype=bfloat16"`.
+    """Parse overrides such as `"vision.layers=6,vision.remat=dots"`.
 
     Examples:
-      >>> parse_overrides("vision.layers=6,dtype=bfloat16")
-      {'vision.layers': 6, 'dtype': 'bfloat16'}
+      >>> parse_overrides("vision.layers=6,vision.remat=dots")
+      {'vision.layers': 6, 'vision.remat': 'dots'}
 
     Args:
       text: comma-separated key=value items.
@@ -32,7 +32,7 @@ def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
     for item in filter(None, (item.strip() for item in items)):
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"expected {what} like 'vision.layers=6,dtype=bfloat16', got {item!r}")
+            raise ValueError(f"expected {what} like 'vision.layers=6,vision.remat=dots', got {item!r}")
         try:
             overrides[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):

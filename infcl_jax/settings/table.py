@@ -10,6 +10,7 @@ from infcl_jax.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
+from infcl_jax.settings.precision import PRECISIONS
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS
 from infcl_jax.training.global_contrastive import GAMMA_SCHEDULES
@@ -82,11 +83,10 @@ _DATA = (
         str,
         "shapes/quickstart",
         "shapes/quickstart, shapes/full, digits, a dataset prepared by TFDS, or a path (tar files, a table, a folder, "
-        "a mixture), see docs/training.md",
-        fixed=True,
+        "a mixture), see docs/training.md; a resumed run may name a new path of the same records",
         shapes=True,
     ),
-    Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"', fixed=True),
+    Setting("split", str, "train", 'split of the dataset, such as "train" or "train[:8192]"'),
     Setting("data_dir", str, "data", "folder of the prepared datasets", shapes=True, evaluated=True),
     Setting(
         "decode",
@@ -120,10 +120,12 @@ _DATA = (
     ),
     Setting(
         "max_bad_records",
-        int,
-        100,
-        "largest number of different unreadable samples, which the next ones replace, before the run stops",
+        float | None,
+        None,
+        "largest number of different unreadable samples, which the next ones replace, before the run stops; below 1: "
+        "fraction of the samples; None: 1 % of them, at least 100",
         _FROM_ZERO,
+        before=100.0,
     ),
     Setting(
         "augmentation.scale",
@@ -165,23 +167,36 @@ _TEXT = (
     ),
 )
 
+_PRECISION = Setting(
+    "precision",
+    str,
+    "auto",
+    'dtype of the towers; parameters and loss are fp32; "auto": "bf16" on GPUs and TPUs, "fp32" on CPUs, chosen at the '
+    "start of a run",
+    PRECISIONS,
+    evaluated=True,
+    before="fp32",
+)
+
 _MODEL = _shaping(
     Setting(
         "model",
-        str,
-        "tiny-shapes",
+        str | None,
+        None,
         "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
         "of a folder with open_clip_config.json), see docs/training.md; for text retrieval, "
-        "bert-tiny or a BERT such as bert-base-uncased",
+        "bert-tiny or a BERT such as bert-base-uncased; None: that of the weights of init.model, else tiny-shapes",
         fixed=True,
+        before="tiny-shapes",
     ),
     Setting(
         "model_overrides",
         str,
         "",
-        'changes to the model, such as "vision.layers=6,dtype=bfloat16,vision.remat=dots"',
+        'changes to the model, such as "vision.layers=6,vision.remat=dots"',
         evaluated=True,
     ),
+    _PRECISION,
     Setting("frozen", tuple[str, ...], (), "frozen towers (LiT), which run in inference mode", tuple(TOWERS)),
     Setting(
         "unlocked_groups.image",
@@ -204,8 +219,9 @@ _INIT = (
         "init.model",
         str | None,
         None,
-        "initial parameters of a new run: a folder, file or hf-hub:OWNER/NAME of OpenCLIP or Hugging Face, a run's "
-        "workdir or a checkpoint, see docs/weights.md",
+        "initial parameters of a new run: a folder, file or hf-hub:OWNER/NAME of OpenCLIP or Hugging Face, a model of "
+        "OpenCLIP with its tag, as ViT-B-32:openai, a run's workdir or a checkpoint, see docs/weights.md; without "
+        "model, the run has its model and tokenizer",
     ),
     Setting("init.image", str | None, None, "initial parameters of the image tower, like init.model"),
     Setting("init.text", str | None, None, "initial parameters of the text tower, like init.model"),
@@ -226,6 +242,14 @@ _LOSS = (
         "implementation of infcl_jax.pairwise_lse; None: the best on this device",
         IMPLEMENTATIONS,
         evaluated=True,
+    ),
+    Setting(
+        "max_logit_scale",
+        float | None,
+        None,
+        "limit of the logit scale, the inverse temperature; None: CLIP's 100, no limit with a sigmoid loss",
+        Range(1),
+        before=100.0,
     ),
     Setting(
         "matryoshka",
@@ -411,7 +435,7 @@ _TEXT_RETRIEVAL = (
             "text_retrieval.judgments",
             str | None,
             None,
-            "relevant passages of the queries in TREC's columns; None: questions have answers",
+            "relevant passages of the queries, in the columns of TREC or BEIR; None: questions have answers",
         ),
     ),
 )
@@ -540,7 +564,12 @@ _OPTIMIZER = _shaping(
     ),
     Setting("optimizer.weight_decay", float, 0.2, "decoupled weight decay", Range(0, 100)),
     Setting(
-        "optimizer.weight_decay_rules", Rules, (), "weight decay factors by parameter name; (): only matrices decay"
+        "optimizer.weight_decay_rules",
+        Rules | None,
+        None,
+        "weight decay factors by parameter name; None: matrices and the probe of SigLIP's pool decay, as in OpenCLIP; "
+        "(): only matrices decay",
+        before=(),
     ),
     Setting("optimizer.beta1", float, 0.9, "decay of the first moment or the momentum", _DECAY),
     Setting("optimizer.beta2", float, 0.98, "decay of the second moment", _DECAY),
@@ -558,7 +587,7 @@ _EVALUATION = (
             tuple[str, ...],
             (),
             "further evaluations: suites (imagenet_variants, retrieval, datacomp38), benchmarks such as cifar10 or "
-            "cifar10:linear_probe, or Python files, see docs/evaluation.md",
+            "cifar10:linear_probe, paths of data, or Python files, see docs/evaluation.md",
         ),
         Setting("evaluation.data_dir", str | None, None, "folder of the benchmarks in evaluations; None: data_dir"),
         Setting(

@@ -255,12 +255,20 @@ class Checkpointer:
         Raises:
           ValueError: `data` rejects the position.
         """
-        source = self._find_source()
-        if source is not None:
-            args, path = ocp.args.Composite(data=ocp.args.JsonRestore()), source[0].path / str(source[1])
-            with readable(path):
-                position = self._checkpointer.restore(path, args)["data"]
+        if (position := self.position()) is not None:
             data.set_state(position)
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the position in the data that the checkpoint to restore has, or None without a checkpoint.
+
+        Raises:
+          ValueError: orbax cannot read the checkpoint.
+        """
+        if (source := self._find_source()) is None:
+            return None
+        args, path = ocp.args.Composite(data=ocp.args.JsonRestore()), source[0].path / str(source[1])
+        with readable(path):
+            return self._checkpointer.restore(path, args)["data"]
 
     def wait(self) -> None:
         """Wait until all checkpoints are on disk.

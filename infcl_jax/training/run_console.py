@@ -21,6 +21,7 @@ LOG_FILE = "run.log"
 
 _LIVE_SECONDS = 0.2  # least time between two updates of the live line, which a terminal over SSH can follow
 _TICK_SECONDS = 1.0  # of the seconds on the live line
+_LONG_SECONDS = 10.0  # after which a plain log says what the run does, and again each time the seconds have doubled
 
 
 class RunConsole:
@@ -28,7 +29,8 @@ class RunConsole:
 
     Inside the context, it prints the lines of `infcl_jax.training.outputs.print_line`. In a terminal and in a notebook
     the last line is live: `progress` replaces it. Elsewhere `progress` prints a line only if it is due. The log file
-    has the due lines in every case, and the warnings of the package's loggers, which go to stderr.
+    has the due lines in every case, and the warnings of the package's loggers, which go to stderr. What takes more than
+    ten seconds, such as the start on a large dataset, is named in a line of its own.
 
     Examples:
       >>> with RunConsole() as console:
@@ -57,6 +59,8 @@ class RunConsole:
         self._early: list[bytes] = []  # lines before the log file is open
         self._text = ""  # of the live line
         self._updated = -float("inf")
+        self._doing: tuple[str, float] | None = None  # what the run does, and since when
+        self._reminder = _LONG_SECONDS  # seconds of it until the next line
         self._contexts = contextlib.ExitStack()
 
     @property
@@ -65,13 +69,13 @@ class RunConsole:
         return time.time() - self.start
 
     def open_log(self, workdir: str | os.PathLike[str], outputs: Outputs) -> None:
-        """Append all lines to `workdir/run.log`, with those printed so far.
+        """Append all lines to `workdir/run.log`, with those printed so far; once open, this does nothing.
 
         Args:
           workdir: directory of the run, whose lock this process holds.
           outputs: handling of write errors.
         """
-        if not self._lead:
+        if not self._lead or self._log is not None:
             return
         with self._lock:
             early = [
@@ -107,6 +111,29 @@ class RunConsole:
             elif due or self._clock() - self._updated >= _LIVE_SECONDS:
                 self._replace(self._live.fit([f"{_time_of_day()}  {fields[0]}", *fields[1:]]))
 
+    def doing(self, what: str | None) -> None:
+        """Name what the run does from now on, for a line if it takes long.
+
+        Args:
+          what: phrase such as "reading the dataset"; None: train.
+        """
+        with self._lock:
+            self._doing = None if what is None else (what, self._clock())
+            self._reminder = _LONG_SECONDS
+
+    def remind(self) -> None:
+        """Print what the run does, if it takes long and a line is due."""
+        with self._lock:
+            if self._doing is None:
+                return
+            what, since = self._doing
+            if (seconds := self._clock() - since) >= self._reminder:
+                self._reminder *= 2
+                line = f"{what} ... {seconds:.0f} s so far"
+                self._write(line)
+                if not self._text:  # the live line has the seconds
+                    self._show(line)
+
     def keep(self) -> None:
         """Keep the live line as it is; the next one starts below."""
         with self._lock:
@@ -122,7 +149,8 @@ class RunConsole:
           what: phrase such as "compiling the training step".
           announced: whether a plain log gets a line at the start and one at the end.
         """
-        start = self._clock()
+        start, before = self._clock(), self._doing
+        self.doing(what)
 
         def text() -> str:
             return f"{what} ... {self._clock() - start:.0f} s"
@@ -131,8 +159,11 @@ class RunConsole:
             self.progress([f"{what} ..."], due=True)
         else:
             self.keep()
-        with self._ticking(text):
-            yield
+        try:
+            with self._ticking(text):
+                yield
+        finally:
+            self.doing(None if before is None else before[0])
         if announced:
             self.progress([text()], due=True)
             self.keep()
@@ -150,12 +181,8 @@ class RunConsole:
                 if not stopped.is_set():
                     self._replace(self._live.fit([f"{_time_of_day()}  {text()}"]))
 
-        def tick() -> None:
-            while not stopped.wait(_TICK_SECONDS):
-                show()
-
         show()  # in this thread, to which a notebook assigns the output
-        threading.Thread(target=tick, name="console", daemon=True).start()
+        _repeat(show, stopped)
         try:
             yield
         finally:
@@ -170,6 +197,10 @@ class RunConsole:
         logger = logging.getLogger("infcl_jax")
         logger.addHandler(handler)
         self._contexts.callback(logger.removeHandler, handler)
+        if self._lead:
+            stopped = threading.Event()
+            _repeat(self.remind, stopped)
+            self._contexts.callback(stopped.set)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -226,6 +257,16 @@ class _Warnings(logging.Handler):
             self.handleError(record)
         if not logging.root.handlers and logging.lastResort is not None:  # which a logger with a handler never reaches
             logging.lastResort.handle(record)
+
+
+def _repeat(function: Callable[[], None], stopped: threading.Event) -> None:
+    """Call a function every second, in a thread."""
+
+    def call() -> None:
+        while not stopped.wait(_TICK_SECONDS):
+            function()
+
+    threading.Thread(target=call, name="console", daemon=True).start()
 
 
 def _time_of_day() -> str:

@@ -128,6 +128,8 @@ class TrainProgress:
           `seconds` since the console was created, each if it is known; empty for other steps.
         """
         now, first = self._clock() - self._paused_seconds, self._first is None
+        if first:
+            self._console.doing(None)
         due = first or step % self._every == 0 or step == self._total_steps
         self._scalars |= {name: float(value) for name, value in metrics.items() if not isinstance(value, Mapping)}
         measured = {}

@@ -23,6 +23,7 @@ from infcl_jax.data import (
     stages,
     train_iterator,
 )
+from infcl_jax.data.bad_records import bad_record_limit
 
 TOKENIZER = ByteTokenizer(context_length=16)
 
@@ -349,6 +350,27 @@ def test_bad_records_are_replaced_by_the_next_good_one(caplog):
 def test_too_many_bad_records_stop_the_run(bad, limit):
     with pytest.raises(BadRecordError, match=r"bad record .* of memory, split train; .*bad"):
         batches(MemorySource(40, bad=bad), 6, max_bad_records=limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "samples", "count"),
+    [
+        (None, 500, 100),
+        (None, 10**6, 10**4),
+        (0, 500, 0),
+        (1, 500, 1),
+        (200.0, 64, 200),
+        (0.05, 64, 3),
+        (0.29, 100, 29),
+    ],
+)
+def test_the_limit_of_bad_records_is_a_number_or_a_fraction(limit, samples, count):
+    assert bad_record_limit(limit, range(samples)) == count
+
+
+def test_the_message_has_the_limit_and_the_setting():
+    with pytest.raises(BadRecordError, match=r"more than the 4 bad records that max_bad_records=0.1 allows"):
+        batches(MemorySource(40, bad=range(0, 40, 2)), 6, max_bad_records=0.1)
 
 
 @pytest.mark.parametrize("size", [1, 11, 12, 13, 40])

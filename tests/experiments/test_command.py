@@ -85,6 +85,8 @@ OPTIONAL = {
     "num_workers": "1",
     "num_threads": "1",
     "prefetch_batches": "1",
+    "max_bad_records": "0.05",
+    "model": "tiny",
     "tokenizer": "bytes",
     "text_cleaning": "lower",
     "cache_frozen": "folder",
@@ -95,6 +97,7 @@ OPTIONAL = {
     "distill.teacher": "folder",
     "distill.cache": "folder",
     "implementation": "xla",
+    "max_logit_scale": "50.5",
     "keep_best": "zero_shot/top1",
     "global_contrastive.gamma_schedule": "cosine",
     "global_contrastive.temperature_beta1": "0.5",
@@ -111,6 +114,7 @@ OPTIONAL = {
     "epochs": "3",
     "ema_decay": "0.5",
     "optimizer.temperature_learning_rate": "0.5",
+    "optimizer.weight_decay_rules": "(('.*', 1.0),)",
     "optimizer.clip_norm": "0.5",
     "evaluation.retrieval_dataset": "digits",
     "evaluation.gallery": "50",
@@ -146,6 +150,16 @@ def test_none_is_a_value_of_every_optional_setting():
         setting.check(value)
     assert set(OPTIONAL) == {name for name, value in runs.flat(default).items() if value is None}
     assert set(OPTIONAL) == {name for name, setting in SETTINGS.items() if setting.optional}
+
+
+@pytest.mark.parametrize(("text", "value"), [("12.8e9", 12_800_000_000), ("1E6", 1_000_000), ("1_000", 1000)])
+def test_integers_may_have_an_exponent(text, value):
+    assert parsed(f"--config.samples_seen={text}").samples_seen == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.05", 0.05), ("200", 200), ("None", None)])
+def test_the_limit_of_bad_records_is_a_number_or_a_fraction(text, value):
+    assert parsed(f"--config.max_bad_records={text}").max_bad_records == value
 
 
 @pytest.mark.parametrize("name", ["dataset", "seed", "optimizer.eps"])
@@ -195,8 +209,13 @@ TRAIN = ("experiments.train", "--config=configs/digits.py")
 MISTAKES = {
     "misspelt key": (
         (*TRAIN, "--config.batchsize=3"),
-        "no such setting: 'batchsize' Did you mean .batch_size.*; --help lists the settings",
+        "no such setting: batchsize; did you mean --config.batch_size[?] --help lists the settings",
     ),
+    "other library's name": (
+        (*TRAIN, "--config.optimizer.lr=1"),
+        "no such setting: optimizer.lr; did you mean --config.optimizer.learning_rate[?] --help lists",
+    ),
+    "part of an integer": ((*TRAIN, "--config.batch_size=15e-1"), "expected an integer, got '1.5'"),
     "value of another type": ((*TRAIN, "--config.batch_size=many"), "batch_size=many: expected an integer, got 'many'"),
     "unknown flag": ((*TRAIN, "--wrokdir=x"), "wrokdir.*workdir"),
     "words beside the flags": ((*TRAIN, "digits"), "--name=value.*digits"),

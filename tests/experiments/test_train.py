@@ -121,18 +121,48 @@ def uninterrupted(finished):
     return history(finished)
 
 
-def test_the_wait_for_tar_files_is_recorded(tmp_path):
-    tar = captioned.write_tar(tmp_path / "a.tar", captioned.members(captioned.samples(40)))
-    config = settings(devices=1, dataset=str(tar), total_steps=3, num_threads=3)
+def train_on_tar(folder, tar, **changes):
+    """Train three steps on a tar file, without evaluations."""
+    config = settings(devices=1, dataset=str(folder / tar), total_steps=3, num_threads=3, **changes)
     config.evaluation.update(retrieval_dataset=None, zero_shot_dataset=None)
-    finished = runs.command(TRAIN, f"--workdir={tmp_path / 'run'}", *runs.flags(config))
+    return runs.command(TRAIN, f"--workdir={folder / 'run'}", *runs.flags(config))
+
+
+@pytest.fixture(scope="module")
+def on_tar(tmp_path_factory):
+    """The folder of a tar file, of another one and of a finished run on the first, and the output of the run."""
+    folder = tmp_path_factory.mktemp("tar")
+    for number, name in enumerate(("a.tar", "other.tar")):
+        captioned.write_tar(folder / name, captioned.members(captioned.samples(41)[number:][:40]))
+    return folder, train_on_tar(folder, "a.tar")
+
+
+def test_the_wait_for_tar_files_is_recorded(on_tar):
+    folder, finished = on_tar
     assert finished.returncode == 0 and "data: 3 reading threads, 2 batches ahead\n" in finished.stdout
-    logged = [line[26:] for line in (tmp_path / "run" / LOG_FILE).read_text().splitlines()]
+    logged = [line[26:] for line in (folder / "run" / LOG_FILE).read_text().splitlines()]
     assert logged[1:] == [line[10:] for line in finished.stdout.splitlines()]  # each after its time
-    first, *others = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert json.loads((folder / "run" / "config.json").read_text())["precision"] == "fp32"  # resolved
+    first, *others = read_metrics(folder / "run" / METRICS_FILE)
     assert first.keys() >= {"seconds", "grad_norm", "grad_norm/image", "grad_norm/text"}
     assert "data/wait_fraction" not in first  # its time includes compilation
     assert len(others) == 2 and all(0 <= line["data/wait_fraction"] <= 1 for line in others)
+
+
+def test_a_finished_run_does_not_change_and_finds_its_data_elsewhere(on_tar):
+    folder, _ = on_tar
+    (folder / "a.tar").rename(folder / "b.tar")
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    again = train_on_tar(folder, "b.tar", log_every=7)
+    assert again.returncode == 0 and "the run has all of its 3 steps: nothing is written" in again.stdout
+    assert [line[10:] for line in again.stdout.splitlines() if "dataset: " in line] == [
+        f"dataset: '{folder}/a.tar' -> '{folder}/b.tar'"
+    ]
+    other = train_on_tar(folder, "other.tar")
+    assert other.returncode == 1 and "with which the run in" in other.stderr and "got others in" in other.stderr
+    log = folder / "run" / LOG_FILE
+    after = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    assert after == before, log.read_text()
 
 
 def test_every_step_and_evaluation_is_recorded_once(uninterrupted):

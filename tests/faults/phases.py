@@ -78,7 +78,7 @@ def main(folder: str, module: str, *arguments: str) -> None:
     notes = Notes(phase_file(folder, int(os.environ.get("PROCESS_ID", "0"))))
     notes.during(tar_index, "_build", INDEXING)
     notes.during(training.Checkpointer, "restore_latest", RESTORE)
-    notes.during(training.Checkpointer, "restore_position", RESTORE)
+    notes.during(training.Checkpointer, "position", RESTORE)
     notes.during(training.Checkpointer, "save", CHECKPOINT)
     notes.during(evaluation.Suite, "__call__", EVALUATION)
     notes.after(training.DataWait, "__enter__", COMPILATION)

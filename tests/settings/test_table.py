@@ -165,7 +165,7 @@ def test_unlocked_groups_train_frozen_towers():
         ("optimizer.beta2", 1 - 1e-9),  # 1 in fp32
         ("optimizer.clip_norm", 1e39),  # infinite in fp32
         ("total_steps", 2**31),  # beyond the step counter
-        ("max_bad_records", 10**400),
+        ("samples_seen", 10**400),
     ],
 )
 def test_numbers_that_training_cannot_hold_are_refused(name, value):

@@ -142,3 +142,21 @@ def test_the_seconds_of_a_long_compilation_tick(monkeypatch):
         assert done.wait(30)
     shown = [int(text.removeprefix("compiling ... ").removesuffix(" s")) for text in ticked[:3]]
     assert shown == sorted(set(shown)) and shown[0] > 0 and ticked[-1] == ""
+
+
+def test_a_long_start_has_a_line_at_doubled_times(tmp_path, capsys):
+    now = [0.0]
+    with RunConsole(clock=lambda: now[0]) as console:
+        console.open_log(tmp_path, Outputs())
+        console.doing("reading the dataset")
+        for now[0] in range(45):
+            console.remind()
+        with console.busy("evaluation"):
+            now[0] += 9
+            console.remind()  # too soon
+        console.doing(None)
+        now[0] += 1000
+        console.remind()
+    lines = [f"reading the dataset ... {seconds} s so far" for seconds in (10, 20, 40)]
+    assert [TIME.sub("", line) for line in capsys.readouterr().out.splitlines()] == lines
+    assert [STAMP.sub("", line) for line in (tmp_path / LOG_FILE).read_text().splitlines()[1:]] == lines

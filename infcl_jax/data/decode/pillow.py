@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -34,6 +35,7 @@ _UPRIGHT = {
 _TRANSPOSED = (5, 6, 7, 8)  # orientations whose rows are stored as columns
 _MIRRORED_ROWS, _MIRRORED_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)  # axes of the upright image
 _REDUCTIONS = (1, 2, 4, 8)  # of Pillow's draft mode
+_GRAY_FACTORS = {"L;2": 85, "L;4": 17}  # from the levels of a PNG with 2 or 4 bits to 8 bits
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _STRIP_PIXELS = 2**20  # pixels converted at a time, which bounds the memory of their float64 and RGBA copies
 
@@ -143,9 +145,22 @@ def orientation_of(file: Image.Image) -> int:
 
 def load_upright(file: Image.Image) -> Image.Image:
     """Load the pixels as RGB and apply the EXIF orientation; see `decode`."""
+    transparency = _scaled_transparency(file)
     file.load()
+    file.info.update(transparency)
     image, orientation = _to_rgb(file), orientation_of(file)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _scaled_transparency(file: Image.Image) -> dict[str, Any]:
+    """Return the transparent color of a PNG that is not loaded, in the 8 bits of its loaded pixels."""
+    color, tiles = file.info.get("transparency"), getattr(file, "tile", ())
+    if file.format != "PNG" or color is None or not tiles:
+        return {}
+    mode = tiles[0][3]  # of the stored pixels; Pillow keeps the color in their bit depth
+    if mode == "RGB;16B":
+        return {"transparency": tuple(channel >> 8 for channel in color)}
+    return {"transparency": color * _GRAY_FACTORS[mode]} if mode in _GRAY_FACTORS else {}
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
@@ -170,7 +185,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale the gray levels of a 16-bit, 32-bit or float image to 8 bits."""
+    """Scale the gray levels of a 16-bit, 32-bit or float image to 8 bits; a transparent level becomes white."""
+    transparent = image.info.get("transparency")
 
     def levels(box: tuple[int, int, int, int]) -> np.ndarray:
         return np.nan_to_num(np.asarray(image.crop(box)).astype(np.float64), posinf=0.0, neginf=0.0)
@@ -181,7 +197,10 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
         low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
     result = Image.new("L", image.size)
     for box in _strips(image):
-        scaled = (levels(box) - low) / ((high - low) or 1.0) * 255
+        gray = levels(box)
+        scaled = (gray - low) / ((high - low) or 1.0) * 255
+        if transparent is not None:
+            scaled[gray == transparent] = 255
         result.paste(Image.fromarray(np.rint(scaled).astype(np.uint8)), box)
     return result
 

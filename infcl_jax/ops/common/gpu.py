@@ -27,14 +27,14 @@ LANES = 32  # threads of a warp
 CUBLAS_WORKSPACE = 32 << 20
 
 
-def _device() -> Any:
+def target_device() -> Any:
     """Return the target: the device of the abstract mesh, or the default device."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def compute_capability() -> str | None:
     """CUDA compute capability of the target GPU; None without an NVIDIA GPU."""
-    device = _device()
+    device = target_device()
     if isinstance(device, jax.sharding.AbstractDevice):
         return HOPPER if any(name in device.device_kind for name in HOPPER_NAMES) else None
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
@@ -42,5 +42,5 @@ def compute_capability() -> str | None:
 
 def multiprocessors() -> int:
     """Number of SMs of the target GPU."""
-    device = _device()
+    device = target_device()
     return getattr(device, "core_count", None) or device.num_cores

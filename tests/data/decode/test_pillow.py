@@ -110,15 +110,44 @@ def test_deep_images_are_scaled(levels, format, expected):
     np.testing.assert_array_equal(result, np.repeat(np.array(expected)[..., None], 3, axis=2))
 
 
-def header_only(width, height):
-    """A PNG with the size in its header and hardly any data."""
+def png(width, height, depth, color_type, rows=b"", transparent=None):
+    """A PNG of packed rows, with a transparent color."""
     chunks = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"")),
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)),
+        *([] if transparent is None else [(b"tRNS", np.array(transparent, ">u2").tobytes())]),
+        (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     ]
     body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
     return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize("channels,depth", [(1, 1), (1, 2), (1, 4), (1, 16), (3, 16)])
+def test_a_transparent_color_is_that_of_the_8_bit_image(channels, depth):
+    factor = (2**depth - 1) / 255
+    levels = np.random.default_rng(0).choice([0, 255] if depth == 1 else [0, 85, 170, 255], (4, 8, channels))
+
+    def image(depth, factor):
+        samples = np.rint(levels * factor).astype(">u2")
+        bits = np.unpackbits(samples.reshape(4, -1, 1).view(np.uint8), axis=2)[..., -depth:]
+        rows = np.pad(np.packbits(bits.reshape(4, -1), axis=1), ((0, 0), (1, 0))).tobytes()
+        return png(8, 4, depth, channels - 1, rows, samples[1, 1])
+
+    expected = np.where((levels == levels[1, 1]).all(2, keepdims=True), 255, levels.repeat(3 // channels, axis=2))
+    for data in (image(8, 1), image(depth, factor)):
+        np.testing.assert_array_equal(decode(data), expected)
+        np.testing.assert_array_equal(*cropped(data, 2, 0))
+
+
+@pytest.mark.parametrize("key", [(4660, 0, 0), (0, 0, 4660)])
+def test_a_transparent_16_bit_color_is_compared_by_its_high_bytes(key):
+    rows = b"\0" + np.array([key, (1, 2, 3)], ">u2").tobytes()
+    assert (decode(png(2, 2, 16, 2, 2 * rows, key)) == [[255] * 3, [0] * 3]).all()
+
+
+def header_only(width, height):
+    """A PNG with the size in its header and hardly any data."""
+    return png(width, height, 8, 2)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (10001, 10000), (0, 5)])

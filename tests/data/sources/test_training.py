@@ -172,7 +172,7 @@ def test_workers_share_the_limit_of_damaged_members(damaged):
     (iterator,) = iterators(source, 1, batch_size=250, max_bad_records=4, num_workers=2)
     with pytest.raises(
         BadRecordError,
-        match=r"bad record .* more than the 4 bad records that max_bad_records allows, check the data \(replaced bad "
+        match=r"bad record .* more than the 4 bad records that max_bad_records=4 allows, check the data \(replaced bad "
         r"records: \d of first, \d of second\)",
     ):
         list(itertools.islice(iterator, 2))

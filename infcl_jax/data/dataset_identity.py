@@ -1,0 +1,86 @@
+"""Identity of a dataset, whose path may change between two starts of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from infcl_jax.data.sources.base import BadRecordError, Source
+
+_PROBES = 16  # samples whose contents are compared
+SIZE = "num_examples"  # key of a position in the data
+_DATASET, _RECORDS = "dataset", "records"
+
+_logger = logging.getLogger(__name__)
+
+
+def hash_samples(digest: Any, source: Source, *, messages: bool = False) -> None:
+    """Add the contents of 16 samples to a hash.
+
+    Args:
+      digest: object of `hashlib`.
+      source: source of the samples, evenly spaced.
+      messages: whether the messages of bad records count, which name files.
+    """
+    for index in np.linspace(0, len(source) - 1, _PROBES).astype(int).tolist():
+        try:
+            example: Any = source[index]
+        except BadRecordError as error:
+            digest.update(str(error if messages else "bad").encode())
+            continue
+        if not isinstance(example, dict):  # of text retrieval
+            digest.update(repr(example).encode())
+            continue
+        image = example["image"]
+        digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).tobytes())
+        digest.update(json.dumps(example["captions"]).encode())
+
+
+def dataset_identity(source: Source) -> dict[str, Any]:
+    """Return the size of a dataset, its name and the hash of some samples, to save with the position in the data."""
+    digest = hashlib.sha256()
+    hash_samples(digest, source)
+    return {SIZE: len(source), _DATASET: f"{source.name}, split {source.split}", _RECORDS: digest.hexdigest()}
+
+
+def check_same_data(saved: Mapping[str, Any], identity: Mapping[str, Any], workdir: str, *, forked: bool) -> bool:
+    """Check that a run continues with its own records, wherever they are now.
+
+    A run that starts from the state of another one may have another number of samples.
+
+    Args:
+      saved: position in the data that the checkpoint has.
+      identity: identity of the dataset, from `dataset_identity`.
+      workdir: work directory of the checkpoint, for the error message.
+      forked: whether this run starts from the state of another one.
+
+    Returns:
+      Whether the number of samples has changed, so that the run continues at the same batch of another order.
+
+    Raises:
+      ValueError: the dataset has another number of samples, or other records under another name.
+    """
+    size, name = identity[SIZE], identity[_DATASET]
+    if saved.get(SIZE, size) != size:
+        if not forked:
+            raise ValueError(
+                f"expected {saved[SIZE]} samples, with which the run in {workdir} was trained, got {size} in {name}; "
+                f"restore the data, or continue in a new order with another --workdir and --config.resume={workdir}"
+            )
+        _logger.warning(
+            "%s has %d samples, %d in the run in %s; continues in a new order", name, size, saved[SIZE], workdir
+        )
+        return True
+    if saved.get(_RECORDS, identity[_RECORDS]) != identity[_RECORDS]:
+        if saved[_DATASET] != name:
+            raise ValueError(
+                f"expected the records of {saved[_DATASET]}, with which the run in {workdir} was trained, got others "
+                f"in {name}; name the moved data, or start a new run with --config.init.model={workdir}"
+            )
+        _logger.warning("records of %s have changed since the run in %s was trained", name, workdir)
+    return False

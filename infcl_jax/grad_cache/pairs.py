@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Float, Integer, PyTree
 
 from infcl_jax.grad_cache.chunks import Array, leading_rows, widen
-from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, finite_shift
+from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, exp_below, finite_shift
 from infcl_jax.ops.pairwise_lse.checks import checked_labels
 
 ScoreFn = Callable[[Any, Any, Any], Float[Array, "bx by"]]
@@ -230,14 +230,14 @@ def _is_positive(row: _TileRows, column: _TileRows) -> Array:
 
 def _log_sum(scores: Array, axis: int) -> LogSum:
     max_score = scores.max(axis)
-    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(max_score), axis))
+    terms = exp_below(scores, jnp.expand_dims(finite_shift(max_score), axis))
     return LogSum(max_score, terms.sum(axis))
 
 
 def _softmax(scores: Array, log_sum: LogSum, axis: int) -> Array:
     """Softmax of one tile along `axis`, normalized over all tiles."""
     normalizer = jnp.where(log_sum.sumexp > 0, log_sum.sumexp, jnp.ones_like(log_sum.sumexp))
-    terms = jnp.exp(scores - jnp.expand_dims(finite_shift(log_sum.shift), axis))
+    terms = exp_below(scores, jnp.expand_dims(finite_shift(log_sum.shift), axis))
     return terms / jnp.expand_dims(normalizer, axis)
 
 

@@ -88,6 +88,8 @@ class Loss(abc.ABC):
       mesh: devices; the batch and the sample state are sharded over all its axes. None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
       targets: targets of the rows; losses with sample state ignore them.
+      max_logit_scale: limit of the model's logit scale, to which `infcl_jax.training` clamps it after every update:
+        CLIP's 100 (Radford et al. 2021, section 2.5), or `math.inf` with a sigmoid.
       inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default. With
         positives by id, `__call__` also takes "ids", see `batch_inputs`.
       implementations: implementations that the loss supports.
@@ -100,6 +102,7 @@ class Loss(abc.ABC):
     mesh: Mesh | None = None
     implementation: str | None = None
     targets: Targets = ONE_POSITIVE
+    max_logit_scale: float = 100.0
 
     inputs: ClassVar[tuple[str, ...]] = ()
     implementations: ClassVar[Collection[str]] = IMPLEMENTATIONS

@@ -19,6 +19,7 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
+from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
 from infcl_jax.ops.pairwise_distillation.vjp import blockwise
 from infcl_jax.ops.pairwise_lse.base import varying_over
@@ -139,6 +140,7 @@ def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scale
     if implementation == "dense":
         logits = dense_logits(axis_name, operands)
     else:
+        operands = only_reverse(operands, 'use implementation="dense", which JAX differentiates in every mode')
         logits = Logits(*blockwise(plan_of(implementation, axis_name), *operands))
     row, column = logits.divergence()
     clip_row, clip_column = (

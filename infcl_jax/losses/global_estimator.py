@@ -11,9 +11,12 @@ from infcl_jax.losses.batch import Array, AxisName, global_sum
 from infcl_jax.losses.samples import SampleState, read_samples
 from infcl_jax.losses.temperatures import Terms, adam_update, per_sample_gradient, scale_gradient
 from infcl_jax.losses.variants import Settings
+from infcl_jax.ops.common.derivatives import not_differentiated, only_reverse
 from infcl_jax.ops.pairwise_lse import pairwise_lse
 from infcl_jax.ops.pairwise_lse.base import varying_over
 from infcl_jax.ops.pairwise_lse.checks import check_axis
+
+_ESTIMATE = "the gradient of a global contrastive loss is an estimate, not the derivative of its value"
 
 
 def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
@@ -25,7 +28,7 @@ def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scala
     image, text, index, state, mask = sharded
     gamma, scale, epoch = scalars
     check_axis(axis_name, image, text)
-    primals = varying_over((image, text, scale), axis_name)
+    primals = only_reverse(varying_over((image, text, scale), axis_name), _ESTIMATE)
     image, text, scale = lax.stop_gradient(primals)
     valid = jnp.ones((len(index), 1), bool) if mask is None else mask[:, None]
     count = global_sum(varying_over(valid.sum().astype(gamma.dtype), axis_name), axis_name)
@@ -94,7 +97,7 @@ def _with_gradients(value: Array, primals: Any, gradients: Any) -> Array:
 
 
 def _forward(value: Array, primals: Any, gradients: Any) -> tuple[Array, Any]:
-    return value, gradients
+    return value, not_differentiated(gradients, primals, _ESTIMATE)
 
 
 def _backward(gradients: Any, cotangent: Array) -> tuple[None, Any, None]:

@@ -83,8 +83,12 @@ def prefix(features: Float[Array, "b d"], dim: int) -> Float[Array, "b dim"]:
     if features.ndim != 2 or not 1 <= dim <= features.shape[1]:
         raise ValueError(f"expected features [b, D] with D >= {dim}, got shape {features.shape}")
     wide = features[:, :dim].astype(accumulation_dtype(features.dtype))
+    # Squares of entries beyond 1e18 or below 1e-18 leave the range of fp32. A power of two divides exactly.
+    largest = lax.stop_gradient(jnp.abs(wide).max(axis=1, keepdims=True))
+    nonzero = largest > 0
+    exponent = jnp.clip(jnp.frexp(largest)[1], -100, 100)  # 2^126 and beyond have no normal fp32 reciprocal
+    wide = wide / jnp.where(nonzero, jnp.ldexp(jnp.ones_like(largest), exponent), jnp.ones_like(largest))
     squares = jnp.sum(wide * wide, axis=1, keepdims=True)
-    nonzero = squares > 0
     norm = lax.rsqrt(jnp.where(nonzero, squares, jnp.ones_like(squares)))
     return (wide * norm).astype(features.dtype)
 

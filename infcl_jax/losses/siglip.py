@@ -3,6 +3,8 @@
 Forward and backward each rotate the text blocks around the ring once.
 """
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax.sharding import Mesh
@@ -88,6 +90,7 @@ def _loss(implementation: str | None, axis_name: AxisName | None, sharded: Any, 
     return global_mean(terms.negative, mask, axis_name) + global_mean(terms.positive, mask, axis_name)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SiglipLoss(Loss):
     """`siglip_loss` as a training loss.
 
@@ -97,6 +100,8 @@ class SiglipLoss(Loss):
       >>> print(f"{value:.2f}")
       1.56
     """
+
+    max_logit_scale: float = math.inf
 
     implementations: ClassVar[tuple[str, ...]] = SIGMOID_IMPLEMENTATIONS
 

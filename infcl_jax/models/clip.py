@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,8 @@ TOWERS = {"image": "visual", "text": "text"}
 OPENAI_IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
-_LOG_MAX_LOGIT_SCALE = math.log(MAX_LOGIT_SCALE)
+Interpolation = Literal["bicubic", "bilinear"]
+ResizeMode = Literal["shortest", "longest", "squash"]
 
 
 class CLIPOutput(NamedTuple):
@@ -32,7 +33,7 @@ class CLIPOutput(NamedTuple):
     Attributes:
       image: [b, embed_dim], L2-normalized image features in the model's feature dtype.
       text: [b, embed_dim], L2-normalized text features in the model's feature dtype.
-      logit_scale: float32 scalar that multiplies the similarities, at most `MAX_LOGIT_SCALE`.
+      logit_scale: float32 scalar that multiplies the similarities.
       logit_bias: float32 scalar added to the scaled similarities; None for a model without one.
     """
 
@@ -87,11 +88,10 @@ def normalize_image(
     return (scaled - shift) / divisor
 
 
-def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Clamp the stored `logit_scale` to [0, log 100].
+def clamp_logit_scale(params: Mapping[str, Any], max_logit_scale: float = MAX_LOGIT_SCALE) -> dict[str, Any]:
+    """Clamp the stored `logit_scale` to [0, log `max_logit_scale`].
 
-    Apply it after every optimizer update. The model limits the scale to 100 too, but its gradient is zero beyond the
-    limit, so an unclamped parameter would stay there. At the limit the gradient is that of `exp`.
+    Apply it after every optimizer update. The model itself does not limit the scale.
 
     Examples:
       >>> clamped = clamp_logit_scale({"logit_scale": jnp.float32(9.0)})
@@ -100,6 +100,8 @@ def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       params: parameters of `CLIP`, with `logit_scale` on their first level.
+      max_logit_scale: largest scale; CLIP's limit by default. `math.inf`: no limit, as for a sigmoid loss, with which
+        published models have scales of 112 to 117.
 
     Returns:
       A copy of the parameters with `logit_scale` clamped; the argument is not modified.
@@ -114,7 +116,7 @@ def clamp_logit_scale(params: Mapping[str, Any]) -> dict[str, Any]:
             f"expected the parameters of a CLIP model, with 'logit_scale', got keys {sorted(params)}; pass its 'params'"
         )
     scale = params["logit_scale"]
-    return {**params, "logit_scale": jnp.clip(scale, 0.0, _LOG_MAX_LOGIT_SCALE)}
+    return {**params, "logit_scale": jnp.clip(scale, 0.0, math.log(max_logit_scale))}
 
 
 class CLIP(nn.Module):
@@ -135,6 +137,8 @@ class CLIP(nn.Module):
       feature_dtype: dtype of the normalized features.
       image_mean: mean of each channel, for images in [0, 1].
       image_std: standard deviation of each channel, for images in [0, 1].
+      interpolation: interpolation that resizes evaluated images, see `CLIPConfig`.
+      resize_mode: how evaluated images become squares, see `CLIPConfig`.
       init_logit_scale: initial logarithm of the scale.
       init_logit_bias: initial bias of the logits (-10 in SigLIP, Zhai et al. 2023, section 3.2); None for no bias.
     """
@@ -144,6 +148,8 @@ class CLIP(nn.Module):
     feature_dtype: str = "float32"
     image_mean: tuple[float, float, float] = OPENAI_IMAGE_MEAN
     image_std: tuple[float, float, float] = OPENAI_IMAGE_STD
+    interpolation: Interpolation = "bicubic"
+    resize_mode: ResizeMode = "shortest"
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None
 
@@ -211,13 +217,9 @@ class CLIP(nn.Module):
         """Return logit scale and logit bias, for losses over precomputed features.
 
         Returns:
-          `exp(min(logit_scale, log 100))` and `logit_bias` (None without one), float32 scalars. The gradient of the
-          parameter `logit_scale` is that of `exp` up to and including the limit and zero beyond, see
-          `clamp_logit_scale`.
+          `exp(logit_scale)` and `logit_bias` (None without one), float32 scalars.
         """
         log_scale = self.param("logit_scale", nn.initializers.constant(self.init_logit_scale), (), jnp.float32)
-        # jnp.minimum would halve the gradient at the limit, to which clamp_logit_scale sets the parameter.
-        log_scale = jnp.where(log_scale > _LOG_MAX_LOGIT_SCALE, _LOG_MAX_LOGIT_SCALE, log_scale)
         if self.init_logit_bias is None:
             return jnp.exp(log_scale), None
         bias = self.param("logit_bias", nn.initializers.constant(self.init_logit_bias), (), jnp.float32)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from infcl_jax.checks import check_positive_int
+from infcl_jax.ops.attention.api import xla_attention
 
 _REDUCTION = 32  # pixels per position of the last stage; also the ratio of its channels to those of the stem
 _EXPANSION = 4  # ratio of a bottleneck's output channels to its planes (He et al. 2016)
@@ -122,7 +123,8 @@ class AttentionPool(nn.Module):
         query = dense(c, name="q_proj")(x[:, :1])
         key, value = dense(c, name="k_proj")(x), dense(c, name="v_proj")(x)
         query, key, value = (a.reshape(b, -1, self.heads, c // self.heads) for a in (query, key, value))
-        pooled = jax.nn.dot_product_attention(query, key, value).reshape(b, c)
+        # `jax.nn.dot_product_attention` asks for an fp16 algorithm that XLA has on GPUs only.
+        pooled = xla_attention(query, key, value, None, query.shape[-1] ** -0.5).reshape(b, c)
         output_projection = nn.Dense(
             self.embed_dim, dtype=jnp.float32, param_dtype=self.param_dtype, kernel_init=init, name="c_proj"
         )

@@ -1,5 +1,6 @@
 """Losses of the trainer by name."""
 
+import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
@@ -32,7 +33,13 @@ def loss_class(name: str) -> type[Loss]:
     return LOSSES[name]
 
 
-def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, **settings: Any) -> Loss:
+def make_loss(
+    name: str,
+    mesh: Mesh | None,
+    implementation: str | None = None,
+    max_logit_scale: float | None = None,
+    **settings: Any,
+) -> Loss:
     """Create a training loss.
 
     Examples:
@@ -44,6 +51,7 @@ def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, *
       name: key of `LOSSES`.
       mesh: devices over which the batch is sharded; None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
+      max_logit_scale: limit of the model's logit scale; None: that of the loss, 100, or none with a sigmoid.
       **settings: settings of the run. `targets`, see `infcl_jax.losses.base.Targets`, are of losses over one batch;
         `config`, `steps_per_epoch` and `optimizer`, see `GlobalContrastive`, are of losses with sample state.
 
@@ -51,4 +59,5 @@ def make_loss(name: str, mesh: Mesh | None, implementation: str | None = None, *
       ValueError: the name or implementation is unknown, or a setting is wrong. Calling the "siglip" loss on the output
         of a model without a logit bias also raises it.
     """
-    return loss_class(name).create(name, mesh, implementation, **settings)
+    loss = loss_class(name).create(name, mesh, implementation, **settings)
+    return loss if max_logit_scale is None else dataclasses.replace(loss, max_logit_scale=max_logit_scale)

@@ -57,8 +57,8 @@ class OptimizerConfig:
         "threshold", which uses a third of the rate while the temperature is at most 0.03 (FastCLIP-v3).
       weight_decay: decoupled weight decay.
       weight_decay_rules: ordered pairs (regular expression, factor of the weight decay), matched like
-        `learning_rate_rules`. Empty: factor 1 for parameters with two or more dimensions and 0 for all others (gains,
-        biases and the logit scale).
+        `learning_rate_rules`. None: factor 1 for parameters with two or more dimensions and for the probe of a
+        `MapPool`, as in OpenCLIP, and 0 for all others (gains, biases and the logit scale). Empty: 0 for the probe too.
       beta1: decay of the first moment. For "sgd" and "adafactor", decay of the momentum. For "lion", weight of the
         momentum in the update.
       beta2: decay of the second moment. For "lion", decay of the momentum. For "adafactor", upper limit of the decay
@@ -84,7 +84,7 @@ class OptimizerConfig:
     temperature_learning_rate: float | None = None
     temperature_schedule: str = "constant"
     weight_decay: float = 0.2
-    weight_decay_rules: Rules = ()
+    weight_decay_rules: Rules | None = None
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-6
@@ -110,4 +110,4 @@ class OptimizerConfig:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"expected optimizer.{name} > 0 or None, got {getattr(self, name)}")
         for name in ("learning_rate_rules", "weight_decay_rules"):
-            check_rules(f"optimizer.{name}", getattr(self, name))
+            check_rules(f"optimizer.{name}", getattr(self, name) or ())

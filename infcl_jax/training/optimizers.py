@@ -20,6 +20,7 @@ from infcl_jax.training.schedules import learning_rate_schedule
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
+_DECAYING_VECTORS = ("/attn_pool/probe",)  # of `infcl_jax.models.pooling.MapPool`
 # Adafactor factors the second moments of matrices whose dimensions both have at least this size, as in big_vision.
 _MIN_FACTORED_SIZE = 32
 
@@ -57,7 +58,7 @@ def check_optimizer(config: OptimizerConfig, params: Any) -> None:
       ValueError: a rule matches no parameter, or a tower with layer decay has no layers.
     """
     for name in ("learning_rate_rules", "weight_decay_rules"):
-        check_matches(f"optimizer.{name}", getattr(config, name), params)
+        check_matches(f"optimizer.{name}", getattr(config, name) or (), params)
     check_layer_decay(config.layer_decay, params)
 
 
@@ -114,7 +115,9 @@ def decay_factors(config: OptimizerConfig, params: Any) -> Any:
     """
     if config.weight_decay_rules:
         return values_by_rules("optimizer.weight_decay_rules", config.weight_decay_rules, params)
-    return jax.tree.map(lambda p: float(p.ndim >= 2), params)
+    # OpenCLIP stores the probe as [1, 1, width], so that it decays like a matrix.
+    vectors = _DECAYING_VECTORS if config.weight_decay_rules is None else ()
+    return jax.tree.map(lambda p, name: float(p.ndim >= 2 or name.endswith(vectors)), params, parameter_names(params))
 
 
 def _add_decay(config: OptimizerConfig) -> optax.GradientTransformation:

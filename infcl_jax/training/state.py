@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
 
 from infcl_jax.checks import check_choice
-from infcl_jax.models import TextPair, clamp_logit_scale
+from infcl_jax.models import MAX_LOGIT_SCALE, TextPair, clamp_logit_scale
 from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
 from infcl_jax.training.frozen import (
     ALL_LOCKED,
@@ -27,6 +28,9 @@ from infcl_jax.training.frozen import (
 )
 from infcl_jax.training.run_by_result import run_by_result
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
+
+_SCALE_TOLERANCE = 1.001  # files store log 100 rounded to 4.6052, a scale of 100.003
+_logger = logging.getLogger(__name__)
 
 
 class TrainState(train_state.TrainState):
@@ -87,20 +91,36 @@ class TrainState(train_state.TrainState):
         """Flax variables to evaluate: the moving averages if the state has them."""
         return evaluated_variables(self.variables, self.ema)
 
-    def apply_gradients(self, *, grads: Any, **changes: Any) -> "TrainState":
-        """Apply one optimizer step, clamp the logit scale to [1, 100] and update the moving averages.
+    def apply_gradients(self, *, grads: Any, max_logit_scale: float = MAX_LOGIT_SCALE, **changes: Any) -> "TrainState":
+        """Apply one optimizer step, clamp the logit scale and update the moving averages.
 
         Args:
           grads: gradients of the trained parameters.
+          max_logit_scale: limit of the logit scale, see `infcl_jax.models.clamp_logit_scale`.
           **changes: new values of other fields.
         """
         state = super(TrainState, self.replace(params=self.trained)).apply_gradients(grads=grads, **changes)
         params = merge(self.params, state.params)
-        # The scale of a `TextPair` is a constant.
-        state = state.replace(params=clamp_logit_scale(params) if "logit_scale" in params else params)
+        state = state.replace(params=_limited(params, max_logit_scale))
         if state.ema_config is None:
             return state
         return state.replace(ema=updated_ema(state.ema_config, state.ema, state.averaged, state.step))
+
+    def with_limited_scale(self, max_logit_scale: float) -> "TrainState":
+        """Cut an initial logit scale above the limit, with a warning."""
+        scale = float(jnp.exp(self.params["logit_scale"])) if "logit_scale" in self.params else 0.0
+        if scale <= max_logit_scale * _SCALE_TOLERANCE:
+            return self
+        _logger.warning(
+            "logit scale %.4g of the initial parameters is above max_logit_scale=%g; it is cut", scale, max_logit_scale
+        )
+        state = self.replace(params=_limited(self.params, max_logit_scale))
+        return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
+
+
+def _limited(params: Mapping[str, Any], max_logit_scale: float) -> Mapping[str, Any]:
+    """Clamp the logit scale; that of a `TextPair` is a constant."""
+    return clamp_logit_scale(params, max_logit_scale) if "logit_scale" in params else params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,7 +130,7 @@ def make_train_step(
         if aux.samples is not None:
             changes["samples"] = loss_fn.write(state.samples, *aux.samples)
         grads = constrain(grads, mesh, parameter_sharding)
-        updated = state.apply_gradients(grads=grads, **changes)
+        updated = state.apply_gradients(grads=grads, max_logit_scale=loss_fn.max_logit_scale, **changes)
         changed = {name: getattr(updated, name) for name in ("params", "opt_state", "ema")}
         return updated.replace(**constrain(changed, mesh, parameter_sharding)), _metrics(loss, aux, grads)
 

@@ -53,6 +53,20 @@ def test_is_the_weighted_sum_over_normalized_prefixes(name, kind):
         np.testing.assert_allclose(np.sum(direction * (grads[0] - grads[1])), slope, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-19, 1e19, 1e30])
+def test_prefixes_of_any_size_are_normalized_with_their_gradients(size):
+    rng = np.random.default_rng(0)
+    x, cotangent = (rng.standard_normal((4, 6)).astype(np.float32) for _ in range(2))
+    x *= size * np.float32([[1], [1], [0], [1]])
+    unit_rows, pull = jax.vjp(lambda x: prefix(x, 4), x)
+    wide = x[:, :4].astype(np.float64)
+    norm = np.linalg.norm(wide, axis=1, keepdims=True) + (wide[:, :1] == 0)  # the row of zeros has no norm
+    expected = wide / norm
+    np.testing.assert_allclose(unit_rows, expected, rtol=1e-6)
+    along = expected * (expected * cotangent[:, :4]).sum(1, keepdims=True)
+    np.testing.assert_allclose(pull(cotangent[:, :4])[0][:, :4] * norm, cotangent[:, :4] - along, rtol=1e-5, atol=1e-6)
+
+
 @functools.cache
 def sharded(implementation, devices, dims=DIMS):
     mesh = oracle.mesh_of(devices)

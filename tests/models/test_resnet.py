@@ -65,6 +65,20 @@ def test_batch_norm_normalizes_and_remembers():
     np.testing.assert_array_equal(module.apply({"params": start["params"]}, x, train=True), out)
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [("float16", 1e-3), ("bfloat16", 1e-2), ("float32", 1e-6)])
+def test_attention_pool_compiles_in_every_dtype(dtype, atol):
+    x = images()[:, :3, :3].repeat(2, axis=3)
+    params = AttentionPool(2, 5, "float32", "float32").init(jax.random.key(1), x)["params"]
+
+    def value_and_gradient(dtype):
+        return jax.value_and_grad(lambda p: (AttentionPool(2, 5, dtype, "float32").apply({"params": p}, x) ** 2).mean())
+
+    got = jax.jit(value_and_gradient(dtype))(params)
+    with jax.enable_x64(True):
+        want = value_and_gradient("float64")(params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol), got, want)
+
+
 def test_attention_pool_equals_numpy():
     module, x = AttentionPool(2, 5, "float32", "float32"), images()[:, :3, :3].repeat(2, axis=3)
     params = jax.tree.map(np.asarray, module.init(jax.random.key(1), x)["params"])

@@ -8,7 +8,7 @@ import pytest
 import runs
 from oracle import mesh_of
 
-from infcl_jax.training import create_state, parameter_count
+from infcl_jax.training import create_state, make_loss, parameter_count
 
 
 def fresh(devices, seed=0):
@@ -54,3 +54,29 @@ def test_an_update_cannot_carry_the_logit_scale_out_of_its_range(state, stored, 
     np.testing.assert_allclose(updated.params["logit_scale"], expected, rtol=1e-6)
     assert int(updated.step) == 1
     assert runs.equal_bits(updated.params["visual"], params["visual"])
+
+
+def with_scale(state, scale):
+    return state.replace(params=state.params | {"logit_scale": jnp.log(jnp.float32(scale))})
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "after"), [("clip", None, 100), ("siglip", None, 115.2), ("clip", 120, 115.2), ("siglip", 50, 50)]
+)
+def test_the_loss_says_how_far_an_update_limits_the_scale(state, name, limit, after):
+    loss = make_loss(name, None, max_logit_scale=limit)
+    state = with_scale(state, 115.2).replace(tx=optax.sgd(0.0), opt_state=optax.sgd(0.0).init(state.params))
+    grads = jax.tree.map(jnp.zeros_like, state.params)
+    params = state.apply_gradients(grads=grads, max_logit_scale=loss.max_logit_scale).params
+    np.testing.assert_allclose(jnp.exp(params["logit_scale"]), after, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [14.3, 100.003, 115.2])
+def test_an_initial_scale_above_the_limit_is_cut_with_a_warning(state, scale, caplog):
+    cut = with_scale(state, scale).with_limited_scale(100.0)
+    np.testing.assert_allclose(
+        jnp.exp(cut.params["logit_scale"]), min(scale, 100.003), rtol=1e-6 + 1e-4 * (scale > 101)
+    )
+    expected = ["logit scale 115.2 of the initial parameters is above max_logit_scale=100; it is cut"]
+    assert [record.getMessage() for record in caplog.records] == (expected if scale > 101 else [])
+    assert with_scale(state, scale).with_limited_scale(np.inf).params["logit_scale"] == np.log(np.float32(scale))

@@ -131,7 +131,7 @@ def _call_mosaic(kernel: Any, causal: bool, *arrays: jax.Array) -> tuple[jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _xla_attention(
+def xla_attention(
     query: Float[Array, "b n heads d"],
     key: Float[Array, "b t heads d"],
     value: Float[Array, "b t heads d"],
@@ -184,7 +184,7 @@ def _xla_backward(
     return d_query, d_key, jnp.einsum("bhnt,bnhd->bthd", p, d_out), None
 
 
-_xla_attention.defvjp(_xla_forward, _xla_backward)
+xla_attention.defvjp(_xla_forward, _xla_backward)
 
 
 def attend(
@@ -230,7 +230,7 @@ def attend(
     mask = jnp.tri(t, dtype=bool)[None, None] if causal else None
     if key_mask is not None:
         mask = key_mask[:, None, None] if mask is None else mask & key_mask[:, None, None]
-    return _xla_attention(query, key, value, mask, channels**-0.5)
+    return xla_attention(query, key, value, mask, channels**-0.5)
 
 
 def attend_from(
@@ -266,7 +266,7 @@ def attend_from(
     mask = (jnp.arange(t)[None] <= last_key[:, None])[:, None, None] if causal or padding else None
     tokens = x[:, :, None]  # a single head, whose queries are those of all heads
     queries = contract("bhd,whd->bhw", query, key_kernel)[:, :, None]
-    weighted_tokens = _xla_attention(queries, tokens, tokens, mask, d**-0.5)[:, :, 0]
+    weighted_tokens = xla_attention(queries, tokens, tokens, mask, d**-0.5)[:, :, 0]
     return contract("bhw,whd->bhd", weighted_tokens, value_kernel)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32
 
-from infcl_jax.ops.pairwise_lse.base import Array, LogSum, finite_shift
+from infcl_jax.ops.pairwise_lse.base import Array, LogSum, exp_below, finite_shift
 from infcl_jax.ops.pairwise_lse.stabilization import factor
 
 
@@ -54,7 +54,7 @@ class Sums(NamedTuple):
         """Return the sums over both sets of terms."""
         teacher = self.teacher.merge(other.teacher)
         shift = finite_shift(teacher.shift)
-        first, second = (sums.difference * jnp.exp(sums.teacher.shift - shift) for sums in (self, other))
+        first, second = (sums.difference * exp_below(sums.teacher.shift, shift) for sums in (self, other))
         return Sums(self.negatives.merge(other.negatives), teacher, first + second)
 
     def gap(self) -> Float[Array, "n"]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from infcl_jax.ops.common.derivatives import first_derivative
 from infcl_jax.ops.pairwise_distillation.base import Block, Cotangents, Gradient, NeedsGrad, Side, Sums
 from infcl_jax.ops.pairwise_distillation.fused_kernel_api import BothPairs, Kernels, KernelSums, Operands, Weights
 from infcl_jax.ops.pairwise_distillation.xla import zero_accumulators
@@ -54,6 +55,7 @@ class Fused:
 
     def forward(self, block: Block) -> tuple[Sums, Sums, Float[Array, "bx"]]:
         """Implement `base.Backend.forward`."""
+        block = first_derivative(block)
         models = self._padded(block)
         operands = self._operands(block, models)
         lengths = models.student.x.shape[0], models.student.y.shape[0]
@@ -87,6 +89,7 @@ class Fused:
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient) -> Gradient:
         """Implement `base.Backend.backward`."""
+        block = first_derivative(block)
         models = self._padded(block)
         padded, rows, columns = models.student, models.student.x.shape[0], models.student.y.shape[0]
         scale = jnp.where(block.scale == 0, jnp.ones_like(block.scale), block.scale)  # the VJP sets gradients to zero

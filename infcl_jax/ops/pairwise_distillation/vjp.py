@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float
 
+from infcl_jax.ops.common.derivatives import not_reversed
 from infcl_jax.ops.pairwise_distillation.base import (
     Backend,
     Block,
@@ -33,6 +34,7 @@ from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over
 from infcl_jax.ops.pairwise_lse.stabilization import within_range
 from infcl_jax.ops.pairwise_lse.vjp import (
+    HESSIAN_PRODUCT,
     decode_perturbed,
     encode_perturbed,
     instantiate,
@@ -142,7 +144,7 @@ def _backward(plan: Plan, residuals: tuple, d_logits: PairLogits) -> tuple:
 
     # The first sums are used whether they are exact or not, so that the host need not wait for them.
     grads = unless_exact(exact, gradient(plan.backend, first), lambda: gradient(plan.general, final))
-    return *grads, None, None, None, None
+    return *not_reversed(grads, f'{HESSIAN_PRODUCT}, or implementation="dense"'), None, None, None, None
 
 
 def _gradient(

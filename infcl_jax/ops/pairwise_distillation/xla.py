@@ -12,6 +12,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     LogSum,
     constant,
     empty_log_sum,
+    exp_below,
     finite_shift,
     matmul,
     similarities,
@@ -174,7 +175,7 @@ def _log_sum(
         return shifted_log_sum(shift, e.sum(axis)), e
     largest = z if valid is None else jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     largest = largest.max(axis)
-    e = _where(valid, jnp.exp(z - jnp.expand_dims(finite_shift(largest), axis)))
+    e = _where(valid, exp_below(z, jnp.expand_dims(finite_shift(largest), axis)))
     return LogSum(largest, e.sum(axis)), e
 
 
@@ -191,7 +192,7 @@ def _strip_gradient(
         d_z = jnp.zeros_like(z)
         for axis, (sums, weight) in terms:
             top = jnp.where(sums.sumexp > 0, sums.shift, jnp.full_like(sums.shift, jnp.inf))
-            e = jnp.exp(z - jnp.expand_dims(top, axis))
+            e = exp_below(z, jnp.expand_dims(top, axis))
             d_z = d_z + _where(valid, e) * jnp.expand_dims(factor(sums, weight), axis)
         return d_z
 

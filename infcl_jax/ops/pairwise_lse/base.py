@@ -65,7 +65,7 @@ class LogSum(NamedTuple):
         """Return the log-sum-exp over both sets of terms."""
         shift = jnp.maximum(self.shift, other.shift)
         finite = finite_shift(shift)
-        sumexp = self.sumexp * jnp.exp(self.shift - finite) + other.sumexp * jnp.exp(other.shift - finite)
+        sumexp = self.sumexp * exp_below(self.shift, finite) + other.sumexp * exp_below(other.shift, finite)
         return LogSum(shift, sumexp)
 
 
@@ -75,6 +75,20 @@ def finite_shift(shift: Float[Array, "*n"]) -> Float[Array, "*n"]:
     The result can be subtracted from exponents without NaN.
     """
     return jnp.where(jnp.isneginf(shift), jnp.zeros_like(shift), shift)
+
+
+@jax.custom_jvp
+def exp_below(z: Float[Array, "..."], shift: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `exp(z - shift)` for logits of at most `shift`.
+
+    The result is 1 at the maximum, whatever its size. XLA contracts a product and a difference to one fused operation,
+    `scale * s - shift`, which does not round the product. At logits of 1e10 its difference from the rounded maximum is
+    hundreds, so that the exponential would overflow or vanish.
+    """
+    return jnp.where(z >= shift, jnp.ones_like(z), jnp.exp(z - shift))
+
+
+exp_below.defjvps(lambda dz, e, z, shift: e * dz, lambda d_shift, e, z, shift: -e * d_shift)
 
 
 def empty_log_sum(like: Float[Array, "..."]) -> LogSum:

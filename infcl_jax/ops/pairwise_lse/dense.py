@@ -13,6 +13,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     PositiveLogits,
     Results,
     accumulation_dtype,
+    exp_below,
     finite_shift,
     similarities,
 )
@@ -59,7 +60,7 @@ def _positive_logits(z: Float[Array, "bx by"], match: Bool[Array, "bx by"], axis
 def _masked_log_sum_exp(z: Float[Array, "bx by"], valid: Bool[Array, "bx by"], axis: int) -> Float[Array, "_"]:
     z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     shift = finite_shift(jax.lax.stop_gradient(z.max(axis)))
-    sumexp = jnp.where(valid, jnp.exp(z - jnp.expand_dims(shift, axis)), jnp.zeros_like(z)).sum(axis)
+    sumexp = jnp.where(valid, exp_below(z, jnp.expand_dims(shift, axis)), jnp.zeros_like(z)).sum(axis)
     nonempty = sumexp > 0
     log = jnp.log(jnp.where(nonempty, sumexp, jnp.ones_like(sumexp)))
     return jnp.where(nonempty, shift + log, jnp.full_like(log, -jnp.inf))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float32
 
+from infcl_jax.ops.common.derivatives import first_derivative
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
     Block,
@@ -50,6 +51,7 @@ class Fused:
 
     def forward(self, block: Block, *, exclude: bool, columns: bool) -> Sums:
         """Implement `base.Backend.forward`."""
+        block = first_derivative(block)
         padded = Padded.of(block, self.kernels)
         bx, by = block.x.shape[0], block.y.shape[0]
         scale_shifts = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
@@ -90,6 +92,7 @@ class Fused:
 
     def backward(self, block: Block, cotangents: Cotangents, acc: Gradient, *, exclude: bool) -> Gradient:
         """Implement `base.Backend.backward`."""
+        block = first_derivative(block)
         padded = Padded.of(block, self.kernels)
         row_factor, column_factor = factor(cotangents.row, cotangents.d_row), None
         if cotangents.column is not None:

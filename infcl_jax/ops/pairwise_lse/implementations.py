@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise_lse import all_gather, ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Backend, Block, Results, Strategy
@@ -85,6 +86,7 @@ class Implementation:
             return self.strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
         backend = self.backend(not ring.ring_axes(axis_name))
         plan = Plan(self.strategy, backend, axis_name, exclude, columns)
+        block = only_reverse(block, 'use implementation="dense" or "local", which JAX differentiates in every mode')
         if block.x_ids is None or not self.sorted_ids:
             return blockwise(plan, *block, *counts)
         block, x_order, y_order = sort_block(block)

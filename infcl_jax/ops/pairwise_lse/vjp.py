@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float, Int32
 
+from infcl_jax.ops.common.derivatives import not_reversed
 from infcl_jax.ops.pairwise_lse.base import (
     Array,
     AxisName,
@@ -36,6 +37,7 @@ from infcl_jax.ops.pairwise_lse.stabilization import all_within_range, is_shared
 
 # Rows of a gradient that are scaled at a time: 64 MiB in fp32 for 512 features.
 SCALED_ROWS = 1 << 15
+HESSIAN_PRODUCT = "use forward over reverse, such as jax.jvp of jax.grad"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     grads = gradient(block, sums.first, needs_grad)
     if sums.exact is not None:
         grads = unless_exact(sums.exact, grads, recompute)
+    grads = not_reversed(grads, f'{HESSIAN_PRODUCT}, or implementation="dense" or "local"')
     return *grads, *[None] * (len(Block._fields) + 2 - len(grads))
 
 
@@ -226,6 +229,8 @@ def power_of_two_bound(cotangents: Any, axis_name: AxisName | None) -> Float[Arr
 
     The maximum is over all devices. The result is 1 if all cotangents are zero.
     """
+    # Constant almost everywhere, and JAX does not differentiate `pmax`.
+    cotangents = jax.tree.map(lax.stop_gradient, cotangents)
     largest = jnp.stack([jnp.abs(c).max() for c in jax.tree.leaves(cotangents)]).max()
     if axis_name is not None:
         largest = lax.pmax(varying_over(largest, axis_name), axis_name)

@@ -26,6 +26,7 @@ from infcl_jax.ops.pairwise_lse.base import (
     add_trees,
     constant,
     empty_log_sum,
+    exp_below,
     finite_shift,
     matmul,
     similarities,
@@ -279,7 +280,7 @@ def _log_sum(z: Float[Array, "rows by"], valid: Bool[Array, "#rows #by"] | None,
     if valid is not None:
         z = jnp.where(valid, z, jnp.full_like(z, -jnp.inf))
     shift = z.max(axis)
-    sumexp = jnp.exp(z - jnp.expand_dims(finite_shift(shift), axis)).sum(axis)
+    sumexp = exp_below(z, jnp.expand_dims(finite_shift(shift), axis)).sum(axis)
     return LogSum(shift, sumexp)
 
 
@@ -295,7 +296,7 @@ def _weighted_softmax(
     `axis` is the reduced axis of the sums. The result is 0 for an empty sum, whatever `z` is.
     """
     shift = jnp.where(sums.sumexp > 0, sums.shift, jnp.full_like(sums.shift, jnp.inf))
-    p = jnp.exp(z - jnp.expand_dims(shift, axis)) * jnp.expand_dims(factor(sums, d_lse), axis)
+    p = exp_below(z, jnp.expand_dims(shift, axis)) * jnp.expand_dims(factor(sums, d_lse), axis)
     return p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
 
 

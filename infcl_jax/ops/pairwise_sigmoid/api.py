@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32, Shaped
 
 from infcl_jax.checks import check_implementation
+from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_ids, checked_mask
@@ -94,6 +95,7 @@ def pairwise_sigmoid(
     scale, bias = (jnp.asarray(a).astype(accumulation_dtype(x.dtype)) for a in (scale, bias))
     x, y, mask, x_ids, y_ids, *scalars = varying_over((x, y, mask, groups.x, groups.y, scale, bias), axis_name)
     x, y = zero_masked(x, mask), zero_masked(y, mask)
+    x, y, *scalars = only_reverse((x, y, *scalars), "write it out as a sum over pairs")
     backend = BACKENDS[implementation](not ring.ring_axes(axis_name))
     if x_ids is None or not backend.sorts_ids:
         sums = blockwise(Plan(backend, axis_name), x, y, *scalars, mask, mask, x_ids, y_ids)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
+from infcl_jax.ops.common.derivatives import first_derivative
 from infcl_jax.ops.pairwise_lse import base as lse
 from infcl_jax.ops.pairwise_lse.base import Array, constant
 from infcl_jax.ops.pairwise_lse.chunking import loop_over_slices
@@ -45,6 +46,7 @@ class Fused:
 
     def forward(self, block: Block) -> Sums:
         """Implement `base.Backend.forward`."""
+        block = first_derivative(block)
         padded = self._padded(block)
         operands = self._operands(block, padded)
         rows, columns = padded.x.shape[0], padded.y.shape[0]
@@ -74,6 +76,7 @@ class Fused:
 
     def backward(self, block: Block, cotangents: Sums, acc: Gradient) -> Gradient:
         """Implement `base.Backend.backward`."""
+        block = first_derivative(block)
         padded = self._padded(block)
         operands = self._operands(block, padded)
         scale, rows = _nonzero(block.scale), padded.x.shape[0]

@@ -9,9 +9,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jaxtyping import Bool, Float, Int32
 
+from infcl_jax.ops.common.derivatives import not_reversed
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, add_trees
-from infcl_jax.ops.pairwise_lse.vjp import decode_perturbed, encode_perturbed, instantiate, power_of_two_bound, scaled
+from infcl_jax.ops.pairwise_lse.vjp import (
+    HESSIAN_PRODUCT,
+    decode_perturbed,
+    encode_perturbed,
+    instantiate,
+    power_of_two_bound,
+    scaled,
+)
 from infcl_jax.ops.pairwise_sigmoid.base import (
     UNMATCHED_COLUMN,
     UNMATCHED_ROW,
@@ -48,8 +56,10 @@ def blockwise(
     The arrays are the fields of this device's `base.Block`. Without ids, the positive of row i is column i of the same
     device.
     """
-    block = Block(x, y, scale, bias, x_mask, y_mask, x_ids, y_ids)
+    return _sums(plan, Block(x, y, scale, bias, x_mask, y_mask, x_ids, y_ids))
 
+
+def _sums(plan: Plan, block: Block) -> Sums:
     def compare(columns: tuple, own: bool) -> tuple[Sums, None]:
         return plan.backend.forward(_with_columns(block, columns, 0, own)), None
 
@@ -57,8 +67,8 @@ def blockwise(
 
 
 def _forward(plan: Plan, *primals: CustomVJPPrimal | None) -> tuple[Sums, tuple]:
-    values = custom_vjp_primal_tree_values(primals)
-    return blockwise(plan, *values), (Block(*values), encode_perturbed(primals[:4]))
+    block = Block(*custom_vjp_primal_tree_values(primals))
+    return _sums(plan, block), (block, encode_perturbed(primals[:4]))
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: Sums) -> tuple:
@@ -71,7 +81,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: Sums) -> tuple:
     feature_scale = jnp.where(block.scale == 0, jnp.zeros_like(grad_scale), grad_scale)
     d_x, d_y = (None if g is None else scaled(g, feature_scale, block.x.dtype) for g in (grads.x, grads.y))
     d_scale, d_bias = (None if g is None else g * grad_scale for g in (grads.scale, grads.bias))
-    return d_x, d_y, d_scale, d_bias, None, None, None, None
+    return *not_reversed((d_x, d_y, d_scale, d_bias), HESSIAN_PRODUCT), None, None, None, None
 
 
 def _gradient(plan: Plan, block: Block, cotangents: Sums, needs_grad: NeedsGrad) -> Gradient:

@@ -135,7 +135,7 @@ def test_repeated_captions_of_two_images_tie_and_of_one_image_do_not():
 @pytest.fixture
 def warned(caplog):
     """The log of a process that has not warned yet."""
-    retrieval._warn_once.cache_clear()
+    retrieval.warn_once.cache_clear()
     caplog.set_level(logging.WARNING, retrieval.__name__)
     return caplog
 

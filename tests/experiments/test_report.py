@@ -85,7 +85,7 @@ def test_files_beside_runs_are_skipped(tmp_path, capsys):
     file.write_text("lr was too high")
     report([str(folder), str(file)], str(tmp_path / "report.html"))
     assert f"skipped, not folders of runs: {file}" in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError, match="expected the work directory of a run, got .*notes.txt"):
+    with pytest.raises(FileNotFoundError, match=r"expected the work directory of a run, got .*notes\.txt"):
         report([str(file)], str(tmp_path / "report.html"))
 
 

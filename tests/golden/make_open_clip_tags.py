@@ -28,7 +28,7 @@ def registry() -> dict[str, dict[str, str]]:
     before = {name: sys.modules.get(name) for name in replaced}
     sys.modules |= replaced
     try:
-        from open_clip.pretrained import _PRETRAINED
+        from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
     finally:
         for name, module in before.items():
             sys.modules.pop(name)
@@ -37,9 +37,12 @@ def registry() -> dict[str, dict[str, str]]:
         for name in [name for name in sys.modules if name.startswith("open_clip.")]:
             del sys.modules[name]
     tags = {
-        model: {tag: config["hf_hub"].rstrip("/") for tag, config in _PRETRAINED[model].items() if config["hf_hub"]}
+        model: {
+            tag: repository.rstrip("/")
+            for tag in list_pretrained_tags_by_model(model)
+            if (repository := get_pretrained_cfg(model, tag)["hf_hub"])
+        }
         for model in model_names()
-        if model in _PRETRAINED
     }
     return {model: repositories for model, repositories in tags.items() if repositories}
 

@@ -40,6 +40,11 @@ def bad_record_limit(limit: float | None, source: Sized) -> int:
     return int(round(limit * len(source), 6) if 0 < limit < 1 else limit)  # 0.29 * 100 is below 29
 
 
+def describe_limit(limit: float | None) -> str:
+    """Name the setting of `bad_record_limit`, with the meaning of None."""
+    return f"max_bad_records={limit}" + (f" (1 % of the samples, at least {_FEWEST})" if limit is None else "")
+
+
 class BadRecords:
     """Different bad records of a run, with a limit.
 
@@ -104,7 +109,7 @@ class BadRecords:
                 return False
             if len(self._indices) >= self._limit:
                 raise BadRecordError(
-                    f"{message}; more than the {self._limit} bad records that max_bad_records={self._setting} allows, "
+                    f"{message}; more than the {self._limit} bad records that {describe_limit(self._setting)} allows, "
                     "check the data" + (f" ({self.summary()})" if self._indices else "")
                 )
             self._indices.add(index)

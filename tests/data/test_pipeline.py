@@ -23,7 +23,7 @@ from infcl_jax.data import (
     stages,
     train_iterator,
 )
-from infcl_jax.data.bad_records import bad_record_limit
+from infcl_jax.data.bad_records import BadRecords, bad_record_limit
 
 TOKENIZER = ByteTokenizer(context_length=16)
 
@@ -368,9 +368,17 @@ def test_the_limit_of_bad_records_is_a_number_or_a_fraction(limit, samples, coun
     assert bad_record_limit(limit, range(samples)) == count
 
 
-def test_the_message_has_the_limit_and_the_setting():
-    with pytest.raises(BadRecordError, match=r"more than the 4 bad records that max_bad_records=0.1 allows"):
-        batches(MemorySource(40, bad=range(0, 40, 2)), 6, max_bad_records=0.1)
+@pytest.mark.parametrize(
+    ("limit", "samples", "match"),
+    [
+        (0.1, 40, "4 bad records that max_bad_records=0.1 allows"),
+        (None, 204, r"100 bad records that max_bad_records=None \(1 % of the samples, at least 100\) allows, check"),
+    ],
+)
+def test_the_message_has_the_limit_and_the_setting(limit, samples, match):
+    records = BadRecords(MemorySource(samples), limit)
+    with pytest.raises(BadRecordError, match=f"more than the {match}"):
+        records.add(range(0, samples, 2))
 
 
 @pytest.mark.parametrize("size", [1, 11, 12, 13, 40])

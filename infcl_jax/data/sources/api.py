@@ -125,7 +125,12 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
         names = splits.split_folder(names[0], splits.WHOLE, (_TAR, *table.EXTENSIONS))
     if os.path.isdir(names[0]):
         return folder_source(names[0], dataset, split.name, options)
-    return _load_files(names, dataset, split.name, options)
+    try:
+        return _load_files(names, dataset, split.name, options)
+    except ValueError as error:
+        if hint := splits.images_hint(os.path.dirname(names[0])):
+            raise ValueError(f"{error}{hint}") from error
+        raise
 
 
 def _load_files(names: list[str], dataset: str, split: str, options: dict[str, str]) -> Source:

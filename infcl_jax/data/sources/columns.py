@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,7 @@ _SPACE = (  # white space of str.strip and byte order marks, in UTF-8
     r"|\xef\xbb\xbf)"
 )
 _BLANK = rf"""^{_SPACE}*(?:\[(?:{_SPACE}|,|'{_SPACE}*'|"{_SPACE}*"|None|null|nan|NaN)*\]{_SPACE}*)?$"""
+_LETTERS = pa.array([bytes([byte]) for byte in string.printable.encode() if byte > 32 and byte != ord("[")])
 
 
 def read_columns(
@@ -135,6 +137,30 @@ class RowGroups:
         return value
 
 
+def null_count(file: parquet.ParquetFile, column: str) -> int:
+    """Return the number of nulls in a column, from statistics; 0 if unknown.
+
+    A struct, which has a leaf for each field, is null where all of them are.
+    """
+    metadata, total = file.metadata, 0
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    leaves = [i for i, path in enumerate(paths) if path == column or path.startswith(f"{column}.")]
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        statistics = [group.column(i).statistics for i in leaves]
+        total += min((s.null_count if s and s.has_null_count else 0 for s in statistics), default=0)
+    return total
+
+
+def first_paths(file: parquet.ParquetFile, path: str, column: str, count: int) -> list[str]:
+    """Return the first paths of a column that are not blank."""
+    for batch in _batches(file, path, [column]):
+        values = pa.chunked_array([batch.column(0)])
+        filled = values.filter(pa.array(is_filled(values)))
+        if len(filled):
+            return [as_string(value) for value in filled[:count]]
+    return []
+
+
 def image_fields(kind: pa.DataType) -> tuple[bool, bool]:
     """Tell what the values of an image column can be.
 
@@ -174,6 +200,16 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)
 
 
+def without_nan(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without values or lists but NaN as null; pandas writes missing texts as NaN."""
+    kind, values = column.type, column
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind, values = kind.value_type, pc.list_flatten(column)
+    if pa.types.is_floating(kind) and pc.all(pc.is_nan(values), min_count=0).as_py():
+        return pa.chunked_array([pa.nulls(len(column))])
+    return column
+
+
 def is_filled(column: pa.ChunkedArray) -> np.ndarray:
     """Tell which values have a text that is not blank.
 
@@ -194,7 +230,12 @@ def is_filled(column: pa.ChunkedArray) -> np.ndarray:
         raise ValueError(f"expected texts or lists of texts, got {kind}")
     large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
     texts = column.cast(pa.large_binary() if large else pa.binary())  # no copy
-    return ~np.asarray(pc.fill_null(pc.match_substring_regex(texts, _BLANK), True))
+    filled = np.asarray(pc.is_in(pc.binary_slice(texts, 0, 1), _LETTERS))
+    if not filled.all():  # an expression takes long for many texts
+        others = texts.filter(pa.array(~filled))
+        filled = filled.copy()
+        filled[~filled] = ~np.asarray(pc.fill_null(pc.match_substring_regex(others, _BLANK), True))
+    return filled
 
 
 def _is_list_filled(lists: pa.Array) -> np.ndarray:

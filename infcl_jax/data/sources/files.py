@@ -25,7 +25,6 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})")
 _COMPRESSED_TAR = re.compile(r"\.(?:tar\.(gz|bz2|xz|zstd?|lz4|z)|t(gz|bz2?|xz|zst))$", re.IGNORECASE)
 _COMPRESSIONS = {"gz": "gzip", "bz": "bzip2", "bz2": "bzip2", "xz": "xz", "zst": "zstd", "z": "compress"}
-_SYSTEM_FOLDERS = ("@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 
 
 class FileStamp(NamedTuple):
@@ -154,9 +153,12 @@ def open_file(path: str) -> BinaryIO:
     return open_regular(path)
 
 
-def is_hidden(name: str) -> bool:
-    """Tell if a file or folder is hidden or an operating system's, such as "@eaDir"."""
-    return name.startswith(".") or name in _SYSTEM_FOLDERS
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tell if a directory entry is a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link to itself
+        return False
 
 
 def is_compressed_tar(name: str) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infcl_jax.data.sources import captions, files, paths
+from infcl_jax.data.sources.annotations import check_not_saved_to_disk
 from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
-from infcl_jax.data.sources.folder_listing import CAPTION, check_no_others, list_folder, stem
+from infcl_jax.data.sources.folder_listing import CAPTION, check_no_others, class_of, list_folder, stem
 from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
 from infcl_jax.data.sources.table import TableSource
 
@@ -53,7 +54,8 @@ class FolderSource:
     Samples are numbered in the order of the relative paths. The class of an image is its subfolder. Images without
     caption or with a blank one, and caption files without image, are dropped. Without any captioned image, the captions
     are prompts of the class, and images without class are dropped. Hidden files and folders are left out, and links to
-    folders are followed, see `list_folder`.
+    folders are followed, see `list_folder`. A folder that several paths lead to counts once, or
+    once in each class.
 
     Args:
       folder: path of the folder.
@@ -72,17 +74,23 @@ class FolderSource:
         self.name, self.split, self._folder, self._images_only = name, split, folder, images_only
         self._outside = outside
         listing = list_folder(folder, follow_outside=outside is not False)
-        keys, images, unpaired = listing.captioned, listing.images, listing.unpaired
+        keys, images, unpaired, repeated = listing.captioned, listing.images, listing.unpaired, len(listing.repeated)
         self.captioned = bool(keys) and not images_only
         if images_only:
             keys, unpaired = images, 0
         elif not self.captioned:
             check_no_others(folder, listing)
-            keys = [key for key in images if _class_of(key)]
+            images, repeated = sorted([*images, *listing.repeated]), 0
+            keys = [key for key in images if class_of(key)]
         self._keys, self._renamed = keys, listing.renamed
         reason = "no caption" if self.captioned else "no class"
         links = len(listing.outside)
-        counts = {"no image": unpaired, reason: len(images) - len(keys), "link outside": links * (outside is False)}
+        counts = {
+            "no image": unpaired,
+            reason: len(images) - len(keys),
+            "linked again": repeated,
+            "link outside": links * (outside is False),
+        }
         if links and outside is None:
             _logger.warning(
                 "%s: %d links to folders outside %s, the first is %r; ?%s=false leaves them out",
@@ -91,17 +99,19 @@ class FolderSource:
         self.dropped = {reason: count for reason, count in counts.items() if count}
         warn_dropped(self)
         if not keys:
+            check_not_saved_to_disk(folder)
+            left_out = f" ({links} links outside are left out)" if links and outside is False else ""
             raise ValueError(
-                f"{name} has {len(images)} images and none with a caption; put KEY.txt beside KEY.jpg, a metadata.csv "
-                "with the columns file_name and text into the folder, or the images of each class into a subfolder;"
-                f" {name}?caption={captions.NONE} reads images alone"
+                f"{name} has {len(images)} images and none with a caption{left_out}; put KEY.txt beside KEY.jpg, a"
+                " metadata.csv with the columns file_name and text into the folder, or the images of each class into a"
+                f" subfolder; {name}{'?' if outside is None else '&'}caption={captions.NONE} reads images alone"
             )
         self._labels: dict[str, int] = {}
         self._classes: Classes | str
         try:
             if images_only:
                 raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
-            values = {value for key in keys if (value := _class_of(key))}
+            values = {value for key in keys if (value := class_of(key))}
             if not values:
                 raise ValueError(f"{name} has no classes; put the images of each class into a subfolder named after it")
             self._labels, self._classes = label_values(values, folder, name)
@@ -116,7 +126,7 @@ class FolderSource:
     def __getitem__(self, index: int) -> Example:
         check_index(index, len(self))
         key = self._keys[index]
-        label = self._labels.get(_class_of(key), UNLABELED)
+        label = self._labels.get(class_of(key), UNLABELED)
         try:
             image = self._read(key, files.LARGEST_IMAGE)
             if self._images_only:
@@ -159,8 +169,3 @@ class FolderSource:
     def source_name(self, index: int) -> str:
         """Name the dataset of a record."""
         return self.name
-
-
-def _class_of(path: str) -> str:
-    """Return the class of a relative path, its first folder; "" without folder."""
-    return path.partition(os.sep)[0] if os.sep in path else ""

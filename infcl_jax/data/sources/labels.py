@@ -245,14 +245,15 @@ def folder_classes(names: tuple[str, ...], folder: str) -> Classes:
 
 
 def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
-    """Convert a column of labels to strings, "" for null.
+    """Convert a column of labels to strings, "" for null, NaN and -1, Hugging Face's value of no label.
 
     Raises:
       ValueError: the column has other values than texts and numbers.
     """
     try:
         strings = pc.utf8_trim_whitespace(pc.fill_null(column.cast(pa.string()), ""))
-        return pc.replace_substring_regex(strings, r"^([+-]?\d+)\.0*$", r"\1")  # pandas writes integers as floats
+        strings = pc.replace_substring_regex(strings, r"^([+-]?\d+)\.0*$", r"\1")  # pandas writes integers as floats
+        return pc.replace_substring_regex(strings, r"^(?:-1|nan|NaN)$", "")
     except pa.ArrowException as error:
         reason = " ".join(str(error).split())[:100]
         raise ValueError(f"{data}: expected class names or integers in UTF-8, got {reason}") from error

@@ -1,78 +1,109 @@
-"""Quotes of CSV and TSV files that swallow rows."""
+"""Quotes of CSV and TSV files: where they enclose cells, and where they may swallow rows."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import BinaryIO
 
-_QUOTE = ord('"')
-_QUOTED = re.compile(rb'(?:[^"]++|"")*+')  # the rest of a quoted cell in a line
-_BLOCK, _LINE = 2**24, 2**26  # bytes of a file read at once, and at most of the rest of their last line
+_BLOCK = 2**24  # bytes of a file read at once
+_LONGEST = 2**26  # bytes of a quoted cell, as of a block that Arrow parses
+_LINE_BREAK = re.compile(rb"\r\n?|\n")
+_SWALLOWED = 0.9  # least fraction of a cell's lines that are rows; the rest can be damaged rows
 
 
-def first_stray_quote(file: BinaryIO, separator: str, is_row: Callable[[bytes], bool]) -> int | None:
-    """Find a quoted cell that no writer of quoted cells has written.
+@dataclasses.dataclass
+class Quotes:
+    """Quotes of a file.
 
-    Its closing quote is missing or has text behind it, or it contains a row. Parsers that obey quotes then read text of
-    several rows as one cell.
+    Attributes:
+      present: whether there is any.
+      line_breaks: whether a quoted cell has a line break.
+      stray: number of the line, from 1, of the first quoted cell without closing quote, or with text behind it.
+      swallowing: the same, of the first quoted cell whose lines look like rows.
+      images: images of these rows in the first such cells.
+    """
+
+    present: bool = False
+    line_breaks: bool = False
+    stray: int | None = None
+    swallowing: int | None = None
+    images: list[bytes] = dataclasses.field(default_factory=list)
+
+
+def scan_quotes(file: BinaryIO, separator: str, swallowed: Callable[[list[bytes]], list[bytes]]) -> Quotes:
+    """Scan a table for quotes up to the first stray one.
 
     Args:
       file: table, at its start.
       separator: separator of the cells.
-      is_row: whether a line within a quoted cell looks like a row of the table.
-
-    Returns:
-      Number of the line in which the cell begins, from 1; None if there is no such cell.
+      swallowed: function from the lines of a quoted cell to the images of the rows that they look like.
     """
-    end = re.compile(rf"[{separator}\r\n]".encode())
-    # Cells without quotes, and quoted ones that end in their line. A search by cell takes five times as long.
-    cell = rf'(?:[^"{separator}\r\n][^{separator}\r\n]*+|"(?:[^"\r\n]++|"")*+"|)'
-    simple = re.compile(rf"(?:{cell}[{separator}\r\n])*+".encode())
-    number, opened = 0, 0  # `opened`: line of the quoted cell that contains the start of this line
-    while block := file.read(_BLOCK) + file.readline(_LINE):
-        block += b"" if block.endswith(b"\n") else b"\n"
-        if not opened and simple.fullmatch(block):
-            number += block.count(b"\n")
-            continue
-        for line in io.BytesIO(block):
-            number += 1
-            if opened and is_row(line):
-                return opened
-            if opened or not simple.fullmatch(line):
-                opened, stray = _open_cell(line, number, opened, end)
-                if stray:
-                    return opened
-    return opened or None
+    end = rf"[{re.escape(separator)}\r\n]"
+    # A quote behind a separator begins a quoted cell; others are text.
+    text, begin = rf'"(?<=[^{end[1:]}")', rf'"(?<![^{end[1:]}")'
+    simple = re.compile(rf'(?:[^"]++|{text}|{begin}(?:[^"\r\n]++|"")*+"(?={end}))*+'.encode())  # without line breaks
+    opened = re.compile(rb'"(?:[^"]++|"")*+')
+    closed = re.compile(rf'"{end}'.encode())
+    result, data, line, more = Quotes(), b"", 1, True
+    while more and len(data) <= _LONGEST:
+        block = file.read(_BLOCK)
+        more = bool(block)
+        data += block or b"\n"
+        stop = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        position, counted = 0 if b'"' in data else stop, 0
+        result.present |= position < stop
+        while position < stop and (position := _end(simple, data, position, stop)) < stop:
+            behind = _end(opened, data, position, stop)
+            if behind == stop and more and stop - position <= _LONGEST:
+                break  # the rest of the cell is in the next block
+            line, counted = line + data.count(b"\n", counted, position), position
+            if not closed.match(data, behind, stop):
+                result.stray = line
+                return result
+            result.line_breaks = True
+            images = swallowed(_LINE_BREAK.split(data[position + 1 : behind]))
+            if images:
+                result.swallowing = result.swallowing or line
+                result.images += images
+            position = behind + 1
+        line += data.count(b"\n", counted, position)
+        data = data[position:]
+    return result
 
 
-def _open_cell(line: bytes, number: int, opened: int, end: re.Pattern[bytes]) -> tuple[int, bool]:
-    """Find an open or malformed quoted cell in a line.
+def _end(pattern: re.Pattern[bytes], data: bytes, position: int, stop: int) -> int:
+    match = pattern.match(data, position, stop)
+    return position if match is None else match.end()
+
+
+def swallowed_rows(
+    lines: list[bytes], separator: bytes, columns: int, image: int, is_image: Callable[[bytes], bool]
+) -> list[bytes]:
+    """Return the images of rows that a quoted cell has swallowed.
 
     Args:
-      line: the line.
-      number: number of the line.
-      opened: line of the quoted cell that contains its start, or 0.
-      end: pattern of the byte behind a closing quote.
+      lines: lines of the cell, at least two.
+      separator: separator of the cells.
+      columns: number of columns.
+      image: index of the image column.
+      is_image: whether a text is the name of an image.
 
     Returns:
-      Line in which the cell begins that is open at the end of the line, or 0, and False; or the line in which a cell
-      begins that has text behind its closing quote, and True.
+      Images of the lines, or none unless nearly all lines are rows.
     """
-    position = 0
-    while position < len(line):
-        if not opened and line[position] == _QUOTE:
-            opened, position = number, position + 1
-        if opened:
-            quoted = _QUOTED.match(line, position)
-            position = len(line) if quoted is None else quoted.end()
-            if position == len(line):
-                break
-            position += 1
-            if position < len(line) and not end.match(line, position):
-                return opened, True
-            opened = 0
-        match = end.search(line, position)
-        position = len(line) if match is None else match.end()
-    return opened, False
+
+    def find_image(line: bytes) -> bytes:
+        cells = line.split(separator)
+        # Commas are also in captions, in front of the image or behind it.
+        if columns < 2 or len(cells) < columns or (separator != b"," and len(cells) > columns):
+            return b""
+        names = (cells[number].strip(b'" ') for number in (image, image - columns))
+        return next(filter(is_image, names), b"")
+
+    first, *inner, last = lines
+    # The cells in front of the quoted one are in the same line as its start, and those behind in that of its end.
+    images = [find_image(line) for line in [last + first, *filter(bytes.strip, inner)]]
+    found = list(filter(None, images))
+    return found if images[0] and len(found) >= _SWALLOWED * len(images) else []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pyarrow import parquet
 
 from infcl_jax.data.sources import files
+from infcl_jax.data.sources.tar_scan import is_hidden
 
 _ALIASES = (
     ("train", "training"),
@@ -75,8 +76,10 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     Raises:
       ValueError: the folder has other splits, files of several kinds, or compressed ones among its tar files.
     """
-    names = sorted(name for name in os.listdir(folder) if not files.is_hidden(name))
-    folders = [name for name in names if os.path.isdir(f"{folder}/{name}")]
+    with os.scandir(folder) as entries:  # tells folders without a request for each file
+        are_folders = {entry.name: files.is_folder(entry) for entry in entries if not is_hidden(entry.name)}
+    names = sorted(are_folders)
+    folders = [name for name in names if are_folders[name]]
     tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith("metadata.")]
     tables = _without_records(folder, tables, folders)
     if not tables and "data" in folders and any(f.endswith(tuple(extensions)) for f in os.listdir(f"{folder}/data")):
@@ -98,17 +101,36 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     if any(name.endswith(".tar") for name in chosen):
         files.check_uncompressed(f"{folder}/{n}" for n in names if chosen == tables or words(n) & requested)
     if len({os.path.splitext(name)[1] for name in chosen}) > 1:
-        raise ValueError(f"{folder} has files of several kinds: {', '.join(chosen[:4])}; name the files, such as *.tar")
+        hint = images_hint(folder) or "; name the files, such as *.tar"
+        raise ValueError(f"{folder} has files of several kinds: {', '.join(chosen[:4])}{hint}")
     return [f"{folder}/{name}" for name in chosen] or [folder]
 
 
 def _without_records(folder: str, tables: Sequence[str], folders: Sequence[str]) -> list[str]:
     """Leave out img2dataset's records of a tar file or folder of the same name."""
     stems = {name.removesuffix(".tar") for name in tables if name.endswith(".tar")}
-    beside_folders = [name for name in tables if name.endswith(".parquet") and name.removesuffix(".parquet") in folders]
-    if beside_folders and _has_status(f"{folder}/{beside_folders[0]}"):
-        stems.update(name.removesuffix(".parquet") for name in beside_folders)
+    stems.update(_folders_of_records(folder, tables, folders))
     return [name for name in tables if not (name.endswith(".parquet") and name.removesuffix(".parquet") in stems)]
+
+
+def _folders_of_records(folder: str, names: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """List the folders of images that have img2dataset's records beside them."""
+    parquets = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+    beside = [name for name in folders if name in parquets]
+    return beside if beside and _has_status(f"{folder}/{beside[0]}.parquet") else []
+
+
+def images_hint(folder: str) -> str:
+    """Name the folders of img2dataset's images, for errors of other tables beside them; "" without such folders."""
+    names = sorted(os.listdir(folder))
+    folders = _folders_of_records(folder, names, [name for name in names if os.path.isdir(f"{folder}/{name}")])
+    if not folders:
+        return ""
+    shown = ", ".join(folders[:4]) + (f" and {len(folders) - 4} more" if len(folders) > 4 else "")
+    return (
+        f"; {folder} has images of img2dataset in the folders {shown}: move tables that have no such folder to another"
+        " place to read these"
+    )
 
 
 def _has_status(path: str) -> bool:

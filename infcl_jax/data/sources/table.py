@@ -39,7 +39,7 @@ class TableSource:
         without captions and labels, "label": column of the labels, "folder": base of relative image paths, "outside":
         "false" refuses tables with paths outside that folder, and links to files outside, "true" allows other file
         systems. By default, the first column named in `IMAGE_COLUMNS`, `CAPTION_COLUMNS` and `LABEL_COLUMNS` of
-        `table_file.py`, in any capitalization, encoded images before paths, and the folder of each file.
+        `table_file.py`, in any capitalization, for images one with images, and the folder of each file.
       embedded: rows of each table with an image in the table, from an earlier opening; None: found at opening.
 
     Raises:
@@ -71,10 +71,13 @@ class TableSource:
             count = sum(table.dropped.get(reason, 0) for table in tables)
             if count:
                 self.dropped[reason] = count
-        warn_dropped(self)
+        warn_dropped(self, "; images of the column " + ", ".join({repr(t.image_column): None for t in tables}))
         if len(self) == 0:
             text = "caption" if tables[0].captioned else "label"
-            raise ValueError(f"{name} has no row with an image and a {text}; check the columns {tables[0].columns}")
+            raise ValueError(
+                f"{name} has no row with an image and a {text}; check the columns {tables[0].columns}"
+                f"; the images are those of {tables[0].image_column!r}"
+            )
         self.captioned = all(table.captioned for table in tables)
         self._images_only = self._options.get("caption") == captions.NONE
         self._classes: Classes | str

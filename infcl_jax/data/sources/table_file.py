@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from csv import Error as CSVError
 
@@ -18,25 +19,32 @@ from infcl_jax.data.sources.columns import (
     as_string,
     class_names,
     first_known,
+    first_paths,
     image_fields,
     is_filled,
     is_text,
     may_be_images,
+    null_count,
     plain_type,
     read_columns,
+    without_nan,
 )
 from infcl_jax.data.sources.labels import UNLABELED, label_strings
 from infcl_jax.data.sources.paths import outside_option, resolve
+from infcl_jax.data.sources.tar_scan import IMAGES
 from infcl_jax.data.sources.text_tables import read_csv, read_json_lines
 from infcl_jax.file_io import open_regular
 
 IMAGE_COLUMNS = (
     "image", "image_path", "filepath", "file_path", "filename", "file_name", "path", "file", "img", "img_path", "jpg",
-    "jpeg", "png", "webp", "image_bytes", "bytes", "url", "image_url",
+    "jpeg", "png", "webp", "image_bytes", "bytes", "url", "image_url", "image_name",
 )  # fmt: skip
-CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt")
+CAPTION_COLUMNS = (
+    "caption", "captions", "text", "texts", "title", "description", "alt_text", "alt", "sentence", "txt",
+)  # fmt: skip
 LABEL_COLUMNS = ("label", "class")
 _SHOWN = 1000  # characters of the columns in messages
+_PLAIN_NAME = re.compile(r"[\w./-]{1,255}")  # unlike texts, it is looked for among the files
 _CHECKED = 16  # images whose existence is checked
 
 
@@ -48,6 +56,7 @@ class TableFile:
       folder: folder of the file.
       images_folder: base of relative image paths.
       columns: names of all columns.
+      image_column: name of the image column.
       captioned: whether there is a caption column.
       label_column: description of the label column.
       class_names: names of integer labels in the file itself, as Hugging Face writes them; else None.
@@ -68,6 +77,8 @@ class TableFile:
         self._groups: RowGroups | None = None
         read = self._read_parquet if path.endswith(".parquet") else self._read_text
         table = read(path, options)
+        for name in self._captions:
+            table = table.set_column(table.column_names.index(name), name, without_nan(table.column(name)))
         self._label_values = table.column(self._label) if self._label else None
         paths = self._read_paths(table)
         complete = self._complete(table, paths)
@@ -81,23 +92,21 @@ class TableFile:
         self._check_paths()
 
     def _choose_columns(
-        self, columns: Sequence[str], options: Mapping[str, str], binary: Sequence[str] = ()
+        self, columns: Sequence[str], options: Mapping[str, str], image: str | None = None
     ) -> list[str]:
         """Choose the columns to read.
 
         Args:
           columns: names of all columns.
           options: options of `TableSource`.
-          binary: names of columns with encoded images, which come before paths.
+          image: name of the image column unless there is such an option; None: the first known name.
 
         Returns:
           Names of the chosen columns, that of the images first.
         """
         self.columns = ", ".join(columns)[:_SHOWN]
         requested = [column for column in options.get("caption", "").split(",") if column]
-        self._image = (
-            options.get("image") or first_known(binary, IMAGE_COLUMNS) or self._detect(columns, "image", IMAGE_COLUMNS)
-        )
+        self.image_column = options.get("image") or image or self._detect(columns, "image", IMAGE_COLUMNS)
         self._label = options.get("label") or first_known(columns, LABEL_COLUMNS)
         self._images_only = requested == [captions.NONE]
         if self._images_only:
@@ -106,7 +115,7 @@ class TableFile:
             requested = [self._detect(columns, "caption", CAPTION_COLUMNS)]
         self._captions, self.captioned = requested, bool(requested)
         self.label_column = f"{self.path}, column {self._label!r}"
-        chosen = [("image", self._image), *(("caption", column) for column in self._captions)]
+        chosen = [("image", self.image_column), *(("caption", column) for column in self._captions)]
         named = chosen + ([("label", self._label)] if self._label else [])
         for option, column in named:
             if list(columns).count(column) > 1:
@@ -118,8 +127,12 @@ class TableFile:
     def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
         column = first_known(columns, known)
         if column is None:
+            header = (
+                "" if self.path.endswith((".parquet", ".jsonl")) else ", or put a line of names in front of the rows"
+            )
             raise ValueError(
                 f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
+                + header
             )
         return column
 
@@ -129,9 +142,7 @@ class TableFile:
                 open_regular(path).close()  # Arrow reads local files itself, and waits for FIFOs
             file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
             types = {field.name: plain_type(field.type) for field in file.schema_arrow}
-            image, *used = self._choose_columns(
-                file.schema_arrow.names, options, [name for name, kind in types.items() if may_be_images(kind)]
-            )
+            image, *used = self._choose_columns(file.schema_arrow.names, options, self._parquet_images(file, types))
             has_bytes, has_paths = self._image_fields(types[image])
             if has_bytes:
                 groups = RowGroups(file, path, image)
@@ -145,6 +156,30 @@ class TableFile:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} is not a parquet file: {reason}") from error
 
+    def _parquet_images(self, file: parquet.ParquetFile, types: Mapping[str, pa.DataType]) -> str | None:
+        """Choose the column of images by its values.
+
+        The first known name has the images of all rows, else of some. Paths of images that are not downloaded, or gone,
+        and columns without values have none.
+        """
+        known = [name for name in types if first_known([name], IMAGE_COLUMNS)]
+        ordered = sorted(known, key=lambda name: IMAGE_COLUMNS.index(name.lower()))
+        if len(ordered) < 2:
+            return None
+        nulls = {name: null_count(file, name) for name in ordered}
+        encoded = [name for name in ordered if may_be_images(types[name])]
+        rows = file.metadata.num_rows
+        usable = [name for name in ordered if nulls[name] < rows and (name in encoded or self._has_paths(file, name))]
+        complete = [name for name in usable if not nulls[name]]
+        return next(iter(complete + usable + encoded), None)
+
+    def _has_paths(self, file: parquet.ParquetFile, column: str) -> bool:
+        """Tell if a column has paths of images that exist."""
+        if not is_text(plain_type(file.schema_arrow.field(column).type)):
+            return False
+        keys = first_paths(file, self.path, column, _CHECKED)
+        return bool(keys) and self._path_problem(keys, column) is None
+
     def _read_text(self, path: str, options: Mapping[str, str]) -> pa.Table:
         def choose(columns: Sequence[str]) -> list[str]:
             return self._choose_columns(columns, options)
@@ -153,7 +188,7 @@ class TableFile:
             with files.open_file(path) as file:
                 if path.endswith(".jsonl"):
                     return read_json_lines(file, path, choose)
-                table, damaged = read_csv(file, path, choose)
+                table, damaged = read_csv(file, path, choose, self._is_image)
         except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} cannot be read: {reason}; check that it is a table in UTF-8") from error
@@ -165,13 +200,13 @@ class TableFile:
         try:
             return image_fields(kind)
         except ValueError as error:
-            raise ValueError(f"{self.path}, image column {self._image!r}: {error}") from None
+            raise ValueError(f"{self.path}, image column {self.image_column!r}: {error}") from None
 
     def _read_paths(self, table: pa.Table) -> pa.ChunkedArray | None:
         """Return the paths of images, "" for embedded ones; None without paths."""
-        if self._image not in table.column_names:
+        if self.image_column not in table.column_names:
             return None
-        column = table.column(self._image)
+        column = table.column(self.image_column)
         if not is_text(column.type):
             _, has_paths = self._image_fields(column.type)
             if not has_paths:
@@ -206,10 +241,15 @@ class TableFile:
     def _check_paths(self) -> None:
         if self.paths is None or self._groups is not None or not len(self):
             return  # where some images are in the table, paths without a file are bad records
-        keys = [self.key(row) for row in range(min(_CHECKED, len(self)))]
+        problem = self._path_problem([self.key(row) for row in range(min(_CHECKED, len(self)))], self.image_column)
+        if problem:
+            raise ValueError(f"{self.path}{problem}")
+
+    def _path_problem(self, keys: Sequence[str], column: str) -> str | None:
+        """Tell why none of the paths of images can be read, if so."""
         if keys[0].startswith(("http://", "https://")):
-            raise ValueError(
-                f"{self.path} has URLs in its image column {self._image!r}; download the images first, "
+            return (
+                f" has URLs in its image column {column!r}; download the images first, "
                 "for example with img2dataset, or name another column with ?image=COLUMN"
             )
         first = ""
@@ -217,13 +257,19 @@ class TableFile:
             try:
                 path = resolve(key, self.images_folder, self._outside or None)  # `report_outside` follows
                 if files.is_remote(path) or os.path.exists(path):
-                    return
+                    return None
                 first = first or f"none of the first {len(keys)} images exists, the first is {path}"
             except ValueError as error:
                 first = first or str(error)
-        raise ValueError(
-            f"{self.path}: {first}; name their folder with ?folder=FOLDER, or their column with ?image=COLUMN"
-        )
+        return f": {first}; name their folder with ?folder=FOLDER, or another column than {column!r} with ?image=COLUMN"
+
+    def _is_image(self, name: bytes) -> bool:
+        """Tell if a text is the name of an image file; in remote folders, by its extension."""
+        key = os.fsdecode(name)
+        image = key.lower().endswith(tuple(f".{extension}" for extension in IMAGES))
+        if files.is_remote(self.images_folder):
+            return image
+        return bool(image or _PLAIN_NAME.fullmatch(key)) and os.path.isfile(os.path.join(self.images_folder, key))
 
     def __len__(self) -> int:
         return len(self._rows)

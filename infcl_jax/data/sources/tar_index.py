@@ -40,7 +40,7 @@ ENTRY_DTYPE = np.dtype(
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar4"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
+_MAGIC = b"infcltar5"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _PROGRESS_SECONDS = 10.0

@@ -21,12 +21,14 @@ LOCAL_WINDOW = 8192  # bytes per read; covers headers and captions of small memb
 ENTRY = struct.Struct("<IIIIBB")  # image block, image bytes, caption block, caption bytes, caption member, name blocks
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm"))
 COMPRESSED = "compressed with"  # start of the problem of a compressed tar file
+HIDDEN = "in a hidden folder"  # reason of members such as __MACOSX/a.jpg
 DOTTED = "dotted name"  # reason of members such as a.0.jpg: the key is a, and 0.jpg is no known extension
 
 _COMPRESSION = re.compile(  # first bytes
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zstd>\x28\xb5\x2f\xfd)"
     rb"|(?P<lz4>\x04\x22\x4d\x18)|(?P<zip>PK\x03\x04)"
 )
+_SYSTEM_FOLDERS = ("@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _END = bytes(BLOCK)
 _FILES = (b"0", b"\0", b"7")  # type flags of regular files
 _EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # type flags of links, devices, folders: no contents
@@ -174,6 +176,16 @@ def _next_header(read: Read, offset: int, end: int) -> int | None:
     return None
 
 
+def is_hidden(name: str) -> bool:
+    """Tell if a file or folder is hidden or an operating system's, such as "@eaDir"."""
+    return (name.startswith(".") and name not in (".", "..")) or name in _SYSTEM_FOLDERS
+
+
+@functools.lru_cache(1024)  # consecutive members share a folder
+def _is_hidden_path(folder: str) -> bool:
+    return any(map(is_hidden, folder.split("/")))
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split a member's name at the first dot of its last component.
 
@@ -228,7 +240,7 @@ def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
     """Group the members of a tar file into samples.
 
     Members whose names are equal up to the first dot of the last component belong to one sample, in any order. Hidden
-    files are no members.
+    files and files in hidden folders are no members.
 
     Args:
       read: reader of byte ranges.
@@ -253,6 +265,10 @@ def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
         for name, offset, size, name_blocks in members(read, end, problems):
             key, extension = split_name(name)
             field = fields.get(extension)
+            if key and _is_hidden_path(key.rpartition("/")[0]):
+                if field is not None:
+                    dropped[HIDDEN] = dropped.get(HIDDEN, 0) + 1
+                continue
             if key and field is None and extension.rpartition(".")[2] in fields:
                 dotted = dotted or name
                 dropped[DOTTED] = dropped.get(DOTTED, 0) + 1

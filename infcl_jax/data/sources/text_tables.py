@@ -14,13 +14,15 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import csv, json
 
-from infcl_jax.data.sources.quotes import first_stray_quote
-from infcl_jax.data.sources.tar_scan import IMAGES
+from infcl_jax.data.sources.quotes import Quotes, scan_quotes, swallowed_rows
 from infcl_jax.file_io import parse_json
 
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
 _HEADER = 2**20  # bytes of the first line of a CSV file
+_SEPARATORS = ("\t", ",", ";", "|")  # the first one in the first line separates cells
+_AS_TEXT = "all quotes are read as text"
 _NESTED = 64  # levels of a JSON value; Arrow recurses without a limit
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # of JSON
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _TYPES = {str: "a text", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
@@ -30,7 +32,7 @@ _logger = logging.getLogger(__name__)
 Choose = Callable[[Sequence[str]], list[str]]  # from the names of all columns to those of used ones, images first
 
 
-def read_csv(file: BinaryIO, path: str, choose: Choose) -> tuple[pa.Table, int]:
+def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[bytes], bool]) -> tuple[pa.Table, int]:
     """Read used columns of a CSV or TSV file, as bytes.
 
     A TSV file with stray quotes was written without quoting, as Google's Conceptual Captions are, so its quotes are
@@ -40,6 +42,7 @@ def read_csv(file: BinaryIO, path: str, choose: Choose) -> tuple[pa.Table, int]:
       file: the open file.
       path: path of the file.
       choose: see `Choose`.
+      is_image: whether a text is the name of an image.
 
     Returns:
       The table, and the number of rows with a wrong number of columns, which are left out.
@@ -47,6 +50,42 @@ def read_csv(file: BinaryIO, path: str, choose: Choose) -> tuple[pa.Table, int]:
     Raises:
       pa.ArrowException, UnicodeDecodeError, csv.Error: the file is damaged.
     """
+    header = file.readline(_HEADER).decode("utf-8-sig").splitlines()[:1]
+    separator = next((separator for separator in _SEPARATORS if separator in "".join(header)), ",")
+    names = [name.strip() for name in next(reader(header, delimiter=separator), [])]
+    used = choose(names)
+    image = names.index(used[0])
+    file.seek(0)
+    quotes = scan_quotes(
+        file, separator, lambda lines: swallowed_rows(lines, separator.encode(), len(names), image, is_image)
+    )
+    if separator == "\t" and quotes.stray:
+        _logger.warning("%s: the quote in line %d does not enclose a cell; %s", path, quotes.stray, _AS_TEXT)
+        return _parse_csv(file, separator, names, used, None)
+    table, damaged = _parse_csv(file, separator, names, used, quotes)
+    if separator == "\t" and quotes.present and damaged:
+        unquoted = _parse_csv(file, separator, names, used, None)
+        if unquoted[1] < damaged:
+            _logger.warning("%s: with quoted cells, %d rows have too few or too many; %s", path, damaged, _AS_TEXT)
+            return unquoted
+    lost = set(quotes.images) - set(table.column(used[0]).to_pylist()) if quotes.images else set()
+    if quotes.stray or lost:
+        swallowed = f"or a later one has {len(lost)} lines that look like rows"
+        reason = "is not closed at its end" if quotes.stray else swallowed
+        _logger.warning(
+            "%s: the quoted cell in line %d %s, which can swallow the rows behind it; correct it, and write quotes"
+            ' within quoted cells as ""',
+            path,
+            quotes.stray or quotes.swallowing,
+            reason,
+        )
+    return table, damaged
+
+
+def _parse_csv(
+    file: BinaryIO, separator: str, names: Sequence[str], used: Sequence[str], quotes: Quotes | None
+) -> tuple[pa.Table, int]:
+    """Parse a file whose quotes enclose cells, or without `quotes` are text."""
     damaged = 0
 
     def skip_damaged(row: Any) -> str:
@@ -54,49 +93,21 @@ def read_csv(file: BinaryIO, path: str, choose: Choose) -> tuple[pa.Table, int]:
         damaged += 1
         return "skip"
 
-    header = file.readline(_HEADER)
-    separator = "\t" if b"\t" in header else ","
-    names = next(reader(header.decode("utf-8-sig").splitlines()[:1], delimiter=separator), [])
-    used = choose(names)
     file.seek(0)
-    line = first_stray_quote(file, separator, _row_test(separator, names.index(used[0]), len(names)))
-    file.seek(0)
-    quoted = line is None or separator == ","
-    if not quoted:
-        _logger.warning("%s: the quote in line %d does not enclose a cell; all quotes are read as text", path, line)
-    elif line is not None:
-        _logger.warning(
-            "%s: the quoted cell in line %d is not closed at its end, which can swallow the rows behind it; correct it,"
-            ' and write quotes within quoted cells as ""',
-            path,
-            line,
-        )
-    # Arrow would keep the quotes in the names of an unquoted file.
-    named = {} if quoted else {"column_names": names, "skip_rows": 1}
     table = csv.read_csv(
         file,
-        csv.ReadOptions(block_size=_BLOCK, use_threads=False, **named),
+        csv.ReadOptions(block_size=_BLOCK, use_threads=False, column_names=names, skip_rows=1),
         csv.ParseOptions(
             delimiter=separator,
-            quote_char='"' if quoted else False,
-            newlines_in_values=quoted,
+            quote_char='"' if quotes else False,
+            # Blocks are split faster at any line break.
+            newlines_in_values=quotes is not None and (quotes.line_breaks or quotes.stray is not None),
             invalid_row_handler=skip_damaged,
         ),
         # Bytes, because one caption that is not UTF-8 must not spoil the table.
         csv.ConvertOptions(check_utf8=False, include_columns=used, column_types=dict.fromkeys(used, pa.binary())),
     )
     return table, damaged
-
-
-def _row_test(separator: str, image: int, columns: int) -> Callable[[bytes], bool]:
-    """Return a test for lines that look like a row, with an image file."""
-    extensions = tuple(f".{extension}".encode() for extension in IMAGES)
-
-    def is_row(line: bytes) -> bool:
-        cells = line.split(separator.encode())
-        return len(cells) >= max(columns, 2) and cells[image].strip(b'"\r\n ').lower().endswith(extensions)
-
-    return is_row
 
 
 def read_json_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
@@ -152,10 +163,14 @@ def _parse_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
     used = choose(list(dict.fromkeys(name for _, row in rows() for name in row)))
     columns: dict[str, list[Any]] = {name: [] for name in used}
     first: dict[str, tuple[str, int]] = {}
+    damaged: list[int] = []
     for number, row in rows():
         for name, values in columns.items():
-            value = row.get(name)
-            value = None if isinstance(value, float) and math.isnan(value) else value
+            value = _without_nan(row.get(name))
+            text = _replace_surrogates(value)
+            if text != value:
+                damaged.append(number)
+                value = text
             kind, line = first.setdefault(name, (_kind(value), number)) if value is not None else ("", 0)
             if value is not None and kind != _kind(value):
                 raise ValueError(
@@ -163,7 +178,30 @@ def _parse_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
                     f" {_kind(value)} in line {number}; write all of them in the same way"
                 )
             values.append(value)
+    if damaged:
+        _logger.warning(
+            "%s: %d values have half of a surrogate pair, read as U+FFFD, the first in line %d",
+            path,
+            len(damaged),
+            damaged[0],
+        )
     return pa.table(columns)
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value, and null for NaN."""
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _replace_surrogates(value: Any) -> Any:
+    """Replace the halves of surrogate pairs, which have no UTF-8."""
+    if isinstance(value, list):
+        return [_replace_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
 
 
 def _kind(value: Any) -> str:

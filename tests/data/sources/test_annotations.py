@@ -39,3 +39,12 @@ def test_other_json_files_do_not_matter_to_a_folder_of_classes(tmp_path, content
     captioned.write_folder(tmp_path / "robin", [("0", {"jpg": captioned.jpeg(0)})])
     (tmp_path / "dataset_info.json").write_bytes(content)
     assert load_source(str(tmp_path), "train").classes().names == ("robin",)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "dataset_dict.json", "data-00000-of-00001.arrow"])
+def test_folders_of_save_to_disk_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(
+        ValueError, match=r"got Arrow files of Hugging Face datasets; write parquet with load_from_disk"
+    ):
+        load_source(str(tmp_path), "train")

@@ -110,6 +110,26 @@ def test_records_of_img2dataset_are_no_tables(tmp_path, layout, split):
     assert captions(source) == (rows["caption"] if layout == "table" else ["caption 0", "caption 1"])
 
 
+@pytest.mark.parametrize("others", [["00002.parquet"], ["urls.csv"], ["00002.parquet", "urls.csv"]])
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_errors_of_other_tables_name_the_images_of_img2dataset(tmp_path, split, others):
+    folder = tmp_path / split
+    records = pa.table({"key": ["0"], "url": ["http://a/0.jpg"], "caption": ["a"], "status": ["success"]})
+    for number in (0, 1):
+        captioned.write_folder(folder / f"0000{number}", captioned.samples(1))
+        parquet.write_table(records, folder / f"0000{number}.parquet")
+    for name in others:
+        if name.endswith("csv"):
+            captioned.write_csv(folder / name, [("http://a/0.jpg", "a")], ("url", "caption"))
+        else:
+            parquet.write_table(records, folder / name)
+    with pytest.raises(ValueError, match=r"; .* has images of img2dataset in the folders 00000, 00001: move tables"):
+        load_source(str(tmp_path), "train")
+    for name in others:
+        (folder / name).unlink()
+    assert len(load_source(str(tmp_path), "train")) == 2
+
+
 def test_a_folder_and_a_file_without_splits(tmp_path):
     folder = tmp_path / "data"
     tar(folder / "0.tar", 2)

@@ -1,10 +1,12 @@
 import json
 import pickle
+import re
 
 import captioned
 import pytest
 
 from infcl_jax.data import BadRecordError, load_source
+from infcl_jax.data.sources import folder_listing
 
 
 def captions(source):
@@ -129,6 +131,66 @@ def test_loops_of_links_end(tmp_path, store):
         (store / name).symlink_to(target)
     expected = ["robin/0.jpg", "robin/deep/1.jpg", "robin/other/0.jpg", "wren/0.jpg"]
     assert keys(store) == [*expected, "wren/other/0.jpg", "wren/other/deep/1.jpg"]
+
+
+@pytest.mark.parametrize("options", ["", "?caption=none"])
+def test_a_folder_with_several_links_counts_once(tmp_path, options):
+    contents = {"jpg": captioned.jpeg(0), "txt": b"a"}
+    captioned.write_folder(
+        tmp_path / "v1", [("0", contents), ("deep/1", contents), ("deep/2", contents | {"txt": b""})]
+    )
+    (tmp_path / "latest").symlink_to("v1")
+    (tmp_path / "again").symlink_to("v1/deep")
+    source = load_source(f"{tmp_path}{options}", "train")
+    expected = ["v1/0.jpg", "v1/deep/1.jpg"] + ["v1/deep/2.jpg"] * bool(options)
+    assert [source.key(i) for i in range(len(source))] == expected
+    assert source.dropped == {"linked again": 5} | ({} if options else {"no caption": 1})
+
+
+@pytest.mark.parametrize("blank", [b"\r\n", b"\xef\xbb\xbf\r\n", b"a", b"a caption"])
+def test_only_captions_that_may_be_blank_are_read(tmp_path, monkeypatch, blank):
+    captioned.write_folder(tmp_path, [*captioned.samples(2), ("x", {"jpg": captioned.jpeg(9), "txt": blank})])
+    (tmp_path / "empty.jpg").write_bytes(captioned.jpeg(9))
+    (tmp_path / "empty.txt").touch()
+    read, paths = folder_listing.files.read_file, []
+    monkeypatch.setattr(folder_listing.files, "read_file", lambda path, limit: paths.append(path) or read(path, limit))
+    assert len(load_source(str(tmp_path), "train")) == 2 + (b"a" in blank)
+    assert paths == [str(tmp_path / "x.txt")] * (len(blank) < 6)
+
+
+@pytest.mark.parametrize("folder", ["Images/", "Images/all/", ""])
+@pytest.mark.parametrize(
+    "text", ["image,caption\n0.jpg,a dog\n", "0.jpg#0\ta dog\n", '"image"| "caption"\n"0.jpg"| "a"\n']
+)
+def test_a_table_in_a_text_file_is_no_class_folder(tmp_path, folder, text):
+    captioned.write_folder(tmp_path, [(f"{folder}0", {"jpg": captioned.jpeg(0)})])
+    (tmp_path / "captions.txt").write_text(text)
+    extension = "tsv" if "\t" in text else "csv"
+    images = (tmp_path / folder).as_posix()
+    match = rf"got {tmp_path}/captions\.txt, a table .* open {tmp_path}/captions\.{extension}\?folder={images}$"
+    with pytest.raises(ValueError, match=match):
+        load_source(str(tmp_path), "train")
+    captioned.write_folder(tmp_path / "other", [("0", {"jpg": captioned.jpeg(0)})])
+    assert load_source(str(tmp_path), "train").classes().names[-1] == "other"  # several classes
+
+
+@pytest.mark.parametrize("text", ["Photos of dogs, cats; see 0.jpg.", "0.jpg\n", "1.jpg,a\n", "\xff", ""])
+def test_other_text_files_do_not_matter_to_a_class_folder(tmp_path, text):
+    captioned.write_folder(tmp_path, [("dog/0", {"jpg": captioned.jpeg(0)})])
+    (tmp_path / "README.txt").write_text(text, encoding="latin-1")
+    assert load_source(str(tmp_path), "train").classes().names == ("dog",)
+
+
+def test_the_hint_of_a_folder_without_captions_opens_it(tmp_path, store):
+    (tmp_path / "subset").mkdir()
+    (tmp_path / "subset" / "0.jpg").write_bytes(captioned.jpeg(0))
+    (tmp_path / "subset" / "robin").symlink_to(store / "robin")
+    dataset = f"{tmp_path}/subset?outside=false"
+    with pytest.raises(
+        ValueError, match=r"has 1 images and none with a caption \(1 links outside are left out\)"
+    ) as error:
+        load_source(dataset, "train")
+    assert keys(re.search(r"subfolder; (.*) reads images alone", str(error.value))[1]) == ["0.jpg"]
 
 
 @pytest.mark.parametrize("images", [0, 2])

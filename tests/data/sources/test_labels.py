@@ -99,6 +99,15 @@ def test_rows_without_label(images, caplog):
     assert labels(source) == [0, 1] and source.dropped == {"no label": 1}
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("missing", [-1, -1.0, float("nan"), None])
+def test_labels_of_no_class_are_dropped(images, kind, missing):
+    (images / "classes.txt").write_text("zero\none\n")
+    write_table(images / f"a.{kind}", [0, missing, 1], "label")
+    source = load(images / f"a.{kind}")
+    assert labels(source) == [0, 1] and source.dropped == {"no label": 1}
+
+
 def test_templates(images):
     (images / "templates.txt").write_text("a drawing of {}.\n{} {1}\n")
     source = load(write_table(images / "a.csv", KINDS))

@@ -309,6 +309,33 @@ def test_images_beside_urls_and_paths_are_read(tmp_path):
         assert load(tmp_path / "a.parquet")[3]["image"] == IMAGES[3]
 
 
+PATHS = [path for path, _ in ROWS][:4]
+FALLBACKS = {  # the column that is read
+    "null images": ({"image": [IMAGES[0], None, None, None], "image_path": PATHS}, "image_path"),
+    "no images": ({"jpg": pa.array([None] * 4, pa.binary()), "image": PATHS}, "image"),
+    "null structs": ({"image": pa.array([None] * 4, STRUCT), "path": PATHS}, "path"),
+    "other bytes": ({"bytes": [b"ab"] * 4, "file": [b"abcd"] * 4, "image": PATHS}, "image"),
+    "no paths": ({"image": pa.array([None] * 4, pa.string()), "jpg": IMAGES}, "jpg"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_image_column_with_images_is_chosen(folder, case):
+    columns, chosen = FALLBACKS[case]
+    parquet.write_table(pa.table(columns | {"caption": list("abcd")}), folder / "a.parquet")
+    source = load(folder / "a.parquet")
+    assert (captions(source), source.dropped) == (list("abcd"), {})
+    assert source._tables[0].image_column == chosen
+
+
+def test_captions_of_nan_alone_are_dropped(folder):
+    for nan in (float("nan"), [float("nan")]):
+        parquet.write_table(pa.table({"image": PATHS, "a": [nan] * 4, "b": list("abcd")}), folder / "a.parquet")
+        assert captions(load(f"{folder}/a.parquet?caption=a,b")) == list("abcd")
+        with pytest.raises(ValueError, match=r"no row with an image and a caption; .* images are those of 'image'"):
+            load(f"{folder}/a.parquet?caption=a")
+
+
 @pytest.mark.parametrize("bad", [None, "", " \t", "\u3000", "[]", "['', ' ']", b" ", [], [None, " "], float("nan")])
 def test_blank_captions_are_dropped(tmp_path, bad):
     if not isinstance(bad, float):

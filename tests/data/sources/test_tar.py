@@ -214,6 +214,23 @@ def test_incomplete_samples_are_dropped_and_counted(tmp_path, caplog):
     assert "2 samples, dropped: 1 duplicate member, 1 no image, 3 no caption" in caplog.text
 
 
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize(
+    "folder", ["__MACOSX", "a/@eaDir/0.jpg", ".ipynb_checkpoints", "./.Trash-0", "a" * 90 + "/.deep" * 3]
+)
+def test_hidden_folders_are_left_out(tmp_path, format, folder):
+    hidden = [
+        (f"{folder}/0", {"jpg": captioned.jpeg(1), "txt": b"hidden", "note": b""}),
+        (f"{folder}/._1", {"jpg": b"a"}),
+    ]
+    names = ["./0", "../1", "a.d/...b", "lost+found"]
+    samples = [(name, {"jpg": captioned.jpeg(0), "txt": name.encode()}) for name in names]
+    path = captioned.write_tar(tmp_path / "a.tar", captioned.members([*samples[:1], *hidden, *samples[1:]]), format)
+    source = load_source(str(path), "train")
+    assert [source[i]["caption"] for i in range(len(source))] == ["./0", "../1", "lost+found"]
+    assert source.dropped == {"in a hidden folder": 2}
+
+
 def test_folders_and_links_are_no_members(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in (("d", tarfile.DIRTYPE), ("d/0.jpg", tarfile.SYMTYPE), ("d/1.jpg", tarfile.LNKTYPE)):

@@ -1,12 +1,14 @@
 import csv
 import io
 import json
+from random import Random
 
 import captioned
 import pytest
 
 from infcl_jax.data import load_source
 from infcl_jax.data.sources import quotes
+from infcl_jax.data.sources.table_file import TableFile
 
 COUNT = 6
 
@@ -48,7 +50,8 @@ def test_stray_quotes_of_csv_are_a_warning(folder, caplog, case):
     rows = ["file,title", *(f"{i}.jpg,{changed.get(i, 'a')}" for i in range(COUNT))]
     (folder / "a.csv").write_text("\n".join(rows))
     load_source(f"{folder}/a.csv", "train")
-    assert caplog.text.count(f"a.csv: the quoted cell in line {line} is not closed at its end") == 1
+    assert caplog.text.count(f"a.csv: the quoted cell in line {line} ") == 1
+    assert caplog.text.count("which can swallow the rows behind it") == 1
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
@@ -65,7 +68,123 @@ def test_quoted_cells_are_no_stray_quotes(folder, caplog, separator, quoting, li
 
 def test_long_quoted_cells_are_found_in_linear_time():
     data = b'a,"' + b'x""' * 10**5 + b"\n" * 10**5 + b'"\n'
-    assert quotes.first_stray_quote(io.BytesIO(data), ",", lambda line: False) is None
+    found = quotes.scan_quotes(io.BytesIO(data), ",", lambda lines: [])
+    assert found == quotes.Quotes(present=True, line_breaks=True)
+    data = b'x\n"a\n"\n' * 10**5 + b'"a'
+    assert quotes.scan_quotes(io.BytesIO(data), ",", lambda lines: []).stray == 3 * 10**5 + 1
+
+
+PIECES = [
+    '"',
+    '""',
+    "\n",
+    "\r\n",
+    "\t",
+    ",",
+    "a",
+    ' 5" x',
+    "1.jpg\tb",
+    "0.jpg,c",
+    "猫",
+    " ",
+    "\n2.jpg\td\n",
+    "\n2.jpg,e\n",
+]
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_tables_of_csv_writers_are_read_exactly(folder, caplog, separator):
+    """Also where captions look like rows of the table, so that they would be rows without quotes."""
+    random = Random(0)
+    names = [f"{i}.jpg" for i in range(COUNT)]
+    for number in range(150):
+        captions = ["".join(random.choices(PIECES, k=random.randrange(6))) for _ in names]
+        columns = [("image", names), ("caption", captions), ("n", captions[::-1])][: random.choice([2, 3])]
+        random.shuffle(columns)
+        path = folder / f"{number}.csv"
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(
+                file,
+                delimiter=separator,
+                quoting=random.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]),
+                lineterminator=random.choice(["\n", "\r\n"]),
+            )
+            writer.writerow([name for name, _ in columns])
+            writer.writerows(zip(*(values for _, values in columns), strict=True))
+        expected = [caption.strip() for caption in captions if caption.strip()]
+        if expected:
+            table = TableFile(str(path), {})
+            assert [table.captions(row)[0] for row in range(len(table))] == expected
+            assert table.dropped.keys() <= {"no caption"}
+    assert not caplog.records
+
+
+def test_quotes_of_tsv_are_those_of_python_or_text(folder, caplog):
+    """A table that Python reads with whole rows and closed cells is read in that way."""
+    random = Random(0)
+    counts = {True: 0, False: 0}
+    for number in range(200):
+        captions = ["a" + "".join(random.choices(["b", '"', '""', " c"], k=3)) for _ in range(COUNT)]
+        captions[random.randrange(COUNT)] = random.choice(['"a', '"a" b', '"', '"""a'])
+        path = folder / f"{number}.tsv"
+        path.write_text("caption\tfile\n" + "".join(f"{text}\t{i}.jpg\n" for i, text in enumerate(captions)))
+        caplog.clear()
+        table = TableFile(str(path), {})
+        with open(path, newline="") as file:
+            try:
+                _, *rows = csv.reader(file, "excel-tab", strict=True)
+            except csv.Error:
+                rows = []
+        quoted = bool(rows) and all(len(row) == 2 for row in rows)
+        counts[quoted] += 1
+        assert [table.captions(row)[0] for row in range(len(table))] == (
+            [row[0].strip() for row in rows] if quoted else captions
+        )
+        assert ("can swallow the rows" if quoted else "quotes are read as text") in caplog.text and not table.dropped
+    assert min(counts.values()) > 5
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+@pytest.mark.parametrize("extension", ["", ".jpg"])
+@pytest.mark.parametrize("image", [0, 1])
+def test_quotes_that_swallow_rows_are_a_warning(folder, caplog, separator, extension, image):
+    rows = [["image", "caption"], ["0", "a"], ["1", '"b'], ["2", "c"], ["3", 'd"'], ["4", "e"]]
+    for name, _ in rows[1:]:
+        (folder / f"{name}{extension}").write_bytes(captioned.jpeg(0))
+    cells = [rows[0], *([name + extension, text] for name, text in rows[1:])]
+    lines = [separator.join(row if image == 0 else row[::-1]) for row in cells]
+    (folder / "a.csv").write_text("\n".join(lines))
+    load_source(f"{folder}/a.csv", "train")
+    assert caplog.text.count("a.csv: the quoted cell in line 3 or a later one has") == 1
+
+
+def test_wrong_number_of_quoted_cells_means_quotes_are_text(folder, caplog):
+    (folder / "a.tsv").write_text('image\tcaption\tn\tm\n0.jpg\t"a\tb\tc\n1.jpg\td\te"\tf\n')
+    assert texts(load_source(f"{folder}/a.tsv", "train")) == ['"a', "d"]
+    assert "1 rows have too few or too many; all quotes are read as text" in caplog.text
+
+
+@pytest.mark.parametrize("separator", [";", "|"])
+def test_other_separators(folder, separator):
+    (folder / "a.csv").write_text(f'image{separator} caption\n0.jpg{separator} "a, b"\n1.jpg{separator} c\n')
+    assert texts(load_source(f"{folder}/a.csv", "train")) == ['"a, b"', "c"]
+
+
+def test_tables_without_header_say_so(folder):
+    (folder / "a.tsv").write_text("a dog\thttp://x/0.jpg\n")
+    with pytest.raises(ValueError, match=r"no image column; its columns are a dog, http.* or put a line of names"):
+        load_source(f"{folder}/a.tsv", "train")
+
+
+def test_lone_surrogates_are_replaced(folder, caplog):
+    path = write_lines(folder, [{"text": "a"}, {"text": "b\ud83d"}, {"text": "c\U0001f600"}])
+    assert texts(load_source(path, "train")) == ["a", "b\ufffd", "c\U0001f600"]
+    assert "1 values have half of a surrogate pair, read as U+FFFD, the first in line 2" in caplog.text
+
+
+def test_nan_in_lists_is_no_caption(folder):
+    source = load_source(write_lines(folder, [{"text": ["a"]}, {"text": [float("nan")]}]), "train")
+    assert texts(source) == ["a"] and source.dropped == {"no caption": 1}
 
 
 def write_lines(folder, values):

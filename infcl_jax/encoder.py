@@ -34,7 +34,7 @@ from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.models.pretrained_tags import hub_repository
-from infcl_jax.pretrained_tokenizer import pretrained_tokenizer
+from infcl_jax.pretrained_tokenizer import check_padding_side, pretrained_tokenizer, save_tokenizer
 from infcl_jax.text_encoder import is_text_run, load_text_encoder
 from infcl_jax.training import CHECKPOINTS, restore_variables
 
@@ -183,6 +183,7 @@ def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenize
             f"expected a tokenizer of at most {model.text.vocab_size} ids and {model.text.context_length} tokens, got "
             f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
         )
+    check_padding_side(tokenizer, config_of(model).text)
     return tokenizer
 
 
@@ -337,7 +338,8 @@ class Encoder:
         The projections of an encoder of a prefix are cut to its size.
 
         Args:
-          path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`.
+          path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`; one of Hugging Face
+            also to the folder itself with the format "open_clip", where OpenCLIP reads it.
           format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
 
         Returns:
@@ -357,7 +359,7 @@ class Encoder:
         if self.dim is not None:
             config, variables = prefix_model(config, variables, self.dim)
         certificate = save_pretrained(Path(path), config, variables, format)
-        self.tokenizer.save(Path(path, run.TOKENIZER_FOLDER))
+        save_tokenizer(Path(path), self.tokenizer)
         return certificate
 
     def fingerprint(self) -> str:

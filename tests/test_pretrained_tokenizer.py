@@ -7,9 +7,10 @@ import pytest
 from golden import make_pretrained_tokens as golden
 
 from infcl_jax.data import load_tokenizer
-from infcl_jax.models import model_config
+from infcl_jax.models import BertConfig, model_config
+from infcl_jax.models.convert.open_clip_files import export_files
 from infcl_jax.models.convert.sources import Source
-from infcl_jax.pretrained_tokenizer import pretrained_tokenizer
+from infcl_jax.pretrained_tokenizer import check_padding_side, pretrained_tokenizer, save_tokenizer
 
 with np.load(golden.PATH) as stored:
     FILES: dict = {}
@@ -115,11 +116,81 @@ def test_all_files_that_a_tokenizer_reads_are_fetched(tmp_path):
     assert tokenizer.pad_id == 1 and {path.name for path in tmp_path.iterdir()} == set(remote)
 
 
-def test_lower_case_must_be_true_or_false(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"do_lower_case": "yes"}, r"expected do_lower_case in .* to be true or false, got 'yes'$"),
+        ({"strip_accents": 3}, r"expected strip_accents in .* to be true or false, got 3$"),
+        ({"tokenizer_class": "SiglipTokenizer", "do_lower_case": False}, "expected do_lower_case of SigLIP in .* true"),
+        ({"padding_side": "top"}, r"expected padding_side in .* to be left or right, got 'top'$"),
+        ({"truncation_side": "left"}, r"expected truncation_side in .* to be right, got 'left'; remove it"),
+    ],
+)
+def test_other_options_of_transformers_are_refused(config, message, tmp_path):
     write("hf_bert_cased", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": "yes"}')
-    with pytest.raises(ValueError, match=r"^expected do_lower_case in .* to be true or false, got 'yes'$"):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"^{message}"):
         load_tokenizer(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("case", ["hf_siglip2_left", "hf_bert_left"])
+def test_padding_on_the_left_is_masked_and_refused_for_bert(case, tmp_path):
+    write(case, tmp_path)
+    tokenizer = load_tokenizer(f"hf:{tmp_path}", golden.LENGTH)
+    ids = tokenizer(["a cat", ""])
+    mask = tokenizer.attention_mask(ids)
+    np.testing.assert_array_equal(mask, ids != tokenizer.pad_id)
+    assert mask[:, -1].all() and not mask[1, 0] and tokenizer.decode(ids[0]).strip() == "a cat"
+    bert = BertConfig(width=8, layers=1, heads=1)
+    check_padding_side(tokenizer, model().text)
+    with pytest.raises(ValueError, match=r"^expected a tokenizer that pads on the right for a BERT text tower, got "):
+        check_padding_side(tokenizer, bert)
+
+
+def test_the_side_of_padding_in_tokenizer_json_is_obeyed(tmp_path):
+    write("hf_bert_cased", tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    padding = {"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0}
+    content["padding"] = padding | {"pad_type_id": 0, "pad_token": "[PAD]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(f"hf:{tmp_path}").padding_side == "left"
+    (tmp_path / "tokenizer_config.json").write_text('{"padding_side": "right"}')
+    assert load_tokenizer(f"hf:{tmp_path}").padding_side == "right"
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_openclip_finds_the_tokenizer_of_an_export(case, tmp_path, caplog):
+    tokenizer = pretrained_tokenizer(source(tmp_path / "in", write(case, tmp_path / "in")), model())
+    (tmp_path / "out").mkdir()
+    config = tmp_path / "out" / "open_clip_config.json"
+    config.write_text(json.dumps({"model_cfg": {"text_cfg": {}}}))
+    save_tokenizer(tmp_path / "out", tokenizer)
+    text = json.loads(config.read_text())["model_cfg"]["text_cfg"]
+    given = json.loads(FILES[case]["text_cfg"].tobytes()) if case.startswith("open_clip") else {}
+    assert text["hf_tokenizer_name"] == given.get("hf_tokenizer_name", "./tokenizer")
+    assert text["tokenizer_kwargs"].items() >= given.get("tokenizer_kwargs", {}).items()
+    assert ("expected a text cleaning of OpenCLIP" in caplog.text) == (tokenizer.clean == "none")
+    loaded = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert loaded.repository == tokenizer.repository
+    if case != "hf_siglip":  # from SentencePiece, OpenCLIP has none of the files and fails
+        in_folder = load_tokenizer(f"hf:{tmp_path / 'out'}", golden.LENGTH, clean=tokenizer.clean)
+        np.testing.assert_array_equal(in_folder(golden.TEXTS), FILES[case]["ids"])
+
+
+@pytest.mark.parametrize(("size", "name"), [(49408, None), (250_000, "./tokenizer")])
+def test_weights_of_a_larger_vocabulary_than_clips_do_not_fall_back_to_clips_tokenizer(size, name):
+    text = export_files(model(size, 77))["open_clip_config.json"]["model_cfg"]["text_cfg"]
+    assert text.get("hf_tokenizer_name") == name
+
+
+def test_a_model_with_vocab_txt_alone_is_refused_with_the_way_out(tmp_path):
+    def offline(*names):
+        raise FileNotFoundError("expected tokenizer.json in the cache, got none")
+
+    with pytest.raises(FileNotFoundError, match=r"got none; vocab\.txt alone is not supported: write tokenizer\.json"):
+        pretrained_tokenizer(source(tmp_path, find=offline), model())
+    with pytest.raises(ValueError, match=r"got none; pass tokenizer=; vocab\.txt alone is not supported"):
+        pretrained_tokenizer(source(tmp_path), model())
 
 
 def test_stripping_is_an_option_of_hugging_face_tokenizers_alone():

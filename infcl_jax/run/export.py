@@ -1,12 +1,13 @@
 """Weights of a finished run, written for other programs."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from infcl_jax import run
 from infcl_jax.console import say
+from infcl_jax.data import load_tokenizer
 from infcl_jax.models import save_pretrained
+from infcl_jax.pretrained_tokenizer import save_tokenizer
 
 FOLDER = "exported"  # in the work directory
 
@@ -33,4 +34,4 @@ def export_weights(workdir: Path, variables: Any) -> None:
 def copy_tokenizer(workdir: Path, output: Path) -> None:
     """Copy the tokenizer of a run, if it has one."""
     if (tokenizer := workdir / run.TOKENIZER_FOLDER).is_dir():
-        shutil.copytree(tokenizer, output / run.TOKENIZER_FOLDER, dirs_exist_ok=True)
+        save_tokenizer(output, load_tokenizer(tokenizer))

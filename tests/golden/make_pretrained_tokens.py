@@ -11,6 +11,7 @@ from open_clip_torch 3.3.0, transformers 5.24.0, tokenizers 0.23.3 and sentencep
 import importlib.util
 import io
 import json
+import shutil
 import string
 import sys
 import tempfile
@@ -27,6 +28,10 @@ TEXTS = (
     "An IMAGE, of two dogs!",
     "T-shirt (red)  on a\tbicycle",
     "",
+    "Don't stop_it, cat.",
+    "&amp; html &lt;b&gt;",
+    "  “two” dogs",
+    "Café 照片",
     "a very long caption of a skyscraper in a harbour, with a lighthouse and a giraffe next to the motherboard",
 )
 
@@ -102,14 +107,19 @@ def _gemma(folder: Path) -> None:
     pieces += [*".,!()-\t", *("".join(merge) for merge in merges)]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=False, add_eos_token=True)
-    tokenizer.padding_side = "right"
     tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"do_lower_case": True}))
+    _configure(folder, do_lower_case=True, padding_side="right")
+
+
+def _configure(folder: Path, *removed: str, **changes) -> None:
+    """Change the configuration of a tokenizer."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in config.items() if name not in removed}))
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model", "config.json")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
@@ -135,7 +145,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "spiece.model").write_bytes(sentence_piece)
-        folders = {case: root / case for case in ("t5", "siglip", "bert", "cased", "gemma")}
+        cases = ("t5", "siglip", "bert", "cased", "gemma", "accents", "left", "default", "fast", "type")
+        folders = {case: root / case for case in cases}
         for folder in folders.values():
             folder.mkdir()
         (folders["t5"] / "spiece.model").write_bytes(sentence_piece)
@@ -144,6 +155,16 @@ def main() -> None:
         SiglipTokenizer(str(root / "spiece.model"), pad_token="</s>").save_pretrained(folders["siglip"])
         BertTokenizer(bert_vocabulary).save_pretrained(folders["bert"])
         BertTokenizer(bert_vocabulary, do_lower_case=False).save_pretrained(folders["cased"])
+        accents = {"strip_accents": False, "tokenize_chinese_chars": False}
+        BertTokenizer(bert_vocabulary, **accents).save_pretrained(folders["accents"])
+        BertTokenizer(bert_vocabulary).backend_tokenizer.save(str(folders["accents"] / "tokenizer.json"))
+        BertTokenizer(bert_vocabulary, padding_side="left").save_pretrained(folders["left"])
+        for case in ("default", "fast", "type"):
+            shutil.copytree(folders["cased"], folders[case], dirs_exist_ok=True)
+        _configure(folders["default"], "do_lower_case")
+        _configure(folders["fast"], tokenizer_class="PreTrainedTokenizerFast", do_lower_case=True)
+        _configure(folders["type"], "do_lower_case", "tokenizer_class")
+        (folders["type"] / "config.json").write_text('{"model_type": "bert"}')
         _gemma(folders["gemma"])
         for case, folder, text_cfg in (
             ("open_clip_siglip", "t5", {"tokenizer_kwargs": {"clean": "canonicalize"}}),
@@ -155,9 +176,11 @@ def main() -> None:
             ids = open_clip(str(folders[folder]), context_length=LENGTH, **options)(list(TEXTS))
             record(case, folders[folder], ids, text_cfg | {"hf_tokenizer_name": "owner/name"})
         record("hf_siglip", folders["siglip"], encode(AutoTokenizer.from_pretrained(folders["siglip"])))
-        siglip2 = Siglip2Tokenizer.from_pretrained(folders["gemma"], padding_side="right")
-        record("hf_siglip2", folders["gemma"], encode(siglip2))
-        record("hf_bert_cased", folders["cased"], encode(AutoTokenizer.from_pretrained(folders["cased"])))
+        record("hf_siglip2", folders["gemma"], encode(Siglip2Tokenizer.from_pretrained(folders["gemma"])))
+        _configure(folders["gemma"], "padding_side", tokenizer_class="Siglip2Tokenizer")
+        record("hf_siglip2_left", folders["gemma"], encode(Siglip2Tokenizer.from_pretrained(folders["gemma"])))
+        for case in ("cased", "accents", "left", "default", "fast", "type"):
+            record(f"hf_bert_{case}", folders[case], encode(AutoTokenizer.from_pretrained(folders[case])))
     np.savez_compressed(PATH, **arrays)
 
 

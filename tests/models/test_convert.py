@@ -110,6 +110,17 @@ def test_the_export_holds_the_same_tensors(converted, tmp_path):
     assert json.loads((tmp_path / "certificate.json").read_text())["parameters"] == len(jax.tree.leaves(variables))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_resnet_in_half_precision_keeps_it_with_running_statistics_in_float32(dtype, tmp_path):
+    write_folder(tmp_path, "open_clip_resnet")
+    model, cast = load_pretrained(tmp_path, param_dtype=dtype, compare_features=False)
+    save_pretrained(tmp_path / "saved", model, cast, compare_features=False)
+    _, kept = load_pretrained(tmp_path / "saved", compare_features=False)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept["params"]["visual"])} == {dtype}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept["batch_stats"])} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, kept, cast)
+
+
 def test_the_parameters_that_decay_are_those_of_openclips_trainer(converted):
     """Compares with the rule of `open_clip_train.main` on the names and shapes of its tensors."""
     case, _, model, variables = converted

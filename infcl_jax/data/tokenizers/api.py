@@ -22,7 +22,10 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "context_length": lambda length: type(length) is int and 0 < length <= _LONGEST,
     "clean": lambda clean: clean in CLEANINGS,
 }
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {"strip_sep_token": lambda strip: isinstance(strip, bool)}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "strip_sep_token": lambda strip: isinstance(strip, bool),
+    "repository": lambda name: isinstance(name, str),
+}
 _SPECS = "'bytes', 'clip', 'clip:PATH', 'hf:PATH', 'sentencepiece:PATH' or a folder of a saved tokenizer"
 
 
@@ -50,8 +53,9 @@ def load_tokenizer(
     Args:
       spec: kind and path of the tokenizer.
       context_length: tokens per row, special tokens included. Default: the saved one of a folder, else 77.
-      clean: text cleaning: "none", "whitespace", "lower" or "canonicalize". Default: the saved one of a folder, or that
-        which the files of `hf:PATH` or `sentencepiece:PATH` name, else "lower" for `clip` and "none" for the others.
+      clean: text cleaning: "none", "whitespace", "lower", "canonicalize" or "siglip". Default: the saved one of a
+        folder, or that which the files of `hf:PATH` or `sentencepiece:PATH` name, else "lower" for `clip` and "none"
+        for the others.
       strip_sep_token: whether 0 replaces the last special token of each text, for `hf:PATH` only. Default: the saved
         option of a folder, or that which the files name, else False.
 
@@ -67,7 +71,10 @@ def load_tokenizer(
     file = Path(spec) / SETTINGS_FILE
     if file.is_file():
         saved = _read_settings(file)
-        return _load(saved.pop("kind"), str(spec), saved | settings)
+        kind, repository = saved.pop("kind"), saved.pop("repository", None)
+        tokenizer = _load(kind, str(spec), saved | settings)
+        tokenizer.repository = repository
+        return tokenizer
     kind, _, path = str(spec).partition(":")
     if strip_sep_token is not None and kind != HuggingFaceTokenizer.kind:
         raise ValueError(f"expected strip_sep_token=None for the tokenizer {str(spec)!r}, got {strip_sep_token}")

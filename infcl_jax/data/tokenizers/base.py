@@ -64,15 +64,18 @@ class Tokenizer(Protocol):
 class BaseTokenizer(abc.ABC):
     """Base class with text cleaning, truncation, padding, masks and saving.
 
-    Rows are truncated before the special tokens at their end and padded on the right. The first truncation of each
-    tokenizer logs a warning. A tokenizer is picklable and can be shared by threads.
+    Rows are truncated before the special tokens at their end and padded on the right, or on the left where the files of
+    a tokenizer of Hugging Face say so. The first truncation of each tokenizer logs a warning. A tokenizer is picklable
+    and can be shared by threads.
 
     Attributes:
       vocab_size: number of token ids.
       context_length: tokens per row, special tokens included.
-      clean: text cleaning before encoding: "none", "whitespace", "lower" or "canonicalize".
+      clean: text cleaning before encoding: "none", "whitespace", "lower", "canonicalize" or "siglip".
       pad_id: id of padding.
       end_id: id of the last special token after each text, or None.
+      padding_side: side of the padding, "right" or "left".
+      repository: repository on the Hub that OpenCLIP's configuration names for the tokenizer, or None.
       truncated: number of truncated texts so far. Each worker process counts and warns separately.
     """
 
@@ -89,6 +92,7 @@ class BaseTokenizer(abc.ABC):
         end_id: int | None,
         prefix: int,
         suffix: int,
+        padding_side: str = "right",
     ):
         """Check and store what all tokenizers share.
 
@@ -100,6 +104,7 @@ class BaseTokenizer(abc.ABC):
           end_id: id of the last special token after each text, or None.
           prefix: number of special tokens before each text.
           suffix: number of special tokens after each text.
+          padding_side: side of the padding, "right" or "left".
         """
         check_cleaning(clean)
         if context_length < prefix + suffix + 1:
@@ -108,7 +113,8 @@ class BaseTokenizer(abc.ABC):
                 f" one of text), got {context_length}; raise text.context_length"
             )
         self.context_length, self.clean, self.vocab_size = context_length, clean, vocab_size
-        self.pad_id, self.end_id = pad_id, end_id
+        self.pad_id, self.end_id, self.padding_side = pad_id, end_id, padding_side
+        self.repository: str | None = None
         self.truncated = 0
         self._special, self._suffix = prefix + suffix, suffix
 
@@ -140,7 +146,8 @@ class BaseTokenizer(abc.ABC):
         kept = self.context_length - self._suffix
         for target, row in zip(ids, rows, strict=True):
             if len(row) <= self.context_length:
-                target[: len(row)] = row
+                start = self.context_length - len(row) if self.padding_side == "left" else 0
+                target[start : start + len(row)] = row
             else:
                 target[:kept], target[kept:] = row[:kept], row[len(row) - self._suffix :]
         self._count_truncated([len(row) for row in rows])
@@ -165,8 +172,8 @@ class BaseTokenizer(abc.ABC):
     def attention_mask(self, ids: np.ndarray) -> np.ndarray:
         """Mark tokens that are not padding.
 
-        Padding is the run of padding ids at the end of a row, because CLIP's vocabulary has a token with the same id.
-        Where the end token also pads, as in SigLIP, the first token of the run is the end token.
+        Padding is the run of padding ids at the padded side of a row, because CLIP's vocabulary has a token with the
+        same id. Where the end token also pads on the right, as in SigLIP, the first token of the run is the end token.
 
         Args:
           ids: integer [n, context_length] from this tokenizer.
@@ -174,8 +181,10 @@ class BaseTokenizer(abc.ABC):
         Returns:
           bool [n, context_length].
         """
-        padding = np.logical_and.accumulate((np.asarray(ids) == self.pad_id)[:, ::-1], axis=1)[:, ::-1]
-        mask = ~padding
+        is_pad = np.asarray(ids) == self.pad_id
+        if self.padding_side == "left":
+            return ~np.logical_and.accumulate(is_pad, axis=1) | (np.arange(is_pad.shape[1]) == is_pad.shape[1] - 1)
+        mask = ~np.logical_and.accumulate(is_pad[:, ::-1], axis=1)[:, ::-1]
         if self.pad_id == self.end_id:
             mask[:, 1:] |= mask[:, :-1].copy()
             mask[:, 0] = True
@@ -211,4 +220,5 @@ class BaseTokenizer(abc.ABC):
         (folder / SETTINGS_FILE).write_text(json.dumps(self._settings(), indent=2) + "\n")
 
     def _settings(self) -> dict[str, Any]:
-        return {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}
+        settings = {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}
+        return settings | ({"repository": self.repository} if self.repository else {})

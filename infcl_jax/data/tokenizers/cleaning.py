@@ -1,4 +1,4 @@
-"""Text cleaning before tokenization, with the options of OpenCLIP."""
+"""Text cleaning before tokenization, with the options of OpenCLIP and that of transformers' SigLIP."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import string
 
 import ftfy
 
-CLEANINGS = ("none", "whitespace", "lower", "canonicalize")
+OPEN_CLIP_CLEANINGS = ("whitespace", "lower", "canonicalize")
+CLEANINGS = ("none", *OPEN_CLIP_CLEANINGS, "siglip")
 
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # of SentencePiece
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -25,18 +27,27 @@ def clean_text(text: str, clean: str) -> str:
       text: the text.
       clean: "none" only replaces lone surrogates. "whitespace" repairs wrongly decoded text, unescapes HTML entities
         and joins words with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes
-        ASCII punctuation, as SigLIP does.
+        ASCII punctuation, as OpenCLIP does for SigLIP. "siglip" lowercases, removes ASCII punctuation and joins words,
+        as the class of transformers does: "_" becomes no space, and entities and curly quotes remain.
 
     Returns:
       The cleaned text.
     """
     if clean == "none":  # broken JSON has lone surrogates, which UTF-8 cannot encode
-        return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+        return _encodable(text)
+    if clean == "siglip":
+        text = _encodable(text).replace(_SPACE, " ").lower().translate(_NO_PUNCTUATION)
+        words = " ".join(text.split())
+        return _SPACE + words if words and text[0].isspace() else words  # a token of its own in transformers
     text = _repair(text)
     if clean == "canonicalize":
         text = text.replace("_", " ").translate(_NO_PUNCTUATION).lower()
     text = " ".join(text.split())
     return text.lower() if clean == "lower" else text
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _repair(text: str) -> str:

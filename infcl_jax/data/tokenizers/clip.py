@@ -132,7 +132,7 @@ class CLIPTokenizer(BaseTokenizer):
           path: `bpe_simple_vocab_16e6.txt.gz`, another text file of merges, or a folder with `vocab.json` and
             `merges.txt`. Default: the file of an installed package, such as `clip-anytorch`.
           context_length: tokens per row, start and end included.
-          clean: text cleaning: "none", "whitespace", "lower" or "canonicalize".
+          clean: text cleaning: "none", "whitespace", "lower", "canonicalize" or "siglip".
 
         Raises:
           ValueError: the path does not hold a vocabulary, or an argument is out of range.

@@ -10,9 +10,11 @@ from typing import Any
 from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
 from infcl_jax.data.tokenizers.folder_settings import (
     folder_options,
+    read_bert_options,
     read_lower_case,
     read_pad_token,
-    write_pad_token,
+    read_padding_side,
+    write_config,
 )
 from infcl_jax.printable import printable
 
@@ -20,6 +22,11 @@ _FILE = "tokenizer.json"
 _LARGEST = 2**24  # ids; those of tokens are int32
 _SHOWN = 200  # characters of a reason in an error
 _PAD_TOKENS = ("[PAD]", "<pad>")
+_BERT_ATTRIBUTES = {  # of BERT's normalizer in tokenizers, by option of transformers
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
@@ -27,8 +34,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     The file's post-processor adds the special tokens. The padding token is the one that `tokenizer_config.json` or
     `special_tokens_map.json` in the same folder names, or that of `tokenizer.json`, or "[PAD]" or "<pad>".
-    Truncation and padding are on the right, whatever the file says, as in OpenCLIP. `do_lower_case` in
-    `tokenizer_config.json` is obeyed, as in transformers.
+    The side of the padding is that of `tokenizer_config.json`, of `tokenizer.json` or of the tokenizer's class, as in
+    transformers; truncation is on the right. `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` in
+    `tokenizer_config.json` are obeyed for the classes that obey them in transformers.
     """
 
     kind = "hf"
@@ -45,8 +53,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
         Args:
           path: a `tokenizer.json`, or a folder with one.
           context_length: tokens per row, special tokens included.
-          clean: text cleaning before the file's own: "none", "whitespace", "lower" or "canonicalize". Default: that of
-            `tokenizer_kwargs` in `open_clip_config.json` or of SigLIP's class in `tokenizer_config.json`, else "none".
+          clean: text cleaning before the file's own: "none", "whitespace", "lower", "canonicalize" or "siglip".
+            Default: that of `tokenizer_kwargs` in `open_clip_config.json` or of SigLIP's class in
+            `tokenizer_config.json`, else "none".
           strip_sep_token: whether 0 replaces the last special token of each text, as in CLIPA. Default: that of
             `tokenizer_kwargs`, else False.
 
@@ -67,7 +76,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         data = read_vocabulary_file(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-            padding = (self._tokenizer.padding or {}).get("pad_token")
+            padding = self._tokenizer.padding or {}
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             encoded = self._tokenizer.encode("a")
@@ -76,8 +85,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
                 raise
             reason = printable(str(error))[:_SHOWN]
             raise ValueError(f"expected the JSON of a tokenizer in {file}, got {reason}") from None
-        self._pad_token = self._find_pad_token(file, padding)
-        self._set_lower_case(read_lower_case(file.parent))
+        self._pad_token = self._find_pad_token(file, padding.get("pad_token"))
+        self._normalize_as_class(file.parent)
         options = folder_options(file.parent)
         clean = options.get("clean", "none") if clean is None else clean
         self.strip_sep_token = bool(options.get("strip_sep_token") if strip_sep_token is None else strip_sep_token)
@@ -95,16 +104,18 @@ class HuggingFaceTokenizer(BaseTokenizer):
             end_id=encoded.ids[-1] if suffix else None,
             prefix=text[0],
             suffix=suffix,
+            padding_side=read_padding_side(file.parent, padding.get("direction")),
         )
 
-    def _set_lower_case(self, lower_case: bool | None) -> None:
-        """Apply `do_lower_case`: set the option of BERT's normalizer, or add a step to another one."""
+    def _normalize_as_class(self, folder: Path) -> None:
+        """Change the normalizer as the tokenizer's class does in transformers."""
         from tokenizers import normalizers
 
-        normalizer = self._tokenizer.normalizer
-        if lower_case is not None and isinstance(normalizer, normalizers.BertNormalizer):
-            normalizer.lowercase = lower_case
-        elif lower_case:
+        normalizer, options = self._tokenizer.normalizer, read_bert_options(folder)
+        if isinstance(normalizer, normalizers.BertNormalizer):
+            for name, value in options.items():
+                setattr(normalizer, _BERT_ATTRIBUTES[name], value)
+        elif read_lower_case(folder):
             steps = [normalizers.Lowercase(), *([] if normalizer is None else [normalizer])]
             self._tokenizer.normalizer = normalizers.Sequence(steps)
 
@@ -131,7 +142,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def _save_vocabulary(self, folder: Path) -> None:
         self._tokenizer.save(str(folder / _FILE))
-        write_pad_token(folder, self._pad_token)
+        # This class of transformers reads tokenizer.json as it is; that of BERT would choose its own lower case.
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": self._pad_token}
+        config["padding_side"] = self.padding_side
+        if self.end_id is not None:
+            config["sep_token"] = self._tokenizer.id_to_token(self.end_id)
+        write_config(folder, config)
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | ({"strip_sep_token": True} if self.strip_sep_token else {})

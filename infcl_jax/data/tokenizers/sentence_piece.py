@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
 from infcl_jax.data.tokenizers.folder_settings import (
     folder_options,
     read_lower_case,
     read_pad_token,
-    write_pad_token,
+    read_padding_side,
+    write_config,
 )
 from infcl_jax.printable import printable
 
@@ -25,8 +27,8 @@ class SentencePieceTokenizer(BaseTokenizer):
     A row is text, the model's end token and padding, without a start token. The padding token is the one that
     `tokenizer_config.json` or `special_tokens_map.json` in the model's folder names, else the model's own, else its end
     token. T5's model has its own (0). SigLIP pads with the end token (1), which its folder names. SigLIP also needs
-    `clean="canonicalize"`, the default where its folder names the class of its tokenizer. Text never becomes a special
-    token.
+    `clean="siglip"`, the default where its folder names the class of its tokenizer, or OpenCLIP's "canonicalize". Text
+    never becomes a special token.
     """
 
     kind = "sentencepiece"
@@ -37,8 +39,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         Args:
           path: a model file, or a folder with `spiece.model`, `sentencepiece.model` or `tokenizer.model`.
           context_length: tokens per row, end token included.
-          clean: text cleaning before the model's own: "none", "whitespace", "lower" or "canonicalize". Default: that of
-            `tokenizer_kwargs` in `open_clip_config.json`, of SigLIP's class or of `do_lower_case` in
+          clean: text cleaning before the model's own: "none", "whitespace", "lower", "canonicalize" or "siglip".
+            Default: that of `tokenizer_kwargs` in `open_clip_config.json`, of SigLIP's class or of `do_lower_case` in
             `tokenizer_config.json`, else "none".
 
         Raises:
@@ -68,7 +70,9 @@ class SentencePieceTokenizer(BaseTokenizer):
         pad = self._find_pad_id(file)
         if clean is None:
             clean = folder_options(file.parent).get("clean", "lower" if read_lower_case(file.parent) else "none")
-        super().__init__(context_length, clean, vocab_size=size, pad_id=pad, end_id=end, prefix=0, suffix=1)
+        side = read_padding_side(file.parent, None)
+        special: dict[str, Any] = {"pad_id": pad, "end_id": end, "prefix": 0, "suffix": 1, "padding_side": side}
+        super().__init__(context_length, clean, vocab_size=size, **special)
 
     def _find_pad_id(self, file: Path) -> int:
         token = read_pad_token(file.parent)
@@ -83,9 +87,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         return [[*self._model.encode(text), self.end_id] for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
+        while self.padding_side == "left" and len(ids) > 1 and ids[0] == self.pad_id:
+            ids = ids[1:]
         end = ids.index(self.end_id) if self.end_id in ids else len(ids)
         return self._model.decode([token for token in ids[:end] if token != self.pad_id])
 
     def _save_vocabulary(self, folder: Path) -> None:
         (folder / _FILES[0]).write_bytes(self._model.serialized_model_proto())
-        write_pad_token(folder, self._model.id_to_piece(self.pad_id))
+        pad_token = self._model.id_to_piece(self.pad_id)
+        write_config(folder, {"pad_token": pad_token, "padding_side": self.padding_side})

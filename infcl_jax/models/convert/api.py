@@ -250,9 +250,11 @@ def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig
 
 
 def _common_dtype(tensors: Tensors) -> str:
-    """Return the half-precision dtype of all floating arrays, else float32."""
+    """Return the half-precision dtype of all floating parameters, else float32; running statistics have their own."""
     dtypes = {
-        array.dtype.name for array in tensors.values() if array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
+        array.dtype.name
+        for name, array in tensors.items()
+        if array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating) and "running_" not in name
     }
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"} else "float32"
 

@@ -11,6 +11,8 @@ from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.timm_names import TIMM_SIZES, timm_vision_config
 
+UNNAMED_TOKENIZER = "./tokenizer"  # OpenCLIP reads the model's folder, whatever the name
+_CLIP_VOCAB_SIZE = 49408
 _TEXT_POOLS = {"end": "argmax", "first": "first", "last": "last"}
 _HF_POOLS = {"mean": "mean_pooler", "pooler": "cls_pooler", "cls": "cls_last_hidden_state_pooler"}
 
@@ -117,6 +119,10 @@ def _text(text: TextConfig, config: CLIPConfig) -> dict[str, Any]:
         "proj_bias": text.projection_bias,
         **_blocks(text, config),
     }
+    if (
+        text.vocab_size > _CLIP_VOCAB_SIZE
+    ):  # OpenCLIP's default, CLIP's tokenizer, would give other ids without an error
+        written["hf_tokenizer_name"] = UNNAMED_TOKENIZER
     eos = text.pool == "end" and text.end_token is not None
     return written | ({"pool_type": "eos", "eos_id": text.end_token} if eos else {})
 

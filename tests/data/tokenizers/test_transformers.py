@@ -36,8 +36,9 @@ def test_t5(stored, tmp_path):
     check_ids(load_tokenizer(f"sentencepiece:{tmp_path}", golden.LENGTH), golden.t5_captions(), stored["t5"])
 
 
-def test_siglip(stored, tmp_path):
+@pytest.mark.parametrize("clean", ["canonicalize", "siglip"])
+def test_siglip(clean, stored, tmp_path):
     (tmp_path / "spiece.model").write_bytes(stored["sentence_piece"].tobytes())
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": {"content": "</s>"}}))
-    tokenizer = load_tokenizer(f"sentencepiece:{tmp_path}", golden.LENGTH, clean="canonicalize")
+    tokenizer = load_tokenizer(f"sentencepiece:{tmp_path}", golden.LENGTH, clean=clean)
     check_ids(tokenizer, golden.siglip_captions(), stored["siglip"])

@@ -47,6 +47,7 @@ from infcl_jax.settings import (
     format_changes,
     name_changes,
     with_changes,
+    without_contradiction,
 )
 from infcl_jax.training import Checkpointer, Outputs, prepare_workdir
 
@@ -142,6 +143,8 @@ def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[Con
     """
     old = saved.get_config(str(workdir))
     config = with_changes(old, changes)
+    if "precision" not in changes:
+        without_contradiction(config)
     check_config(config)
     changed = changed_settings(old, config)
     groups = dict.fromkeys(name.partition(".")[0] for name, setting in SETTINGS.items() if setting.evaluated)
@@ -160,7 +163,10 @@ def given_changes() -> dict[str, Any]:
     if command.chosen_file() is None:
         return overrides
     chosen = flattened(command.chosen_config())
-    return {k: v for k, v in chosen.items() if k == "model" or SETTINGS[k].evaluated} | overrides
+    # Settings that a run chooses at its start, such as precision, stay as it chose them.
+    started = {"model", *(k for k, setting in SETTINGS.items() if setting.resolved_once)}
+    given = {k: v for k, v in chosen.items() if k not in started or v != SETTINGS[k].default}
+    return {k: v for k, v in given.items() if k == "model" or SETTINGS[k].evaluated} | overrides
 
 
 def _resolved_config() -> ConfigDict:

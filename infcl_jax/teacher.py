@@ -41,8 +41,9 @@ class Teacher:
 
     @property
     def scale(self) -> float:
-        """Inverse temperature of the teacher's similarities."""
-        return self.encoder.logit_scale
+        """Inverse temperature of the teacher's similarities, at most `max_logit_scale` if that is set."""
+        limit = self.config.max_logit_scale
+        return self.encoder.logit_scale if limit is None else min(self.encoder.logit_scale, limit)
 
     def memory(self) -> TeacherMemory:
         """Return the memory of the teacher on each device, for the planner."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,20 @@ def dataset_identity(source: Source) -> dict[str, Any]:
     return {SIZE: len(source), _DATASET: f"{source.name}, split {source.split}", _RECORDS: digest.hexdigest()}
 
 
-def check_same_data(saved: Mapping[str, Any], identity: Mapping[str, Any], workdir: str, *, forked: bool) -> bool:
+def same_place(old: str, new: str) -> bool:
+    """Return whether two datasets have the same name, or paths of the same files."""
+    return os.path.realpath(old) == os.path.realpath(new)
+
+
+def check_same_data(
+    saved: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    workdir: str,
+    *,
+    forked: bool,
+    moved: bool = False,
+    indexed: bool = False,
+) -> bool:
     """Check that a run continues with its own records, wherever they are now.
 
     A run that starts from the state of another one may have another number of samples.
@@ -58,24 +72,38 @@ def check_same_data(saved: Mapping[str, Any], identity: Mapping[str, Any], workd
       identity: identity of the dataset, from `dataset_identity`.
       workdir: work directory of the checkpoint, for the error message.
       forked: whether this run starts from the state of another one.
+      moved: whether path or split of the dataset differ from those of the run.
+      indexed: whether the state has values for each sample.
 
     Returns:
       Whether the number of samples has changed, so that the run continues at the same batch of another order.
 
     Raises:
-      ValueError: the dataset has another number of samples, or other records under another name.
+      ValueError: the dataset has another number of samples, or other records under another name, or it has moved and
+        the checkpoint, from before the comparison of records, has none to compare with.
     """
     size, name = identity[SIZE], identity[_DATASET]
     if saved.get(SIZE, size) != size:
         if not forked:
             raise ValueError(
                 f"expected {saved[SIZE]} samples, with which the run in {workdir} was trained, got {size} in {name}; "
-                f"restore the data, or continue in a new order with another --workdir and --config.resume={workdir}"
+                "restore the data; if it is unchanged, another version leaves out other samples: continue in a new"
+                f" order with another --workdir and --config.resume={workdir}"
+            )
+        if indexed:
+            raise ValueError(
+                f"expected the {saved[SIZE]} samples whose state the run in {workdir} has, got {size} in {name}; start "
+                f"a new run with --config.init.model={workdir}"
             )
         _logger.warning(
             "%s has %d samples, %d in the run in %s; continues in a new order", name, size, saved[SIZE], workdir
         )
         return True
+    if moved and _RECORDS not in saved:
+        raise ValueError(
+            f"expected the dataset of the run in {workdir}, whose checkpoint has no records to compare with, got "
+            f"{name}; resume it once with the old path, for example a link, until its next checkpoint"
+        )
     if saved.get(_RECORDS, identity[_RECORDS]) != identity[_RECORDS]:
         if saved[_DATASET] != name:
             raise ValueError(

@@ -100,7 +100,7 @@ def draw_curves(lines: Sequence[Mapping[str, int | float]], chance: Mapping[str,
         axes = figure.add_subplot(1, len(panels), column)
         _draw_series(axes, series, label, chance or {})
         if series is scores:
-            axes.set_ylim(0, 1)
+            axes.set_ylim(0, 1.02)  # a curve at 1 stays visible
     figure.tight_layout()
     return figure
 

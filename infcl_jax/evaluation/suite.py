@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
-from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
+from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit, describe_limit
 from infcl_jax.data.checks import process_rows
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.decode.api import ToImage, pixels
@@ -323,8 +323,8 @@ class Suite:
             elsewhere = f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
             record = bad[limit] if len(bad) > limit else elsewhere
             raise BadRecordError(
-                f"{record}; more than the {limit} bad records of a split that max_bad_records={self._max_bad_records} "
-                "allows, check the data"
+                f"{record}; more than the {limit} bad records of a split that {describe_limit(self._max_bad_records)}"
+                " allows, check the data"
             )
         if bad:
             _logger.warning(

@@ -206,7 +206,9 @@ def check_names(tasks: Iterable[Task], reserved: Iterable[str] = ()) -> None:
     """
     for name, count in collections.Counter([*reserved, *(task.name for task in tasks)]).items():
         if count > 1:
-            raise ValueError(f"expected evaluations of different names, got {count} of the name {name}; rename one")
+            raise ValueError(
+                f"expected evaluations of different names, got {count} of the name {name}; leave out or rename one"
+            )
 
 
 def _benchmark(name: str, data_dir: str | Path) -> Task | None:

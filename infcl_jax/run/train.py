@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from infcl_jax import run
 from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
-from infcl_jax.data.dataset_identity import check_same_data, dataset_identity
+from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, same_place
 from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
@@ -228,7 +228,15 @@ def _train_on(
             console.open_log(workdir, outputs)
         console.doing("preparing the data")
         identity, position = dataset_identity(source), checkpoints.position()
-        resized = position is not None and check_same_data(position, identity, str(origin), forked=not own)
+        resized = position is not None and check_same_data(
+            position,
+            identity,
+            str(origin),
+            forked=not own,
+            moved=recorded is not None
+            and not (same_place(recorded.dataset, config.dataset) and "split" not in changed),
+            indexed=state.samples is not None,
+        )
         features = cached_features(config, workdir, mesh, state, source, tokenizer, say) if trains else {}
         teacher_inputs = None
         if teacher is not None and trains:
@@ -253,7 +261,8 @@ def _train_on(
         for line in format_changes(changed):
             say(line)
         if not trains:
-            ending = "its last evaluation is completed" if completes else "nothing is written"
+            ending = "only exported/ is written" if config.export else "nothing is written"
+            ending = "its last evaluation is completed" if completes else ending
             say(f"the run has all of its {start} steps: {ending}")
         writer = MetricWriter(
             workdir,

@@ -16,7 +16,7 @@ from infcl_jax.settings.config import (
 from infcl_jax.settings.length import total_steps, with_total_steps
 from infcl_jax.settings.names import closest_setting
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
-from infcl_jax.settings.precision import model_changes, resolved_precision
+from infcl_jax.settings.precision import model_changes, resolved_precision, without_contradiction
 from infcl_jax.settings.setting import Range, Setting, as_integer, type_name
 from infcl_jax.settings.table import SECTIONS, SETTINGS
 from infcl_jax.settings.text import format_entry, format_help, format_markdown, format_python
@@ -50,4 +50,5 @@ __all__ = [
     "type_name",
     "with_changes",
     "with_total_steps",
+    "without_contradiction",
 ]

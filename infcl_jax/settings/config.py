@@ -12,6 +12,7 @@ from ml_collections.config_dict import placeholder
 from infcl_jax.checks import check_positive_int
 from infcl_jax.settings.consistency import check_consistency
 from infcl_jax.settings.names import closest_setting
+from infcl_jax.settings.precision import without_contradiction
 from infcl_jax.settings.setting import Setting, as_integer
 from infcl_jax.settings.table import SETTINGS
 
@@ -76,7 +77,7 @@ def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     changed = config.copy_and_resolve_references()
     for name, value in _dotted(changes).items():
         if name not in SETTINGS:
-            close = closest_setting(name)
+            close = closest_setting(str(name))
             advice = f"did you mean {close!r}?" if close else "docs/settings.md lists them"
             raise ValueError(f"expected names of settings, got {name!r}; {advice}")
         if SETTINGS[name].base_type is int:
@@ -206,6 +207,8 @@ def keep_recorded(old: ConfigDict, new: ConfigDict) -> ConfigDict:
     for setting, value in setting_values(new):
         if setting.resolved_once and value == setting.default:
             resumed.update_from_flattened_dict({setting.name: recorded[setting.name]})
+    if new.precision == "auto":
+        without_contradiction(resumed)
     return resumed
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from infcl_jax.ops.common.gpu import target_device
 from infcl_jax.settings.overrides import parse_overrides
 
@@ -36,6 +38,12 @@ def resolved_precision(precision: str, overrides: str) -> str:
     if precision != "auto" or "dtype" in parse_overrides(overrides):
         return precision
     return "fp32" if target_device().platform == "cpu" else "bf16"
+
+
+def without_contradiction(config: ConfigDict) -> None:
+    """Set a recorded precision to "auto" where a dtype in `model_overrides` takes its place."""
+    if "dtype" in parse_overrides(config.model_overrides):
+        config.precision = "auto"
 
 
 def model_changes(precision: str, overrides: str) -> dict[str, Any]:

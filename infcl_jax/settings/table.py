@@ -247,7 +247,8 @@ _LOSS = (
         "max_logit_scale",
         float | None,
         None,
-        "limit of the logit scale, the inverse temperature; None: CLIP's 100, no limit with a sigmoid loss",
+        "limit of the logit scale, the inverse temperature, also of distill.teacher; None: CLIP's 100 for the model, "
+        "no limit for a teacher or with a sigmoid loss",
         Range(1),
         before=100.0,
     ),

@@ -15,9 +15,9 @@ from infcl_jax.data.encode import encode_jpeg
 
 @pytest.fixture
 def table(tmp_path):
-    """A parquet file of 8 rows, one without an image and one without a caption."""
-    images = [captioned.jpeg(i) for i in range(6)] + [b"", captioned.jpeg(6)]
-    texts = [[f"caption {i}"] for i in range(6)] + [["no image"], []]
+    """A parquet file of 8 rows, one with a caption that is too long and one without a caption."""
+    images = [captioned.jpeg(i) for i in range(8)]
+    texts = [[f"caption {i}"] for i in range(6)] + [["a" * (2**20 + 1)], []]
     texts[2].append("another")
     parquet.write_table(pa.table({"image": images, "captions": texts}), tmp_path / "a.parquet")
     return f"{tmp_path}/a.parquet"

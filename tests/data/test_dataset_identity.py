@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from infcl_jax.data.dataset_identity import check_same_data, dataset_identity
+from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, same_place
 from infcl_jax.data.sources.base import BadRecordError
 from infcl_jax.data.sources.text_retrieval import RetrievalExample
 
@@ -47,7 +47,8 @@ def test_moved_data_must_have_the_same_records(kind, new, allowed, caplog):
 @pytest.mark.parametrize("saved", [OLD, dataset_identity(Samples("a.tar"))])
 def test_another_size_is_allowed_from_another_run_alone(saved, caplog):
     grown = dataset_identity(Samples("a.tar", size=64))
-    with pytest.raises(ValueError, match=r"expected 40 samples, .* got 64 in a.tar, .* --config.resume=run"):
+    match = r"expected 40 samples, .* got 64 in a.tar, .* another version leaves out .* --config.resume=run"
+    with pytest.raises(ValueError, match=match):
         check_same_data(saved, grown, "run", forked=False)
     assert check_same_data(saved, grown, "run", forked=True) is True
     assert [r.getMessage() for r in caplog.records] == [
@@ -55,8 +56,27 @@ def test_another_size_is_allowed_from_another_run_alone(saved, caplog):
     ]
 
 
-def test_data_of_old_checkpoints_and_in_its_place_is_taken_as_it_is(caplog):
-    assert check_same_data(OLD, dataset_identity(Samples("b.tar")), "run", forked=False) is False
+def test_another_size_is_refused_with_a_state_of_each_sample():
+    with pytest.raises(ValueError, match=r"expected the 40 samples whose state .* got 64 .* --config.init.model=run"):
+        check_same_data(OLD, dataset_identity(Samples("a.tar", size=64)), "run", forked=True, indexed=True)
+
+
+def test_moved_data_of_an_old_checkpoint_cannot_be_compared():
+    with pytest.raises(ValueError, match=r"has no records to compare with, got b.tar, .* with the old path"):
+        check_same_data(OLD, dataset_identity(Samples("b.tar")), "run", forked=False, moved=True)
+
+
+@pytest.mark.parametrize("other", ["data/", "./data", "sub/../data", "link"])
+def test_paths_of_the_same_files_are_the_same_place(other, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "sub", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "link").symlink_to("data")
+    assert same_place("data", other) and same_place(str(tmp_path / "data"), other) and not same_place("other", other)
+
+
+def test_data_in_its_place_is_taken_as_it_is(caplog):
+    assert check_same_data(OLD, dataset_identity(Samples("a.tar")), "run", forked=False) is False
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         saved = dataset_identity(Samples("a.tar"))

@@ -211,7 +211,8 @@ def test_no_device_holds_more_than_a_tile_of_the_similarities(monkeypatch):
     queries = replicate(
         mesh, (np.zeros((block, 2), np.float32), np.zeros(block, np.int32), np.zeros(block, np.float32))
     )
-    compiled = retrieval._count_replicated.lower(queries, gallery, group, mesh=mesh, tile_rows=16).compile()
+    lowered = retrieval._count_replicated.lower(queries, gallery, group, mesh=mesh, tile_rows=16, first_wins=False)
+    compiled = lowered.compile()
     # Counts of each tile are int32 [tiles, block] on a device; the similarities would be float32 [samples / 8, block].
     tiles = samples // mesh.size // 16
     similarities = samples // mesh.size * block * 4

@@ -6,9 +6,10 @@ import json
 import jax
 import pytest
 
+from experiments.evaluate import changed_config
 from infcl_jax import run
 from infcl_jax.planner import device_named
-from infcl_jax.settings import keep_recorded, make_config, resolved_precision
+from infcl_jax.settings import check_config, keep_recorded, make_config, resolved_precision
 
 BF16 = "dtype=bfloat16"
 
@@ -46,12 +47,28 @@ def test_two_dtypes_are_an_error_that_names_both_settings():
         ({"precision": "bf16"}, {"precision": "fp32"}, "fp32"),
         ({"model_overrides": BF16}, {"model_overrides": BF16}, "auto"),  # the override remains
         ({"model_overrides": BF16}, {}, "fp32"),  # resolved on this CPU
+        ({"precision": "fp32"}, {"model_overrides": BF16}, "auto"),  # a dtype of the user's takes its place
     ],
 )
 def test_a_resumed_run_keeps_its_precision(saved, resumed, precision, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(saved))
     config = keep_recorded(run.saved_config(tmp_path), make_config(resumed))
     assert resolved_precision(config.precision, config.model_overrides) == precision
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("saved", "changes", "precision"),
+    [
+        ({}, {"model_overrides": BF16}, "auto"),
+        ({"precision": "fp32"}, {"model_overrides": BF16}, "auto"),
+        ({"precision": "bf16"}, {"precision": "fp32"}, "fp32"),
+        ({"precision": "bf16"}, {"evaluation.gallery": 8}, "bf16"),
+    ],
+)
+def test_an_evaluation_can_change_the_precision(saved, changes, precision, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert changed_config(tmp_path, changes)[0].precision == precision
 
 
 def test_a_resumed_run_keeps_what_it_was_started_with(tmp_path):

@@ -87,6 +87,10 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
     assert inputs.tokenizer is other.tokenizer
 
 
+def test_the_limit_of_the_logit_scale_holds_for_the_teacher(workdir):
+    assert load_teacher(config(workdir, max_logit_scale=2.0), oracle.mesh_of(1)).scale == 2.0
+
+
 def test_a_step_learns_from_the_teacher(workdir, tmp_path):
     """One step changes the divergence as its gradient says, and has its metric."""
     mesh = oracle.mesh_of(2)

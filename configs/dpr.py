@@ -17,7 +17,8 @@ The argument is a list of changes:
   GPU of 11 GB.
 
 Weights and tokenizer of BERT come from the Hub, `google-bert/bert-base-uncased` (extra `hub`). Without a connection,
-give a folder with its `config.json`, `model.safetensors` and `tokenizer.json` as `--config.init.text`.
+give a folder with its `config.json`, `model.safetensors` and `tokenizer.json` as `--config.init.text`. For a BERT of
+another size, the error gives the `model_overrides` that it needs.
 
 | data of `nq`, in the folder `data/dpr` | origin |
 | --- | --- |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import re
 import sys
@@ -165,22 +166,40 @@ class TextRetrievalSuite:
         """Find the passages with the largest dot product of each question.
 
         Returns:
-          int64 [Q, k], rows of the corpus in descending order, with k the largest cutoff of the metrics.
+          int64 [Q, k], rows of the corpus in descending order. k is the largest cutoff of the metrics, or larger where
+          passages share ids, so that each question has as many documents.
         """
         assert self.corpus is not None
-        k = min(RECALL if self.judgments is not None else max(HITS), len(self.corpus))
+        k, judged = RECALL if self.judgments is not None else max(HITS), self.judgments is not None
         query = self._encode("query", variables, self.texts.queries, [question.text for question in self.questions])
-        score = np.full((len(query), k), -np.inf)
-        row = np.full((len(query), k), -1, np.int64)
+        score, row = np.empty((len(query), 0)), np.empty((len(query), 0), np.int64)
+        document = np.arange(len(self.corpus))  # without judgments, each passage counts
         for start in range(0, len(self.corpus), self.block):
             self.check()
             passages = [self.corpus[i] for i in range(start, min(start + self.block, len(self.corpus)))]
             feature = self._encode("passage", variables, self.texts.passages, passages)
-            block_score, block_row = dot_product_top_k(query, feature, min(k, len(feature)), self.mesh)
+            rows = slice(start, start + len(passages))
+            if judged:
+                document[rows] = [_document_id(p.key) if p.key else i for i, p in enumerate(passages, start)]
+            block_score, block_row = self._search_block(query, feature, document[rows], k)
             score, row = np.concatenate([score, block_score], 1), np.concatenate([row, block_row + start], 1)
-            best = np.argsort(-score, axis=1, kind="stable")[:, :k]
+            best = np.argsort(-score, axis=1, kind="stable")
             score, row = np.take_along_axis(score, best, 1), np.take_along_axis(row, best, 1)
+            columns = columns_of_documents(document[row], k) if judged else k
+            score, row = score[:, :columns], row[:, :columns]
         return row
+
+    def _search_block(
+        self, query: np.ndarray, feature: np.ndarray, document: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the best passages of a block, with at least k documents of each question if it has as many."""
+        distinct = len(np.unique(document)) == len(document)
+        count = min(k, len(feature))
+        while True:
+            score, row = dot_product_top_k(query, feature, count, self.mesh)
+            if distinct or count == len(feature) or columns_of_documents(document[row], k) <= count:
+                return score, row
+            count = min(2 * count, len(feature))
 
     def metrics(self, row: np.ndarray) -> dict[str, float]:
         """Score the results of a search.
@@ -205,7 +224,7 @@ class TextRetrievalSuite:
 
     def _document_hits(self, rows: np.ndarray, relevant: set[str]) -> np.ndarray:
         """Return whether each document is relevant, in the order of their best passages."""
-        documents = dict.fromkeys(self._passage(i).key for i in rows)
+        documents = dict.fromkeys(self._passage(i).key or int(i) for i in rows)
         return np.array([key in relevant for key in documents])
 
     def _first_hit(self, question: Question, rows: np.ndarray) -> float:
@@ -220,6 +239,32 @@ class TextRetrievalSuite:
     def _encode(self, name: str, variables: Any, tokenize: Callable, texts: Sequence[Any]) -> np.ndarray:
         encode = TowerEncoder(self.model, f"encode_{name}")
         return encode_texts(encode, variables, tokenize, texts, self.mesh, self.batch_size)
+
+
+def columns_of_documents(document: np.ndarray, k: int) -> int:
+    """Return the columns in which every row has k different documents.
+
+    Args:
+      document: int [Q, c], documents of the passages, best first.
+      k: number of documents.
+
+    Returns:
+      Number of columns; c + 1 if a row has fewer documents.
+    """
+    if document.shape[1] < k or not len(document):
+        return document.shape[1] + 1
+    order = np.argsort(document, axis=1, kind="stable")
+    ordered = np.take_along_axis(document, order, 1)
+    first = np.ones(document.shape, bool)
+    first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    seen = np.empty(document.shape, bool)
+    np.put_along_axis(seen, order, first, 1)
+    return int((seen.cumsum(axis=1, dtype=np.int32) < k).sum(axis=1).max()) + 1
+
+
+def _document_id(key: str) -> int:
+    """Hash an id; the same on all processes, as the searches of a collective must be."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), signed=True)
 
 
 def dot_product_top_k(query: np.ndarray, passage: np.ndarray, k: int, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:

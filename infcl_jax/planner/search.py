@@ -174,7 +174,8 @@ def _recomputed_share(workload: Workload) -> float:
 def _at_least_one(count: int, least: str) -> int:
     if not count:
         raise ValueError(
-            f"expected memory for {least} with these settings, got less; use smaller chunks, more devices or a smaller model"
+            f"expected memory for {least} with these settings, got less; use smaller chunks, more devices or a smaller"
+            " model"
         )
     return count
 

@@ -18,8 +18,8 @@ from infcl_jax.models.config import config_to_json
 from infcl_jax.models.convert.api import read_config
 from infcl_jax.models.convert.sources import open_source
 from infcl_jax.models.registry import MODEL_FILE, change_config
-from infcl_jax.pretrained_tokenizer import TOKENIZER_FOLDER, pretrained_tokenizer
-from infcl_jax.run.text_retrieval import read_text_pair
+from infcl_jax.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side, pretrained_tokenizer
+from infcl_jax.run.text_retrieval import open_bert, read_text_pair
 from infcl_jax.settings import (
     SETTINGS,
     check_model_overrides,
@@ -164,6 +164,7 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
     text = read_any_model(config).text
     end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
     check_vocabulary(tokenizer, text.vocab_size, end_token)
+    check_padding_side(tokenizer, text)
     if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
         raise ValueError(
             f"expected text.pad_id={tokenizer.pad_id}, as in the tokenizer {tokenizer.kind!r}, got {text.pad_id}; "
@@ -182,8 +183,8 @@ def _load_text_tokenizer(config: ConfigDict, workdir: Path | None) -> BaseTokeni
     pair = text_pair_config(config.model)
     size = (base_model(config) if pair is None else pair).text.vocab_size
     spec = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(size)
-    if pair is not None and config.init.text is not None and spec is None:
-        return pretrained_tokenizer(open_source(config.init.text), model, clean)
+    if isinstance(model, TextPairConfig) and config.init.text is not None and spec is None:
+        return pretrained_tokenizer(open_bert(config.init.text, model), model, clean)
     if isinstance(model, CLIPConfig) and config.init.model is not None and (spec is None or config.model is None):
         source, _ = run_of(Path(config.init.model))
         if source is None:

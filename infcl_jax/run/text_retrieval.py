@@ -27,6 +27,7 @@ from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.models import TextPairConfig, build_model, text_pair_config, towers_of, variable_shapes
 from infcl_jax.models.convert import open_source
 from infcl_jax.models.convert.bert import read_config, weight_map
+from infcl_jax.models.convert.sources import Source
 from infcl_jax.models.convert.text_pair import check_architecture
 from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
@@ -123,6 +124,21 @@ def pair_suite(
     return suite
 
 
+def open_bert(path: str, model: TextPairConfig) -> Source:
+    """Open a BERT of Hugging Face with the architecture of a model.
+
+    Raises:
+      FileNotFoundError: no such source.
+      ValueError: the source is no BERT, or has another architecture.
+    """
+    source = open_source(path)
+    if source.config is None or source.format != "hf":
+        raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
+    shortest = dataclasses.replace(model.text, context_length=1)  # any length is checked with the other fields
+    check_architecture(model, read_config(source.config, shortest), path)
+    return source
+
+
 def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
     """Initialize both encoders from a BERT of Hugging Face.
 
@@ -137,10 +153,7 @@ def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> Trai
       FileNotFoundError: no such source.
       ValueError: the source is no BERT, or has another architecture.
     """
-    source = open_source(path)
-    if source.config is None or source.format != "hf":
-        raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
-    check_architecture(model, read_config(source.config, model.text), path)
+    source = open_bert(path, model)
     tied = variable_shapes(build_model(dataclasses.replace(model, tied=True)))
     shapes = {name: shape for name, shape in flat_shapes(tied).items() if "/text_projection/" not in name}
     tensors = source.tensors()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -132,6 +133,37 @@ def test_chunks_of_a_document_count_once(tmp_path):
     suite = judged(tmp_path, ["a", "b", "b", "b", "c"], [Question("q", "q")], {"q": {"b", "c"}})
     assert suite.metrics(np.array([[0, 3, 2, 1]])) == {"mrr10": 0.5, "recall1000": 0.5}
     assert suite.metrics(np.array([[0, 3, 2, 1, 4]])) == {"mrr10": 0.5, "recall1000": 1.0}
+
+
+@pytest.mark.parametrize("block", [700, 2**17])
+@pytest.mark.parametrize("spread", [1, 900])  # rows between the chunks of a document
+def test_the_recall_is_cut_at_documents(tmp_path, monkeypatch, block, spread):
+    """Every document is relevant, and the passages are in the order of their scores."""
+    monkeypatch.setattr(text_retrieval, "RECALL", 400)
+    documents = [f"d{i // 3}" if spread == 1 else f"d{i % 900}" for i in range(2700)]
+    suite = judged(tmp_path, documents, [Question("q", "q")], {"q": {f"d{i}" for i in range(900)}})
+    feature = {"query": np.ones((1, 1)), "passage": np.linspace(1, 0.1, 2700)[:, None]}
+
+    def encode(self, name, variables, tokenize, texts):
+        start = 0 if name == "query" else int(texts[0].text.split()[1])
+        return feature[name][start : start + len(texts)]
+
+    monkeypatch.setattr(TextRetrievalSuite, "_encode", encode)
+    texts = SimpleNamespace(queries=None, passages=None)
+    suite = dataclasses.replace(suite, texts=texts, block=block, mesh=oracle.mesh_of(1))
+    rows = suite.search(None)
+    assert rows.tolist() == [list(range(1198 if spread == 1 else 400))]
+    assert suite.metrics(rows)["recall400"] == pytest.approx(400 / 900)
+
+
+def test_columns_of_documents():
+    document = np.array([[1, 1, 2, 3, 3], [1, 2, 3, 1, 2]])
+    assert [text_retrieval.columns_of_documents(document, k) for k in (1, 2, 3, 4)] == [1, 3, 4, 6]
+
+
+def test_passages_without_ids_are_documents_of_their_own(tmp_path):
+    suite = judged(tmp_path, ["", "", "a"], [Question("q", "q")], {"q": {"a"}})
+    assert suite.metrics(np.array([[0, 1, 2]]))["mrr10"] == pytest.approx(1 / 3)
 
 
 def test_missing_queries_and_passages_are_counted_in_one_line(tmp_path, caplog):

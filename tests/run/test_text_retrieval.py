@@ -155,9 +155,11 @@ def test_the_tokenizer_is_that_of_the_weights(folder, tmp_path):
     path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
     with np.load(GOLDEN.with_name("transformers_tokens.npz")) as stored:
         (tmp_path / "bert/tokenizer.json").write_bytes(stored["bert_json"].tobytes())
-    changes = {"model": "bert-base-uncased", "model_overrides": "", "init.text": path}
+    (tmp_path / "bert/config.json").write_text(json.dumps(BERT | {"vocab_size": 800}))
+    overrides = GOLDEN_MODEL.replace("vocab_size=40", "vocab_size=800")
+    changes = {"model": "bert-base-uncased", "model_overrides": overrides, "init.text": path}
     tokenizer = run.text_tokenizer(settings(folder, **changes))
-    assert (tokenizer.kind, tokenizer.context_length) == ("hf", 256)
+    assert (tokenizer.kind, tokenizer.context_length) == ("hf", 12)
 
 
 def test_moving_averages_start_at_the_weights(folder, tmp_path):
@@ -201,6 +203,17 @@ def test_weights_of_another_architecture_are_refused(folder, tmp_path, change):
     message = "without pooler.dense.bias" if "pooler" in change else f"expected {change.partition('=')[0]}="
     with pytest.raises(ValueError, match=message):
         initialize_pair(hugging_face_folder(path, tensors("query/weight/")), read_text_pair(config), None)
+
+
+def test_all_fields_of_another_architecture_are_listed(folder, tmp_path):
+    path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
+    changes = {"model": "bert-base-uncased", "model_overrides": "text.context_length=512", "init.text": path}
+    config = settings(folder, **changes)
+    with pytest.raises(ValueError, match=r"^expected text\.width=.*; add --config\.model_overrides=") as error:
+        run.text_tokenizer(config)  # the first part of a run that opens the folder
+    config.model_overrides = str(error.value).partition("model_overrides=")[2].partition(", or")[0]
+    state = initialize_pair(path, read_text_pair(config), replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5)))
+    assert state.params["query"]["token_embedding"].shape == (BERT["vocab_size"], BERT["hidden_size"])
 
 
 def test_queries_longer_than_the_context_are_refused(folder):

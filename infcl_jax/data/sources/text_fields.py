@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Names of the fields in DPR's JSON, and in the JSON lines of tevatron, BEIR, FlagEmbedding and Sentence Transformers.
@@ -12,8 +12,8 @@ POSITIVES = ("positive_ctxs", "positive_passages", "positives", "pos", "positive
 NEGATIVES = ("hard_negative_ctxs", "negative_passages", "negatives", "neg", "negative")
 FALLBACK = ("negative_ctxs",)  # of DPR, for a question without hard negatives
 NUMBERED = re.compile(r"negative_\d+")  # of Sentence Transformers, one text each
-PASSAGE_IDS = ("docid", "doc_id", "passage_id", "psg_id", "_id", "id", "pid")
-TEXTS = ("text", "contents", "body", "passage")
+PASSAGE_IDS = ("docid", "doc_id", "docno", "passage_id", "psg_id", "_id", "id", "pid", "corpus_id", "corpus-id")
+TEXTS = ("text", "contents", "body", "passage", "content", "passage_text")
 _KINDS = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
 
 
@@ -138,6 +138,16 @@ def passage_of(name: str, value: Any) -> Passage:
         "" if title is None else label_of("title", title),
         id_of(value, PASSAGE_IDS),
     )
+
+
+def column_name(cell: str) -> str:
+    """Reduce the name of a column to letters and digits in lower case."""
+    return re.sub(r"[\W_]", "", cell.lower())
+
+
+def find_column(columns: Sequence[str], names: Iterable[str]) -> int | None:
+    """Return the index of the first of the names among reduced columns; None for no such column."""
+    return next((columns.index(name) for name in map(column_name, names) if name in columns), None)
 
 
 def _kind(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -16,6 +17,16 @@ BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BLOCK = 2**24  # bytes of a file scanned at once
 _LARGEST = 2**26  # bytes of a record; a query with hundreds of passages has less than one MiB
 _NEWLINE, _QUOTE, _BACKSLASH = (ord(character) for character in '\n"\\')
+_IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))  # by byte
+_BINARY = {
+    "gzip": rb"\x1f\x8b",
+    "Parquet": rb"PAR1\x15",
+    "Arrow": rb"ARROW1\0|\xff{4}",
+    "zip": rb"PK\x03\x04",
+    "bzip2": rb"BZh\d1AY",
+    "xz": rb"\xfd7zXZ",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+}
 
 
 class RecordFile:
@@ -31,7 +42,8 @@ class RecordFile:
 
     Raises:
       FileNotFoundError: the file does not exist.
-      ValueError: the file has no records, its JSON array is not closed, or it is in UTF-16.
+      ValueError: the file has no records, is compressed, binary or in UTF-16, or has a JSON array that is not closed or
+        holds something else than objects.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -40,6 +52,8 @@ class RecordFile:
             head = file.read(_BLOCK).removeprefix(BYTE_ORDER_MARK)
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ValueError(f"expected a file in UTF-8, got UTF-16 in {self.path}; convert it")
+        if binary := next((name for name, magic in _BINARY.items() if re.match(magic, head)), None):
+            raise ValueError(f"expected a text file in UTF-8, got {binary} in {self.path}; convert it")
         self.is_array = head.lstrip()[:1] == b"["
         self._starts, self._stops = _array_offsets(self.path) if self.is_array else _line_offsets(self.path)
         if not len(self):
@@ -94,29 +108,31 @@ class RecordFile:
 
 def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each line that is not blank."""
-    newlines, size = [], os.path.getsize(path)
+    newlines, filled, size = [], [], os.path.getsize(path)
     with open_regular(path) as file:
-        position = 0
-        while block := file.read(_BLOCK):
-            newlines.append(position + np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
-            position += len(block)
-        stops = np.concatenate([*newlines, [size]]).astype(np.int64)
-        file.seek(0)
         mark = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
-        starts = np.concatenate([[mark], stops[:-1] + 1]).astype(np.int64)
-        keep = stops > starts
-        short = np.flatnonzero(keep & (stops - starts <= 2))  # only these can be a line break alone
-        if len(short):
-            data = np.memmap(file, np.uint8, "r")
-            ends = data[np.stack([starts[short], stops[short] - 1])]
-            keep[short] = ~np.isin(ends, np.frombuffer(b"\r\t ", np.uint8)).all(0)
+        file.seek(mark)
+        position, open_filled = mark, False  # of the line that continues in the next block
+        while data := file.read(_BLOCK):
+            block = np.frombuffer(data, np.uint8)
+            ends = np.flatnonzero(block == _NEWLINE)
+            visible = np.append(~_IS_BLANK[block], False)  # a line may start at the end of the block
+            lines = np.logical_or.reduceat(visible, np.concatenate([[0], ends + 1]))
+            lines[0] |= open_filled
+            open_filled = lines[-1]
+            newlines.append(position + ends)
+            filled.append(lines[:-1])
+            position += len(block)
+    stops = np.concatenate([*newlines, [size]]).astype(np.int64)
+    starts = np.concatenate([[mark], stops[:-1] + 1]).astype(np.int64)
+    keep = np.concatenate([*filled, [open_filled]]).astype(bool)
     return starts[keep], stops[keep]
 
 
 def _array_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each object of a JSON array."""
     starts, stops, carry, position = [], [], b"", 0
-    quoted, depth = 0, 0  # state at the start of a block
+    quoted, depth, commas = 0, 0, 0  # state at the start of a block
     with open_regular(path) as file:
         while data := carry + (read := file.read(_BLOCK)):
             # A run of backslashes and the character that it escapes must be in the same block.
@@ -128,14 +144,21 @@ def _array_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
             before = np.concatenate([[-1], other[:-1]]) if len(block) else other
             quotes = (block == _QUOTE) & ((rows - before) % 2 == 1)  # an even number of backslashes before
             inside = (np.cumsum(quotes) + quoted) % 2 == 1
-            brackets = np.flatnonzero(np.isin(block, np.frombuffer(b"[]{}", np.uint8)) & ~inside)
-            opens = np.isin(block[brackets], np.frombuffer(b"[{", np.uint8))
-            depths = depth + np.cumsum(np.where(opens, 1, -1))
-            starts.append(position + brackets[opens & (depths == 2)])
-            stops.append(position + brackets[~opens & (depths == 1)] + 1)
+            marks = np.flatnonzero(np.isin(block, np.frombuffer(b"[]{},", np.uint8)) & ~inside)
+            opens, closes = (np.isin(block[marks], np.frombuffer(pair, np.uint8)) for pair in (b"[{", b"]}"))
+            depths = depth + np.cumsum(opens.astype(int) - closes)
+            starts.append(position + marks[opens & (depths == 2)])
+            stops.append(position + marks[closes & (depths == 1)] + 1)
+            commas += int((~opens & ~closes & (depths == 1)).sum())
             quoted = (quoted + int(quotes.sum())) % 2
             depth = int(depths[-1]) if len(depths) else depth
             position += len(data)
     if depth or quoted:
         raise ValueError(f"expected a JSON array in {path}, got one that is not closed; download it again")
+    objects = sum(map(len, starts))
+    if commas and commas + 1 != objects:
+        raise ValueError(
+            f"expected a JSON array of objects in {path}, got {objects} among {commas + 1} elements; write each record "
+            "as an object"
+        )
     return np.concatenate(starts).astype(np.int64), np.concatenate(stops).astype(np.int64)

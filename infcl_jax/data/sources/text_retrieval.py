@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from infcl_jax.data.sources.text_fields import (
     QUERY,
     TEXTS,
     Passage,
+    column_name,
+    find_column,
     is_null,
     list_of,
     optional_field,
@@ -26,6 +29,7 @@ from infcl_jax.data.sources.text_fields import (
 from infcl_jax.data.sources.text_records import RecordFile
 from infcl_jax.file_io import parse_json
 
+_PROBED = 16  # first records, of which one must be JSON
 _LABELS = ("label", "labels")  # of Sentence Transformers, whose "positive" then has negatives too
 
 
@@ -70,7 +74,7 @@ class QuerySource:
 
     Raises:
       FileNotFoundError: the file does not exist.
-      ValueError: the file has no records.
+      ValueError: the file has no records, or another format.
     """
 
     def __init__(self, path: str | os.PathLike, split: str = "train"):
@@ -78,6 +82,11 @@ class QuerySource:
         if not os.path.exists(path):
             raise FileNotFoundError(f"expected a file of queries with passages, got no file {self.name}; set dataset")
         self._records = RecordFile(path)
+        if not self._records.is_array and not any(map(_is_object, itertools.islice(self._records, _PROBED))):
+            raise ValueError(
+                f"expected JSON lines or a JSON array of queries with passages in {self.name}, got "
+                f"{_format_name(self._records[0])}; convert it"
+            )
 
     def __len__(self) -> int:
         return len(self._records)
@@ -99,6 +108,21 @@ class QuerySource:
         return RetrievalExample(query, positives, kept, len(negatives) - len(kept))
 
 
+def _is_object(record: bytes) -> bool:
+    try:
+        parse_json(record, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _format_name(line: bytes) -> str:
+    """Name the format of a file by its first line, which is not JSON."""
+    if line.lstrip()[:1] == b"{":
+        return "JSON objects over several lines, or damaged ones"
+    return "TSV" if b"\t" in line else "CSV" if b"," in line else "other text"
+
+
 def _passages(record: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Passage, ...]:
     """Read the passages of a field; none if it is missing or null."""
     name, values = optional_field(record, names)
@@ -117,7 +141,8 @@ class Corpus:
     """Passages of a corpus, read from a file by offset.
 
     Layouts: DPR's `psgs_w100.tsv` (a header, then id, quoted text and title), MS MARCO's `collection.tsv` (id and text,
-    without quotes) and JSON lines with `text` or `contents`, an id and optionally a `title`, such as BEIR's.
+    without quotes) and JSON lines with `text` or `contents`, an id and optionally a `title`, such as BEIR's. A header
+    may name the columns in any order.
 
     Examples:
       >>> Corpus("dpr/corpus.tsv")[0]
@@ -135,12 +160,18 @@ class Corpus:
         self.name, self._records = os.fspath(path), RecordFile(path)
         first = self._records[0]
         self._json = first.lstrip()[:1] == b"{"
-        names = [cell.strip(' "\r').lower() for cell in first.decode(errors="replace").split("\t")]
-        self._header = names if names[0] in PASSAGE_IDS else []
-        self._text = next((name for name in TEXTS if name in names), "")
-        if self._header and not self._text:
+        cells = [] if self._json else first.decode(errors="replace").split("\t")
+        names = [column_name(cell) for cell in cells]
+        self._columns = [find_column(names, known) for known in (TEXTS, ("title",), PASSAGE_IDS)]
+        if find_column(names[:1], PASSAGE_IDS) == 0:
+            self._columns[2] = 0
+        known = sum(column is not None for column in self._columns)
+        is_header = self._columns[2] == 0 or (known > 1 and not any(name.isdigit() for name in names))
+        self._header = names if is_header else []
+        if self._header and self._columns[0] is None:
             raise ValueError(
-                f"expected one of the columns {', '.join(TEXTS)} in line 1 of {self.name}, got {', '.join(names)}"
+                f"expected one of the columns {', '.join(TEXTS)} in line 1 of {self.name}, got "
+                f"{', '.join(cell.strip() for cell in cells)}"
             )
         if not len(self):
             raise ValueError(f"expected passages in {self.name}, got only a header")
@@ -187,5 +218,4 @@ class Corpus:
         fields = next(csv.reader([line], delimiter="\t"))
         if len(fields) != len(self._header):
             raise ValueError(f"expected the {len(self._header)} columns of the header, got {len(fields)}")
-        row = dict(zip(self._header, fields, strict=True))
-        return Passage(row[self._text], row.get("title", ""), fields[0])
+        return Passage(*("" if column is None else fields[column] for column in self._columns))

@@ -32,19 +32,26 @@ def check_architecture(model: TextPairConfig, theirs: BertConfig, source: str) -
       source: origin of the BERT, for the error.
 
     Raises:
-      ValueError: a field differs.
+      ValueError: fields differ; it lists all of them as overrides.
     """
+    differing = {}
     for field in dataclasses.fields(theirs):
-        if field.name in _TRAINING_FIELDS:
+        if field.name in (*_TRAINING_FIELDS, "context_length"):
             continue
         ours = getattr(model.text, field.name)
         if field.name == "activation" and ours is None:
             ours = model.activation
         if ours != (value := getattr(theirs, field.name)):
-            raise ValueError(
-                f"expected text.{field.name}={value!r}, as in {source}, got {ours!r}; set model_overrides or another "
-                "init.text"
-            )
+            differing[f"text.{field.name}"] = value, ours
+    longest = theirs.max_positions - theirs.position_offset
+    if model.text.context_length > longest:
+        differing["text.context_length"] = longest, model.text.context_length
+    if differing:
+        overrides = ",".join(f"{name}={value}" for name, (value, _) in differing.items())
+        raise ValueError(
+            f"expected {overrides}, as in {source}, got {', '.join(str(ours) for _, ours in differing.values())}; add "
+            f"--config.model_overrides={overrides}, or set another init.text"
+        )
 
 
 def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, lengths: Mapping[str, int]) -> Certificate:

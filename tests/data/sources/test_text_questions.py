@@ -6,6 +6,7 @@ import pytest
 
 from infcl_jax.data.sources.text_questions import Question, read_judgments, read_questions
 
+MARCO = [("[citation needed] what is", "7", ()), ("[PDF]", "8", ()), ("[1]", "9", ())]
 GOLDEN = Path(__file__).parents[2] / "golden" / "retrieval"
 
 
@@ -26,6 +27,21 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "retrieval"
         ('{"query": "who", "answers": "Paris"}', [("who", "", ("Paris",))]),
         ('{"query": "who", "answer": ["a", 1912]}', [("who", "", ("a", "1912"))]),
         ('{"query": "who", "answers": null}', [("who", "", ())]),
+        ('{"query": "who", "answers": ""}', [("who", "", ())]),
+        ('{"query": "who", "answers": ["", " ", "a"]}', [("who", "", ("a",))]),
+        ('{"query": "who", "answers": "[\'Paris\', \'Rome\']"}', [("who", "", ("Paris", "Rome"))]),
+        ('{"query": "who", "answers": "[\'Paris\' \'Rome\']"}', [("who", "", ("Paris", "Rome"))]),
+        ('{"query": "who", "answers": "[PDF]"}', [("who", "", ("[PDF]",))]),
+        ("7\t[citation needed] what is\n8\t[PDF]\n9\t[1]\n5\t['a']", [*MARCO, ("['a']", "5", ())]),
+        ("qid\tquery\n7\t[citation needed] what is\n8\t[PDF]\n9\t[1]", MARCO),
+        ("query_id\tquery_text\n7\twho", [("who", "7", ())]),
+        ("who\t['', 'b']\nwhy\t['']", [("who", "", ("b",)), ("why", "", ())]),
+        ("why\t['']\nwho\t[]", [("why", "", ()), ("who", "", ())]),
+        ("title\ttopic_id\nwho\t7", [("who", "7", ())]),
+        ("Query\tQuery ID\n'who'\t7", [("'who'", "7", ())]),
+        ("id\tquestion\tanswers\n7\twho\t['a']\n8\twhy\tb", [("who", "7", ("a",)), ("why", "8", ("b",))]),
+        ("answers\tquestion\n['a', 1]\twho", [("who", "", ("a", "1"))]),
+        ("7\twho\n  \t  \n8\twhy", [("who", "7", ()), ("why", "8", ())]),
     ],
 )
 def test_layouts_of_questions(tmp_path, text, expected):
@@ -43,16 +59,17 @@ def test_layouts_of_questions(tmp_path, text, expected):
         ("a.jsonl", b'{"query": ["a"]}', "expected a text in query, got a list"),
         ("a.jsonl", b'{"answers": ["a"]}', "expected one of the fields"),
         ("a.jsonl", b'{"query": ' + b"[" * 100_000, "got one that is nested too deeply"),
-        ("a.csv", b"a\t[" + b"(" * 300, "SyntaxError|MemoryError"),
-        ("a.csv", b"a\t[b]", "malformed"),
+        ("qa.csv", b"a\t[" + b"(" * 300 + b"]", "expected a list of answers as in line 1"),
+        ("qa.csv", b"a\t[b]", "expected a list of answers as in line 1"),
+        ("qa.csv", b"a\t['\0']", "expected a list of answers"),
+        ("qa.csv", b"a\tb", r"expected a list of answers as in line 1, got 'b'"),
         ("a.csv", b"a\xff\tb", "codec"),
-        ("a.csv", b"a\t['\0']", "."),
-        ("a.csv", b"a\tb\tc", "expected two columns, got 3"),
+        ("a.csv", b"a\tb\tc", "expected 2 columns, got 3"),
         ("a.csv", b"a\t", "a blank one"),
     ],
 )
 def test_damaged_questions_are_named(tmp_path, name, line, match):
-    first = b'{"query": "a"}' if name == "a.jsonl" else b"1\ta"
+    first = {"a.jsonl": b'{"query": "a"}', "a.csv": b"1\ta", "qa.csv": b"a\t['b']"}[name]
     (tmp_path / name).write_bytes(first + b"\n\n" + line)
     with pytest.raises(ValueError, match=rf"^line 3 of .*{name}: .*({match})"):
         read_questions(tmp_path / name)
@@ -68,6 +85,13 @@ def test_damaged_questions_are_named(tmp_path, name, line, match):
         "7\t3\t1\n7\t5\t1.0\n7\t4\t0.0\n",
         "7 3\n7 5\n",
         "query_id corpus_id\n7 3\n7 5\n",
+        "Query ID\tDoc ID\tRelevance\n7\t3\t1\n7\t5\t1\n",
+        "Query ID\tDoc ID\n7\t3\n7\t5\n",
+        "#qid\tdocid\trel\n7\t3\t1\n7\t5\t1\n",
+        "corpus-id\tquery-id\tscore\n3\t7\t1\n5\t7\t1\n",
+        "score docno qid\n1 3 7\n1 5 7\n0 6 7\n",
+        "a b grading\n7 3 1\n7 5 1\n",
+        "passage_id\tquery_id\n3\t7\n5\t7\n",
         "\ufeff7 0 3 1\n7 0 5 1\n8 0 3 0\n",
     ],
 )
@@ -91,8 +115,9 @@ def test_damaged_judgments_are_named(tmp_path, first, line):
     ("text", "match"),
     [
         ("a b c d e", "expected two to four columns, .* in line 1 of .*qrels, got 5"),
-        ("q1,d1,1", "expected two to four columns, .* in line 1 of .*qrels, got 1"),
-        ("corpus-id query-id score\n3 7 1", "in line 1 of .*qrels, got could not convert"),
+        ("q1,d1,1", r"in line 1 of .*qrels, got 1 column\(s\), separated by commas; separate them by tabs"),
+        ("7 0 3 nan\n", "in line 1 of .*qrels, got the relevance nan"),
+        ("score query-id part\n1 7 3", "in line 1 of .*qrels, got the names .*; name the columns query-id, corpus-id"),
         ("7 0 3 0\n", "expected relevant passages in .*qrels, got none"),
         ("", "expected relevant passages in .*qrels, got none"),
     ],

@@ -1,5 +1,6 @@
 """Sources of dense text retrieval in every layout, by offset."""
 
+import gzip
 import json
 import pickle
 from pathlib import Path
@@ -189,6 +190,25 @@ def test_a_missing_file_names_the_setting(tmp_path):
         QuerySource(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'["a", {"query": "b"}]', "expected a JSON array of objects in .*, got 1 among 2 elements"),
+        ("a.json", b'[{"query": "b, [c]"}, 7]', "got 1 among 2 elements"),
+        ("a.json", json.dumps(marco(["a"])[0], indent=2).encode(), "got JSON objects over several lines"),
+        ("a.csv", b"query,pos\na,b\n", "expected JSON lines or a JSON array .*, got CSV; convert it"),
+        ("a.tsv", b"a\tb\n", "got TSV"),
+        ("a.txt", b"a\n", "got other text"),
+        ("a.jsonl.gz", gzip.compress(b"a"), "expected a text file in UTF-8, got gzip"),
+        ("a.parquet", b"PAR1\x15\x04\x15", "got Parquet"),
+    ],
+)
+def test_other_formats_are_refused_when_opened(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        QuerySource(tmp_path / name)
+
+
 def test_an_open_array_and_an_empty_file_are_refused(tmp_path):
     (tmp_path / "a.json").write_text('[{"question": "a"}')
     (tmp_path / "b.json").write_text("\n")
@@ -205,6 +225,9 @@ def test_an_open_array_and_an_empty_file_are_refused(tmp_path):
         '{"docid": "1", "text": "say \\"hi\\"", "title": "T"}\n{"docid": 2, "text": "plain", "title": "U"}\n',
         '\ufeffpid\ttitle\tpassage\r\n1\tT\t"say ""hi"""\r\n2\tU\tplain',
         '\ufeff1\tsay "hi"\tT\n2\tplain\tU\n',
+        'id\tbody\ttitle\ttext\n1\tlong\tT\t"say ""hi"""\n2\tlong\tU\tplain',
+        'title\ttext\tid\nT\t"say ""hi"""\t1\n    \nU\tplain\t2',
+        'Title\tDoc ID\tlanguage\tContents\nT\t1\ten\t"say ""hi"""\nU\t2\ten\tplain',
     ],
 )
 def test_corpora(tmp_path, text):
@@ -233,6 +256,13 @@ def test_damaged_corpora_are_named(tmp_path, text, message):
         list(Corpus(tmp_path / "corpus"))
 
 
+def test_a_header_may_have_no_id(tmp_path):
+    (tmp_path / "corpus").write_text("title\ttext\nT\ta\n")
+    assert list(Corpus(tmp_path / "corpus")) == [Passage("a", "T")]
+    (tmp_path / "corpus").write_text("docno\ttext\n7\ta\n")
+    assert list(Corpus(tmp_path / "corpus")) == [Passage("a", "", "7")]
+
+
 def test_a_collection_is_not_quoted(tmp_path):
     (tmp_path / "collection.tsv").write_text('0\t"half a quote\n1\tb\n')
     corpus = Corpus(tmp_path / "collection.tsv")
@@ -246,10 +276,12 @@ def test_huge_records_are_not_read(tmp_path, monkeypatch):
         QuerySource(tmp_path / "a.jsonl")[1]
 
 
-@pytest.mark.parametrize("line", [b"\n", b"\r\n", b" \n", b" \t\n"])
-@pytest.mark.parametrize("end", [b"", b"\n", b"\n\t"])
-def test_blank_lines_are_skipped(tmp_path, line, end):
-    (tmp_path / "a").write_bytes(line * 100_000 + b"a\n" + line + b" b" + end)
+@pytest.mark.parametrize("block", [7, 2**24])
+@pytest.mark.parametrize("line", [b"\n", b"\r\n", b" \n", b" \t\n", b" \t   \r\n", b" " * 20 + b"\n"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\t", b"\n" + b" " * 20])
+def test_blank_lines_are_skipped(tmp_path, monkeypatch, block, line, end):
+    monkeypatch.setattr(text_records, "_BLOCK", block)
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + line * 1000 + b"a\n" + line + b" b" + end)
     records = text_records.RecordFile(tmp_path / "a")
     assert [records[i] for i in range(len(records))] == [b"a", b" b"]
 

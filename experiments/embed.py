@@ -253,9 +253,9 @@ def main() -> None:
     source = load_source(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
     if _CAPTIONS.value and not is_captioned(source):
         raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
-    encoder = load_encoder(
-        _MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value, dim=_DIM.value
-    )
+    encoder = load_encoder(_MODEL.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value, batch_size=_BATCH_SIZE.value)
+    if _DIM.value is not None:
+        encoder = encoder.prefix(_DIM.value)
     if _MAX_PIXELS.value is not None:
         encoder = dataclasses.replace(encoder, max_image_pixels=_MAX_PIXELS.value)
     captions, workers = _CAPTIONS.value, _WORKERS.value

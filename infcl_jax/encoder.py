@@ -85,7 +85,8 @@ def load(
     """
     if model is None and dim is None and is_text_run(Path(path)):
         return load_text_encoder(Path(path), step, tokenizer, dtype, mesh, batch_size)
-    return load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size, dim)
+    encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size)
+    return encoder if dim is None else encoder.prefix(dim)
 
 
 def load_encoder(
@@ -96,23 +97,8 @@ def load_encoder(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     batch_size: int = 256,
-    dim: int | None = None,
 ) -> Encoder:
-    """Load a model of images and texts; for arguments and errors see `load`."""
-    encoder = _load(path, model, step, tokenizer, dtype, mesh, batch_size)
-    return encoder if dim is None else encoder.prefix(dim)
-
-
-def _load(
-    path: str | os.PathLike[str],
-    model: str | None,
-    step: int | None,
-    tokenizer: str | BaseTokenizer | None,
-    dtype: str | None,
-    mesh: Mesh | None,
-    batch_size: int,
-) -> Encoder:
-    """Load a model with its whole features."""
+    """Load a model of images and texts with its whole features; for arguments and errors see `load`."""
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     mesh = data_mesh() if mesh is None else mesh

@@ -143,7 +143,7 @@ def test_dtype_changes_activations_and_not_parameters(workdir, encoder, images):
         (lambda encoder: encoder.encode_images([np.zeros((4, 4, 3))]), "image 0 cannot be decoded: .*uint8"),
         (lambda encoder: encoder.encode_images([b"text"]), "image 0 cannot be decoded: .*JPEG"),
         (lambda encoder: encoder.classifier([]), "classes and templates"),
-        (lambda encoder: encoder.zero_shot([], ["cat"], "a {}"), "got a single string; put it in a list"),
+        (lambda encoder: encoder.zero_shot([], "cat"), "got a single string; put it in a list"),
     ],
 )
 def test_bad_inputs_are_named(encoder, call, message):

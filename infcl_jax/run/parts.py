@@ -51,7 +51,7 @@ def evaluation_suite(
       >>> config = infcl_jax.run.saved_config("runs/digits")
       >>> suite = infcl_jax.run.evaluation_suite(config, mesh)
       >>> sorted(suite.chance)
-      ['loss', 'validation/batch_loss', 'validation/loss']
+      ['loss', 'validation/batch_loss', 'validation/loss', 'zero_shot/top1']
 
     Args:
       config: settings of the run.

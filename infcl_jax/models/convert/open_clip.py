@@ -103,7 +103,11 @@ def is_counter(path: str) -> bool:
 
 def read_counters(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return PyTorch's counts of the batches of each BatchNorm by path, which the model does not read."""
-    return {f"{COUNTERS}/{name}": array for name, array in tensors.items() if name.endswith(".num_batches_tracked")}
+    return {
+        f"{COUNTERS}/{name}": array
+        for name, array in tensors.items()
+        if name.endswith(".num_batches_tracked") and array.shape == () and np.issubdtype(array.dtype, np.integer)
+    }
 
 
 def _fixed_positions(vision: Any) -> dict[str, np.ndarray]:

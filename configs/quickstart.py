@@ -5,7 +5,7 @@ Trains through the ring on four simulated CPU devices:
     make quickstart
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-About 5 minutes on two CPU cores. Expect zero-shot top-1 of 93 to 95 % over 36 classes, and R@1 of 74 to 79 % in both
+About 5 minutes on two CPU cores. Expect zero-shot top-1 of 93 to 95 % over 36 classes, and R@1 of 72 to 79 % in both
 directions with a gallery of 500. The results are those of the machine: `docs/benchmarks.md` says why.
 """
 

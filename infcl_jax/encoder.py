@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from PIL import Image
 
 from infcl_jax import run
@@ -37,6 +37,7 @@ from infcl_jax.models.pretrained_tags import hub_repository
 from infcl_jax.pretrained_tokenizer import check_padding_side, pretrained_tokenizer, save_tokenizer
 from infcl_jax.text_encoder import is_text_run, load_text_encoder
 from infcl_jax.training import CHECKPOINTS, restore_variables
+from infcl_jax.training.restore import replicated_shapes
 
 _logger = logging.getLogger(__name__)
 
@@ -132,11 +133,7 @@ def _load_run(
     config = run.saved_config(workdir)
     settings = dataclasses.replace(run.read_model_config(config), **changes)
     model = build_model(settings)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), variable_shapes(model)
-    )
-    _, variables = restore_variables(workdir, template, step)
+    _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(model), mesh), step)
     if tokenizer is None:
         tokenizer = run.text_tokenizer(config, workdir)
     text, resize = _text_tokenizer(tokenizer, model), run.image_resize(settings)

@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from infcl_jax import run
 from infcl_jax.data import PairTexts, Passage, load_tokenizer
@@ -26,6 +26,7 @@ from infcl_jax.models import Certificate, TextPairConfig, build_model, text_pair
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
 from infcl_jax.run.text_retrieval import pair_texts, read_text_pair
 from infcl_jax.training import CHECKPOINTS, restore_variables
+from infcl_jax.training.restore import replicated_shapes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -156,12 +157,7 @@ def load_text_encoder(
     if dtype is not None:
         model = dataclasses.replace(model, dtype=dtype, feature_dtype=None)
     mesh = data_mesh() if mesh is None else mesh
-    sharding = NamedSharding(mesh, PartitionSpec())
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        variable_shapes(build_model(model)),
-    )
-    _, variables = restore_variables(workdir, template, step)
+    _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(build_model(model)), mesh), step)
     if tokenizer is None:
         tokenizer = run.text_tokenizer(config, workdir)
     elif not isinstance(tokenizer, BaseTokenizer):

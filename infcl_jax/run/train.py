@@ -172,10 +172,11 @@ def _train_on(
             console.doing("checking the checkpoints")
             origin = checkpoints.origin()
             recorded = None if origin is None else recorded_config(origin)
-            if recorded is not None and recorded.total_steps == checkpoints.latest_step():
+            finished = recorded is not None and recorded.total_steps == checkpoints.latest_step()
+            if finished:
                 log.pop_all()  # opened below if the run is longer now
         resumed, own = origin is not None, str(origin) == str(workdir.absolute())
-        if is_lead() and (recorded is None or recorded.total_steps != checkpoints.latest_step()):
+        if is_lead() and not finished:
             check_writers(config.writers)  # before hours of preparation
         console.doing("reading the dataset")
         source = run.training_source(config)

@@ -9,10 +9,17 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder, print_on_lead
 from infcl_jax.training.ema import evaluated_variables
 from infcl_jax.training.orbax_fixes import failure_reason
+
+
+def replicated_shapes(shapes: Any, mesh: Mesh) -> Any:
+    """Return a template of `restore_variables` for copies on every device of a mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
 def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int | None = None) -> tuple[int, Any]:

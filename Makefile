@@ -40,9 +40,9 @@ PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 FIRST := tests/ops tests/losses/test_clip.py
 # Training steps and whole runs, and the examples of the documentation.
 RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
-  tests/test_frozen_features.py tests/test_initialization.py tests/data/tokenizers/test_runs.py \
+  tests/run/test_frozen_features.py tests/run/test_initialization.py tests/data/tokenizers/test_runs.py \
   tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
-  tests/test_encoder.py tests/test_examples.py tests/test_pages.py tests/test_planner_accuracy.py \
+  tests/inference/test_encoder.py tests/test_examples.py tests/test_pages.py tests/planner/test_planner_accuracy.py \
   tests/models/test_convert.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU

@@ -16,11 +16,12 @@ from ml_collections import ConfigDict, config_flags
 from configs import saved
 from experiments import command_line
 from experiments.overrides import register_parsers
-from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.printable import printable
-from infcl_jax.process_watch import failures
 from infcl_jax.run import sample_source
+from infcl_jax.runtime.exit_codes import RESUME, Interrupted
+from infcl_jax.runtime.preemption import STOP_SIGNALS
+from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.process_watch import failures
 from infcl_jax.settings import (
     SETTINGS,
     check_config,
@@ -31,7 +32,6 @@ from infcl_jax.settings import (
     with_total_steps,
 )
 from infcl_jax.training import load_config
-from infcl_jax.training.preemption import STOP_SIGNALS
 
 register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")

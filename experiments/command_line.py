@@ -55,7 +55,7 @@ def one_line(error: Exception) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control and format characters; `infcl_jax.printable` would import JAX."""
+    """Escape control and format characters; `infcl_jax.runtime.printable` would import JAX."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

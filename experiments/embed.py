@@ -27,13 +27,10 @@ from absl import flags
 from jax.experimental import multihost_utils
 
 from experiments import command_line
-from infcl_jax import compilation_cache, distributed
-from infcl_jax.console import Progress, say
 from infcl_jax.data import BadRecordError, Source, eval_batches, load_source
 from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores
 from infcl_jax.data.sources import is_captioned, record_key
-from infcl_jax.encoder import Encoder, load_encoder
 from infcl_jax.evaluation.feature_files import (
     FeatureRows,
     check_feature_file,
@@ -42,7 +39,10 @@ from infcl_jax.evaluation.feature_files import (
     write_shard,
 )
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
-from infcl_jax.file_io import read_json, replace_text
+from infcl_jax.inference.encoder import Encoder, load_encoder
+from infcl_jax.runtime import compilation_cache, distributed
+from infcl_jax.runtime.console import Progress, say
+from infcl_jax.runtime.file_io import read_json, replace_text
 
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
     command_line.shared_flag, ("model", "source", "output", "split", "data_dir")

@@ -18,10 +18,7 @@ from ml_collections import ConfigDict
 
 from configs import saved
 from experiments import command
-from infcl_jax import compilation_cache, distributed, run
-from infcl_jax.console import say
-from infcl_jax.distributed import is_lead
-from infcl_jax.encoder import load_encoder
+from infcl_jax import run
 from infcl_jax.evaluation import (
     EvaluationConfig,
     Suite,
@@ -35,9 +32,13 @@ from infcl_jax.evaluation import (
 )
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
-from infcl_jax.file_io import replace_text
+from infcl_jax.inference.encoder import load_encoder
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.runtime import compilation_cache, distributed
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,

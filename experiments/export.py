@@ -14,13 +14,13 @@ from absl import flags
 
 from experiments import command
 from infcl_jax import run
-from infcl_jax.console import say
-from infcl_jax.distributed import data_mesh
+from infcl_jax.inference.text_encoder import load_text_encoder
 from infcl_jax.models import Certificate, build_model, save_pretrained, text_pair_config, variable_shapes
 from infcl_jax.models.convert import export_stablehlo
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.run.export import copy_tokenizer
-from infcl_jax.text_encoder import load_text_encoder
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.training import restore_variables
 
 FORMATS = ("open_clip", "hf", "stablehlo")

@@ -21,9 +21,6 @@ from ml_collections import ConfigDict
 
 from experiments import command
 from infcl_jax import run
-from infcl_jax.console import say
-from infcl_jax.distributed import data_mesh
-from infcl_jax.jax_start import MEMORY_SHARE
 from infcl_jax.planner import (
     DEVICES,
     Device,
@@ -41,8 +38,11 @@ from infcl_jax.planner import (
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
+from infcl_jax.run.teacher import load_teacher
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.jax_start import MEMORY_SHARE
 from infcl_jax.settings import total_steps
-from infcl_jax.teacher import load_teacher
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."

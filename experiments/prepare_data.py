@@ -25,7 +25,7 @@ from infcl_jax.data import convert, prepare, prepare_tokenizer
 from infcl_jax.data.convert import FILE_FORMATS
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
-from infcl_jax.training.outputs import print_line
+from infcl_jax.runtime.outputs import print_line
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
 _DATA_DIR, _SOURCE, _OUTPUT, _SPLIT = map(command_line.shared_flag, ("data_dir", "source", "output", "split"))

@@ -15,7 +15,7 @@ from absl import flags
 
 from experiments import command_line
 from infcl_jax.report import read_runs, write_report
-from infcl_jax.training.outputs import print_line
+from infcl_jax.runtime.outputs import print_line
 
 _OUTPUT = command_line.shared_flag("output")
 _WATCH = flags.DEFINE_bool("watch", False, "Write the page again every ten seconds until all runs have finished.")

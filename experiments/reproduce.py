@@ -23,10 +23,10 @@ from experiments.reproduction.cells import FINISHED
 from experiments.reproduction.output import write_output
 from experiments.reproduction.page import overview, write_page
 from experiments.reproduction.plan import GPU, PLANNED_SCALES, describe_target, gpus_of
-from infcl_jax import compilation_cache, distributed
-from infcl_jax.console import say
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.planner import device_named
+from infcl_jax.runtime import compilation_cache, distributed
+from infcl_jax.runtime.console import say
 
 _ALL = "all"
 _TARGET = flags.DEFINE_string("target", None, "Table or figure to regenerate, or all.")

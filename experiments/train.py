@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-RESUME = 75  # of infcl_jax.exit_codes, whose package imports JAX
+RESUME = 75  # of infcl_jax.runtime.exit_codes, whose package imports JAX
 
 
 def leave(number: int, frame: FrameType | None) -> None:

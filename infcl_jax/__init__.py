@@ -16,27 +16,16 @@ from infcl_jax.losses import (
     siglip_loss,
 )
 from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
-from infcl_jax.printable import escape_log_records
+from infcl_jax.runtime.printable import escape_log_records
 
 if TYPE_CHECKING:
-    from infcl_jax import (
-        data,
-        distributed,
-        evaluation,
-        exit_codes,
-        models,
-        notebook,
-        planner,
-        report,
-        run,
-        settings,
-        training,
-        verification,
-    )
-    from infcl_jax.encoder import Encoder, load
+    from infcl_jax import data, distributed, evaluation, models, planner, report, run, settings, training, verification
+    from infcl_jax.inference.encoder import Encoder, load
+    from infcl_jax.inference.text_encoder import TextEncoder
+    from infcl_jax.run import notebook
     from infcl_jax.run.callbacks import Callback
     from infcl_jax.run.train import train
-    from infcl_jax.text_encoder import TextEncoder
+    from infcl_jax.runtime import exit_codes
     from infcl_jax.verification import verify
 
 __all__ = [
@@ -81,13 +70,16 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
+# Modules with a public name of their own.
+_MODULES = {"exit_codes": "infcl_jax.runtime.exit_codes", "notebook": "infcl_jax.run.notebook"}
+
 # Modules of names that are imported on first use, like all modules in `__all__`: the whole library takes seconds to
 # import, and the losses need little of it.
 _LAZY = {
     "Callback": "infcl_jax.run.callbacks",
-    "Encoder": "infcl_jax.encoder",
-    "TextEncoder": "infcl_jax.text_encoder",
-    "load": "infcl_jax.encoder",
+    "Encoder": "infcl_jax.inference.encoder",
+    "TextEncoder": "infcl_jax.inference.text_encoder",
+    "load": "infcl_jax.inference.encoder",
     "train": "infcl_jax.run.train",
     "verify": "infcl_jax.verification",
 }
@@ -97,7 +89,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(_MODULES.get(name, f"{__name__}.{name}"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -39,7 +39,7 @@ def matching_tests(name: str, root: Path = ROOT) -> list[str]:
         paths = [own]
     elif folder.is_dir():
         paths = [] if folder == root / "tests" else folder.glob("test_*.py")
-    else:  # such as tests/test_planner.py of infcl_jax/planner
+    else:  # such as tests/planner/test_planner.py of infcl_jax/planner
         paths = folder.parent.glob(f"test_{folder.name}*.py")
     return sorted(path.relative_to(root).as_posix() for path in paths)
 

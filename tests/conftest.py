@@ -40,7 +40,7 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import, whichever test imports it first
     jax.config.update("jax_platforms", "cpu")
-    from infcl_jax import atomic_cache, jax_start  # after the import hook
+    from infcl_jax.runtime import atomic_cache, jax_start  # after the import hook
 
     scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"  # as in training
     os.environ["XLA_FLAGS"] += f" --{scheduler}={jax_start.XLA_FLAGS[scheduler]}"

@@ -23,7 +23,7 @@ _SDIST = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "
 
 
 def library_files() -> set[str]:
-    """List the files of the library that git tracks, such as "infcl_jax/checks.py"."""
+    """List the files of the library that git tracks, such as "infcl_jax/ops/common/checks.py"."""
     tracked = subprocess.run(["git", "ls-files", "infcl_jax"], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(tracked.stdout.splitlines())
 

@@ -15,7 +15,7 @@ from changed import changed_files, matching_tests
             "infcl_jax/planner/state.py",
             [f"tests/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search", "_times")],
         ),
-        ("infcl_jax/distributed.py", ["tests/test_distributed.py"]),
+        ("infcl_jax/runtime/distributed.py", ["tests/runtime/test_distributed.py"]),
         ("infcl_jax/run/train.py", ["tests/run/test_train.py"]),
         ("experiments/plan.py", ["tests/experiments/test_plan.py"]),
         ("experiments/benchmarks/loss.py", ["tests/experiments/benchmarks/test_loss.py"]),

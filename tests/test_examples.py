@@ -17,12 +17,12 @@ import runs
 from test_site import OBJECTS, resolve
 
 import infcl_jax
-from infcl_jax import notebook
-from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import FeatureRows
 from infcl_jax.evaluation.feature_files import write_shard
 from infcl_jax.models import l2_normalize
+from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
+from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.settings import make_config
 
 # The page docs/api/index.md says that the examples import these.
@@ -38,7 +38,7 @@ PACKAGES = (
     "infcl_jax.settings",
     "infcl_jax.report",
     "infcl_jax.verification",
-    "infcl_jax.distributed",
+    "infcl_jax.runtime.distributed",
     "infcl_jax.ops.pairwise_lse",
     "infcl_jax.ops.pairwise_sigmoid",
 )

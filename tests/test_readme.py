@@ -9,9 +9,9 @@ import pytest
 import runs
 
 import infcl_jax
-from infcl_jax import notebook
 from infcl_jax.evaluation import FeatureRows
 from infcl_jax.evaluation.feature_files import write_shard
+from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
 

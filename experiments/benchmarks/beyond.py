@@ -32,10 +32,10 @@ from PIL import Image
 from experiments import command
 from experiments.benchmarks import harness, photographs
 from infcl_jax import load, run, train
-from infcl_jax.console import say
 from infcl_jax.data import Example, Source
 from infcl_jax.data.decode.api import pixels
 from infcl_jax.run.devices import start_devices
+from infcl_jax.runtime.console import say
 from infcl_jax.settings import parse_overrides, with_changes
 
 QUESTIONS = ("positives", "distillation", "matryoshka", "decoders")

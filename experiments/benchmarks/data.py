@@ -30,10 +30,10 @@ from ml_collections import ConfigDict
 from experiments import command
 from experiments.benchmarks import harness, photographs
 from infcl_jax import run
-from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import STAGES, limiting_stage, seconds_name
 from infcl_jax.run.devices import start_devices
+from infcl_jax.runtime.console import say
 
 RECORDS_FILE = "benchmark_data.jsonl"
 OPEN_CLIP = "experiments.benchmarks.open_clip_data"

@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks import exact_distillation, exact_loss, exact_siglip
-from infcl_jax.distributed import DATA_AXIS, replicate
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as DISTILLATION_IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
+from infcl_jax.runtime.distributed import DATA_AXIS, replicate
 
 IDS = ("none", "unique", "1%", "8")
 LOSSES = {

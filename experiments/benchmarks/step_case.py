@@ -18,7 +18,6 @@ from configs import base
 from experiments.benchmarks import harness, step_files, timing
 from experiments.benchmarks.loss_case import draw_ids
 from experiments.benchmarks.timing import Gemm, Program
-from infcl_jax.distributed import DATA_AXIS, replicate, shard_batch
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
@@ -26,6 +25,8 @@ from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
+from infcl_jax.runtime.distributed import DATA_AXIS, replicate, shard_batch
+from infcl_jax.runtime.train_progress import peak_memory
 from infcl_jax.settings import model_changes, total_steps
 from infcl_jax.training import (
     NO_CACHE,
@@ -39,7 +40,6 @@ from infcl_jax.training import (
     replayed,
 )
 from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
-from infcl_jax.training.train_progress import peak_memory
 
 _SEED = 0
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.

@@ -26,7 +26,7 @@ from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
 from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
 from infcl_jax.data.sources.splits import parse_split
-from infcl_jax.file_io import read_json, replace_text, replacing
+from infcl_jax.runtime.file_io import read_json, replace_text, replacing
 
 FILE_FORMATS = ("tar", "array_record")
 

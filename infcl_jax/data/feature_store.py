@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source, bad_record, describe
-from infcl_jax.file_io import open_regular, parse_json, replacing
+from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
 
 # Dtypes of safetensors that segments have.
 _DTYPES: dict[str, Any] = {"F32": "<f4", "F16": "<f2", "BF16": np.dtype(jnp.bfloat16), "I64": "<i8", "U8": "u1"}

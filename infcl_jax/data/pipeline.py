@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import UInt8
 
-from infcl_jax.checks import check_choice
 from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
 from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
@@ -39,6 +38,7 @@ from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherRow, TeacherTo
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 from infcl_jax.data.worker_function import WorkerFunction
+from infcl_jax.ops.common.checks import check_choice
 
 TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from infcl_jax.file_io import replacing
+from infcl_jax.runtime.file_io import replacing
 
 FEATURE_FILES = (".safetensors", ".npy", ".parquet")
 

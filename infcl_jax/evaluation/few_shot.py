@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
     check_strength,
@@ -19,6 +18,7 @@ from infcl_jax.evaluation.labeled import (
 )
 from infcl_jax.evaluation.linear_probe import METRICS, search_regularization
 from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
+from infcl_jax.runtime.distributed import data_mesh
 
 SHOTS = (1, 2, 4, 8, 16)  # CLIP, arXiv:2103.00020, figure 6
 CLASSIFIERS = ("logistic", "ridge")

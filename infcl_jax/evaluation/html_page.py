@@ -10,8 +10,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from infcl_jax.file_io import replace_text
-from infcl_jax.printable import printable
+from infcl_jax.runtime.file_io import replace_text
+from infcl_jax.runtime.printable import printable
 
 # Browsers load nothing from elsewhere, whatever a caption contains.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.distributed import data_mesh, is_lead
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
     check_strength,
@@ -25,6 +24,7 @@ from infcl_jax.evaluation.logistic_regression import (
     LinearClassifier,
     LogisticRegressionSolver,
 )
+from infcl_jax.runtime.distributed import data_mesh, is_lead
 
 METRICS = ("top1", "mean_per_class_recall")
 # L2 strengths of CLIP (arXiv:2103.00020, appendix A.3): 8 steps per decade from 1e-6 to 1e6.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infcl_jax.file_io import replacing
+from infcl_jax.runtime.file_io import replacing
 from infcl_jax.training.metrics import read_metrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from infcl_jax.training.train_progress import format_seconds
+from infcl_jax.runtime.train_progress import format_seconds
 
 _SECONDS = 10.0  # between two lines
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from infcl_jax.evaluation.html_page import words
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 # Names of metrics at k, such as "retrieval/image_to_text_r5" and "zero_shot/top1".
 _TOP_K = re.compile(r"(?P<task>.+)[/_](?P<kind>r|top)(?P<k>\d+)")

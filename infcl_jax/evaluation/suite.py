@@ -24,7 +24,6 @@ from infcl_jax.data.sources.labels import prompts
 from infcl_jax.data.sources.sample_range import by_image
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
-from infcl_jax.distributed import is_lead, union
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
@@ -43,7 +42,8 @@ from infcl_jax.evaluation.scoring import (
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import prompt_ensembles
-from infcl_jax.training.outputs import Outputs
+from infcl_jax.runtime.distributed import is_lead, union
+from infcl_jax.runtime.outputs import Outputs
 
 GRID_QUERIES = 8  # captions in the retrieval plot
 

@@ -18,7 +18,7 @@ import jax
 
 from infcl_jax.evaluation.page import thumbnail
 from infcl_jax.evaluation.results import TaskResult
-from infcl_jax.file_io import open_regular, open_writable, replace_text
+from infcl_jax.runtime.file_io import open_regular, open_writable, replace_text
 
 EXAMPLES_FILE = "examples.json"
 

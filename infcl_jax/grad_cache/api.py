@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import device
 from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, EncodeFn, LossFn
 from infcl_jax.grad_cache.host import HostDriver, Replay
+from infcl_jax.ops.common.checks import check_choice
 
 RESIDENCIES = ("device", "host")
 _NUMBERS = (bool, int, float, complex)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from jax.sharding import Mesh
 from jaxtyping import Float, Integer
 
-from infcl_jax.checks import check_implementation
 from infcl_jax.losses.batch import Array, AxisName
 from infcl_jax.losses.samples import SampleState, write_samples
+from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, checked_weights, over_mesh
 from infcl_jax.losses.directions import (
@@ -16,6 +15,7 @@ from infcl_jax.losses.directions import (
     with_positive,
     with_positives,
 )
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
 from infcl_jax.ops.pairwise_lse.checks import checked_ids
 

@@ -7,7 +7,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
-from infcl_jax.checks import check_implementation
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
@@ -19,6 +18,7 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
+from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
 from infcl_jax.ops.pairwise_distillation.vjp import blockwise

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses.base import ONE_POSITIVE, Loss, LossOutput
 from infcl_jax.losses.clip import ClipLoss
 from infcl_jax.losses.distillation import IMPLEMENTATIONS, clip_and_distillation, distillation_loss
+from infcl_jax.ops.common.checks import check_choice
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput

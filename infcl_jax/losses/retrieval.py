@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32, Integer
 
-from infcl_jax.checks import check_choice, is_concrete
 from infcl_jax.losses.batch import (
     Array,
     AxisName,
@@ -20,6 +19,7 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.losses.directions import with_positive, with_positives
+from infcl_jax.ops.common.checks import check_choice, is_concrete
 from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
 from infcl_jax.ops.pairwise_lse.checks import checked_ids, checked_labels, checked_mask
 

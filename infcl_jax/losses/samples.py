@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float32, Integer
 
-from infcl_jax.checks import is_concrete
 from infcl_jax.losses.batch import Array, AxisName, axis_and_devices, over_mesh
+from infcl_jax.ops.common.checks import is_concrete
 
 # Rows of a state array are a multiple of this number, on any mesh. A checkpoint therefore loads on any device count
 # that divides it.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
-from infcl_jax.checks import check_implementation
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
 from infcl_jax.losses.directions import count_extra_positives
+from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.pairwise_lse.checks import checked_ids, checked_mask
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS, pairwise_sigmoid
 

@@ -7,8 +7,8 @@ names of the objectives.
 import dataclasses
 from typing import Any, NamedTuple
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses.samples import SampleState
+from infcl_jax.ops.common.checks import check_choice
 
 # Loss of the papers, or of the authors' code.
 MODES = ("published", "reference")

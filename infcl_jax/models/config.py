@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.models.bert import BertPool, BertProjection
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD, Interpolation, ResizeMode
 from infcl_jax.models.resnet import ResNetConfig
@@ -14,6 +13,7 @@ from infcl_jax.models.transformer_config import Projection, Remat, TransformerCo
 from infcl_jax.models.vit import Pool, PosEmbed
 from infcl_jax.ops.attention.api import AttentionImplementation
 from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.ops.common.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 LARGEST_SIZE = 2**24  # of a width or a vocabulary; the largest vocabularies have 2**20 ids
 LARGEST_SIDE = 2**14  # pixels of an image

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.bert_names import bert_config
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.config import BertConfig, CLIPConfig, Interpolation, ResizeMode, TextConfig, VisionConfig
@@ -20,6 +19,7 @@ from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.timm_names import timm_vision_config
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
+from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 CONFIG_FILE = "open_clip_config.json"  # of OpenCLIP's model folders
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from infcl_jax.file_io import read_json
+from infcl_jax.runtime.file_io import read_json
 
 _FILE = Path(__file__).with_suffix(".json")  # written by tests/golden/make_open_clip_tags.py
 

@@ -11,7 +11,6 @@ import difflib
 from pathlib import Path
 from typing import Any, overload
 
-from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import CLIP
 from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig, config_from_json, transformer_config
@@ -22,6 +21,7 @@ from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
 from infcl_jax.models.text_pair import TextPair, TextPairConfig
 from infcl_jax.models.vit import VisionTransformer
+from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 MODEL_FILE = "init_model.json"  # of a run whose model is that of `init.model`
 _LARGEST = {"layers": LARGEST_DEPTH, "image_size": LARGEST_SIDE, "patch_size": LARGEST_SIDE}  # others: LARGEST_SIZE

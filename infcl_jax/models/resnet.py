@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from infcl_jax.checks import check_positive_int
 from infcl_jax.ops.attention.api import xla_attention
+from infcl_jax.ops.common.checks import check_positive_int
 
 _REDUCTION = 32  # pixels per position of the last stage; also the ratio of its channels to those of the stem
 _EXPANSION = 4  # ratio of a bottleneck's output channels to its planes (He et al. 2016)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Integer
 
-from infcl_jax.checks import check_positive_int
 from infcl_jax.models.bert_names import BERT_CONFIGS, bert_config
 from infcl_jax.models.clip import TOWERS, l2_normalize
 from infcl_jax.models.config import BertConfig
 from infcl_jax.models.transformer_config import float_dtype_name
 from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.ops.common.checks import check_positive_int
 
 # Parameter subtree of each encoder; tied encoders have the one subtree "text".
 TEXT_TOWERS = {"query": "query", "passage": "passage"}

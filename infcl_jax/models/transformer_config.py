@@ -5,9 +5,9 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
-from infcl_jax.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.ops.attention.api import AttentionImplementation, cudnn_accepts, mosaic_gpu_accepts
 from infcl_jax.ops.bias_activation.api import Activation
+from infcl_jax.ops.common.checks import check_choice, check_positive_int, check_rate
 from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
 
 Remat = Literal["full", "dots"]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from infcl_jax.checks import check_choice
 from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model
 from infcl_jax.models.clip import row_shapes
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import EncoderMemory, encoder_memory, feature_width, parameter_shapes
 from infcl_jax.planner.devices import planned_device

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from infcl_jax.jax_start import memory_share
+from infcl_jax.runtime.jax_start import memory_share
 
 _MIB = 1 << 20
 
@@ -35,7 +35,7 @@ class Device(NamedTuple):
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that JAX preallocates, see `infcl_jax.jax_start.memory_share`."""
+        """Bytes that JAX preallocates, see `infcl_jax.runtime.jax_start.memory_share`."""
         return int(self.memory * memory_share())
 
     @property

@@ -15,7 +15,7 @@ On the CPU XLA plans two to four times the formula.
 
 from typing import Any
 
-from infcl_jax.checks import check_choice
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
 
 

@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from infcl_jax.checks import check_choice
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.rates import LossRate, Rates
 

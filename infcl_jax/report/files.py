@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from infcl_jax.file_io import JSON_BYTES, parse_json, read_regular
+from infcl_jax.runtime.file_io import JSON_BYTES, parse_json, read_regular
 
 _LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # magnitudes of normal numbers in fp32
 

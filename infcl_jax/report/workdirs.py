@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.evaluation.writers import EXAMPLES_FILE
-from infcl_jax.file_io import LINES_BYTES
 from infcl_jax.report.files import (
     bounded,
     byte_size,
@@ -27,11 +25,13 @@ from infcl_jax.report.files import (
     read_json,
     read_picture,
 )
+from infcl_jax.runtime.environment import ENVIRONMENT_FILE
+from infcl_jax.runtime.file_io import LINES_BYTES
+from infcl_jax.runtime.run_console import LOG_FILE
+from infcl_jax.runtime.workdir import CONFIG_FILE
+from infcl_jax.runtime.workdir_lock import LOCK_FILE, STALE
 from infcl_jax.settings import flattened
 from infcl_jax.training.metrics import METRICS_FILE, parse_line
-from infcl_jax.training.run_console import LOG_FILE
-from infcl_jax.training.workdir import CONFIG_FILE
-from infcl_jax.training.workdir_lock import LOCK_FILE, STALE
 
 EVALUATION_FILE = "evaluation.json"
 GRID_FILE = "retrieval.png"
@@ -76,7 +76,7 @@ class RunRecord:
       evaluated: names of the metrics of evaluations, the others are of training steps.
       results: metrics of the latest evaluation.
       results_step: step of the latest evaluation; None without one.
-      starts: environment of each start of the run, see `infcl_jax.environment`.
+      starts: environment of each start of the run, see `infcl_jax.runtime.environment`.
       examples: valid "confusions" and "examples" by task, see `infcl_jax.evaluation.writers.write_examples`.
       grid: PNG file of retrieved images; None without one.
       messages: latest warnings, errors and advice of the log file, with their dates.
@@ -125,7 +125,7 @@ class RunRecord:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Memory plan of the latest start, see `infcl_jax.environment`; empty without one."""
+        """Memory plan of the latest start, see `infcl_jax.runtime.environment`; empty without one."""
         plan = self.starts[-1].get("memory_plan") if self.starts else None
         if not (isinstance(plan, dict) and isinstance(plan.get("components"), dict)):
             return {}

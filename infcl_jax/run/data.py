@@ -26,12 +26,12 @@ from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.sources.text_retrieval import QuerySource
 from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
-from infcl_jax.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import text_pair_config
 from infcl_jax.ops.color import ColorBatch, with_colors
 from infcl_jax.run.model import read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import BATCH, pair_data
+from infcl_jax.runtime.distributed import data_mesh, local_processes, shard_batch
 from infcl_jax.training import loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
 
@@ -102,8 +102,8 @@ def training_data(
       source: training data.
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
       mesh: devices over which the batch is sharded; None: all.
-      features: features of frozen towers, from `infcl_jax.frozen_features.cached_features`.
-      teacher: tokens or cached features of a teacher, from `infcl_jax.teacher.Teacher.inputs`.
+      features: features of frozen towers, from `infcl_jax.run.frozen_features.cached_features`.
+      teacher: tokens or cached features of a teacher, from `infcl_jax.run.teacher.Teacher.inputs`.
 
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.

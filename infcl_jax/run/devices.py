@@ -6,10 +6,10 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax import compilation_cache, distributed, jax_start
-from infcl_jax.console import say
 from infcl_jax.data.decode import gpu_decoder_installed
-from infcl_jax.process_watch import LOGS
+from infcl_jax.runtime import compilation_cache, distributed, jax_start
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.process_watch import LOGS
 
 
 def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh:

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax import run
-from infcl_jax.console import say
 from infcl_jax.data import load_tokenizer
+from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
 from infcl_jax.models import save_pretrained
-from infcl_jax.pretrained_tokenizer import save_tokenizer
+from infcl_jax.runtime.console import say
 
 FOLDER = "exported"  # in the work directory
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from infcl_jax.distributed import coordination_client
 from infcl_jax.planner import OutOfMemory
+from infcl_jax.runtime.distributed import coordination_client
 
 # Errors that a user can correct; the commands print them as one line.
 _USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)

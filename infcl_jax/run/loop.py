@@ -13,13 +13,15 @@ from ml_collections import ConfigDict
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
-from infcl_jax.distributed import is_lead, to_host, union
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
-from infcl_jax.exit_codes import Interrupted
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
 from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.results import say_results
+from infcl_jax.runtime.distributed import is_lead, to_host, union
+from infcl_jax.runtime.exit_codes import Interrupted
+from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
@@ -38,9 +40,7 @@ from infcl_jax.training import (
     save_config,
 )
 from infcl_jax.training.metrics import DATA_WAIT_SHOWN
-from infcl_jax.training.outputs import print_line
 from infcl_jax.training.step import Metrics, TrainStep
-from infcl_jax.training.workdir import CONFIG_FILE
 
 # Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
 _ADVICE_SECONDS = 1.0

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from infcl_jax.checks import check_choice
 from infcl_jax.data import check_vocabulary, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
 from infcl_jax.data.transforms import RESIZE_MODES, Resize
-from infcl_jax.file_io import replace_text
+from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side, pretrained_tokenizer
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, model_config, text_pair_config
 from infcl_jax.models.config import config_to_json
 from infcl_jax.models.convert.api import read_config
 from infcl_jax.models.convert.sources import open_source
 from infcl_jax.models.registry import MODEL_FILE, change_config
-from infcl_jax.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side, pretrained_tokenizer
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.run.text_retrieval import open_bert, read_text_pair
+from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.settings import (
     SETTINGS,
     check_model_overrides,

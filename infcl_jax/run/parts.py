@@ -8,7 +8,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, Tokenizer
-from infcl_jax.distributed import flat_mesh
 from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
@@ -20,6 +19,7 @@ from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.run.data import num_samples, precomputed_towers
 from infcl_jax.run.model import image_resize, read_any_model, read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
+from infcl_jax.runtime.distributed import flat_mesh
 from infcl_jax.settings import total_steps
 from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (
@@ -206,7 +206,7 @@ def workload(
       memory_limit: bytes that JAX may use on a device; None if unknown.
       implementation: implementation of the loss if the configuration names none; None: the best on this device.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
-      teacher: memory of the teacher, `infcl_jax.teacher.Teacher.memory`; None leaves it out.
+      teacher: memory of the teacher, `infcl_jax.run.teacher.Teacher.memory`; None leaves it out.
 
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from infcl_jax.console import say
-from infcl_jax.distributed import is_lead
 from infcl_jax.evaluation import Suite, TextRetrievalSuite, format_table, plot_curves
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.training import METRICS_FILE
 
 CURVES_FILE = "curves.png"

@@ -10,7 +10,6 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from infcl_jax.console import say
 from infcl_jax.data import (
     Corpus,
     PairTexts,
@@ -22,7 +21,6 @@ from infcl_jax.data import (
     read_questions,
 )
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.distributed import flat_mesh
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.models import TextPairConfig, build_model, text_pair_config, towers_of, variable_shapes
 from infcl_jax.models.convert import open_source
@@ -31,6 +29,8 @@ from infcl_jax.models.convert.sources import Source
 from infcl_jax.models.convert.text_pair import check_architecture
 from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import flat_mesh
 from infcl_jax.settings import check_model_overrides, model_changes
 from infcl_jax.training import TextRetrievalConfig, TrainState
 from infcl_jax.training.ema import initial_ema

@@ -11,17 +11,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from infcl_jax import run
-from infcl_jax.console import say
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, same_place
 from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
-from infcl_jax.distributed import is_lead
-from infcl_jax.environment import ENVIRONMENT_FILE, record_start
-from infcl_jax.exit_codes import Interrupted
-from infcl_jax.frozen_features import cached_features
-from infcl_jax.initialization import InitConfig, initialize
 from infcl_jax.models.registry import MODEL_FILE
 from infcl_jax.planner import (
     MemoryPlan,
@@ -31,16 +25,24 @@ from infcl_jax.planner import (
     plan_memory,
     utilization,
 )
-from infcl_jax.printable import printable
-from infcl_jax.process_watch import fail, failures
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
+from infcl_jax.run.frozen_features import cached_features
+from infcl_jax.run.initialization import InitConfig, initialize
 from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.model import DEFAULT_MODEL, save_base_model
 from infcl_jax.run.parts import state_init
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.run.teacher import load_teacher
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
+from infcl_jax.runtime.exit_codes import Interrupted
+from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.process_watch import fail, failures
+from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,
@@ -53,7 +55,6 @@ from infcl_jax.settings import (
     resolved_precision,
     with_total_steps,
 )
-from infcl_jax.teacher import load_teacher
 from infcl_jax.training import (
     Checkpointer,
     DataWait,
@@ -71,7 +72,6 @@ from infcl_jax.training import (
     rare_garbage_collection,
 )
 from infcl_jax.training.compiled_ahead import CompiledAhead
-from infcl_jax.training.workdir import CONFIG_FILE
 from infcl_jax.training.writers import check_writers
 
 

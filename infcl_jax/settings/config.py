@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
-from infcl_jax.checks import check_positive_int
+from infcl_jax.ops.common.checks import check_positive_int
 from infcl_jax.settings.consistency import check_consistency
 from infcl_jax.settings.names import closest_setting
 from infcl_jax.settings.precision import without_contradiction

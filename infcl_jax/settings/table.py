@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.positive_ids import POSITIVES
 from infcl_jax.data.tokenizers.cleaning import CLEANINGS
-from infcl_jax.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
+from infcl_jax.runtime.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
 from infcl_jax.settings.precision import PRECISIONS
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS

@@ -12,7 +12,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infcl_jax.distributed import is_lead, union
+from infcl_jax.runtime.distributed import is_lead, union
+from infcl_jax.runtime.outputs import print_line
 from infcl_jax.training.checkpoint_folder import (
     CHECKPOINTS,
     LATEST,
@@ -25,7 +26,6 @@ from infcl_jax.training.checkpoint_folder import (
 from infcl_jax.training.finite import first_nonfinite_norm
 from infcl_jax.training.manifest import ANNOUNCEMENT, add_results, write_manifest
 from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
-from infcl_jax.training.outputs import print_line
 from infcl_jax.training.restore import array_fields, check_array_types, readable
 
 # Seconds until processes give up waiting for the write of another one, such as one whose disk is full.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infcl_jax.distributed import is_lead, union
+from infcl_jax.runtime.distributed import is_lead, union
+from infcl_jax.runtime.outputs import print_line
 from infcl_jax.training.manifest import Verification, read_results, verify
-from infcl_jax.training.outputs import print_line
 
 CHECKPOINTS = "checkpoints"  # folder in the work directory
 LATEST = "latest"  # resume from the newest intact checkpoint

@@ -17,10 +17,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from infcl_jax.checks import check_choice
-from infcl_jax.distributed import data_mesh
 from infcl_jax.models import TOWERS, towers_of
 from infcl_jax.models.depth import distances_to_output
+from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.runtime.distributed import data_mesh
 
 _SEPARATOR = "/"
 

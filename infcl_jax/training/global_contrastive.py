@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, LossOutput, SampleState, create_samples, global_contrastive_loss
 from infcl_jax.losses.base import ONE_POSITIVE, SAMPLE_INPUTS, Targets
 from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.optimizer_config import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import RESIDUAL
+from infcl_jax.ops.common.checks import check_choice
 
 BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses import ClipLoss, Loss, SiglipLoss
 from infcl_jax.losses.variants import VARIANTS
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.text_retrieval import RetrievalLoss
 

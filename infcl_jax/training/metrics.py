@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from infcl_jax.file_io import LINES_BYTES, read_regular, replacing
-from infcl_jax.training.outputs import AppendFile, Outputs
+from infcl_jax.runtime.file_io import LINES_BYTES, read_regular, replacing
+from infcl_jax.runtime.outputs import AppendFile, Outputs
 from infcl_jax.training.writers import Target, Writer, open_writer
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +36,7 @@ class MetricWriter:
     The constructor repairs an existing file. It drops a last line truncated by a crash. With `resume_step` it also
     drops the lines of later steps, which the resumed run writes again. An atomic rename replaces the file.
 
-    A line that cannot be written is no error: see `infcl_jax.training.outputs.AppendFile`.
+    A line that cannot be written is no error: see `infcl_jax.runtime.outputs.AppendFile`.
 
     Examples:
       >>> with MetricWriter("runs/written") as writer:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
-from infcl_jax.file_io import LINES_BYTES, read_regular
+from infcl_jax.runtime.file_io import LINES_BYTES, read_regular
+from infcl_jax.runtime.outputs import AppendFile, Outputs, print_line
 from infcl_jax.training.ema import updated_ema
-from infcl_jax.training.outputs import AppendFile, Outputs, print_line
 
 if TYPE_CHECKING:
     from infcl_jax.losses import SampleState

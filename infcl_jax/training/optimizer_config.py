@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from infcl_jax.checks import check_choice
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.rules import Rules, check_rules
 
 OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")

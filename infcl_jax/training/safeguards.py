@@ -10,10 +10,10 @@ from typing import Any, Protocol, Self
 
 import jax
 
-from infcl_jax.training.lost_workers import LostWorkers
+from infcl_jax.runtime.lost_workers import LostWorkers
+from infcl_jax.runtime.outputs import Outputs, print_line
+from infcl_jax.runtime.watchdog import DataStall, LossSpikes, SlowSteps
 from infcl_jax.training.nonfinite import NonfiniteSteps
-from infcl_jax.training.outputs import Outputs, print_line
-from infcl_jax.training.watchdog import DataStall, LossSpikes, SlowSteps
 
 
 class _Data(Protocol):

@@ -14,8 +14,8 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
 
-from infcl_jax.checks import check_choice
 from infcl_jax.models import MAX_LOGIT_SCALE, TextPair, clamp_logit_scale
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
 from infcl_jax.training.frozen import (
     ALL_LOCKED,

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.checks import check_choice
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
 from infcl_jax.losses.base import SAMPLE_INPUTS
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import TEXT_TOWERS, TOWERS, CLIPOutput, TextPairOutput, towers_of
 from infcl_jax.ops.color import adjusted
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.frozen import PrecomputedFeatures, merge, module_modes, partition, updates_statistics
 from infcl_jax.training.grad_cache import NO_CACHE, GradCacheConfig
 from infcl_jax.training.nonfinite import ON_NONFINITE, select_update, state_stages, written_index

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.training.outputs import AppendFile, Outputs
+from infcl_jax.runtime.outputs import AppendFile, Outputs
 
 
 class EventFile:

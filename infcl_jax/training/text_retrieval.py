@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from infcl_jax.checks import check_choice
 from infcl_jax.losses import Loss, retrieval_loss
 from infcl_jax.losses.base import LossOutput
+from infcl_jax.ops.common.checks import check_choice
 
 SELECTIONS = ("first", "random")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.file_io import replace_text
-from infcl_jax.training.outputs import Outputs
+from infcl_jax.runtime.file_io import replace_text
+from infcl_jax.runtime.outputs import Outputs
 
 _ID_FILE = Path("wandb", "run_id")  # in the work directory, so that a resumed run continues the same W&B run
 _PROJECT = "infcl_jax"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infcl_jax.checks import check_choice
-from infcl_jax.file_io import LINES_BYTES, read_regular
-from infcl_jax.training.outputs import AppendFile, Outputs
+from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.runtime.file_io import LINES_BYTES, read_regular
+from infcl_jax.runtime.outputs import AppendFile, Outputs
 from infcl_jax.training.tensorboard import EventFile
 from infcl_jax.training.wandb_run import WandbRun, check_login
 

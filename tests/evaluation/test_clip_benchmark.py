@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from infcl_jax.data import Classes
-from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import class_embeddings, retrieval_recall
 from infcl_jax.evaluation.features import l2_normalize
 from infcl_jax.evaluation.metrics import (
@@ -19,6 +18,7 @@ from infcl_jax.evaluation.metrics import (
 )
 from infcl_jax.evaluation.retrieval import retrieval_map
 from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.runtime.distributed import data_mesh
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "clip_benchmark.npz")
 LABELS, TEXT_IMAGE = GOLDEN["label"], GOLDEN["text_image"]

@@ -16,7 +16,6 @@ from experiments.evaluate import write_results
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
-from infcl_jax.distributed import replicate
 from infcl_jax.evaluation import (
     EvaluationConfig,
     Suite,
@@ -29,6 +28,7 @@ from infcl_jax.evaluation import (
     suite,
 )
 from infcl_jax.evaluation.tasks import load_tasks
+from infcl_jax.runtime.distributed import replicate
 
 LABELS = {"train": np.arange(15) % 3, "test": np.arange(11) % 3}
 MODEL, MESH = runs.Linear(), oracle.mesh_of(8)

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from infcl_jax.distributed import data_mesh, replicate
 from infcl_jax.evaluation import retrieval, retrieval_recall
 from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.runtime.distributed import data_mesh, replicate
 
 
 def brute_force(image, text, owner, ks):

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.distributed import data_mesh, replicate
 from infcl_jax.evaluation import retrieval, search, top_k
 from infcl_jax.evaluation.features import l2_normalize
+from infcl_jax.runtime.distributed import data_mesh, replicate
 
 
 def brute_force(query, gallery, k):

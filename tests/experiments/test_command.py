@@ -11,9 +11,10 @@ from ml_collections import config_flags
 
 import experiments.command  # noqa: F401  (registers the parsers of settings)
 from configs import base, digits
-from infcl_jax import console, run, train
-from infcl_jax.console import say
+from infcl_jax import run, train
 from infcl_jax.run.devices import start_devices
+from infcl_jax.runtime import console
+from infcl_jax.runtime.console import say
 from infcl_jax.settings import SETTINGS, changed_settings, check_config, parse_overrides, scaled_learning_rate
 from infcl_jax.settings.config import setting_values
 from infcl_jax.training import OptimizerConfig

@@ -10,8 +10,8 @@ import runs
 
 import infcl_jax
 from infcl_jax.data import load_source
-from infcl_jax.distributed import data_mesh
 from infcl_jax.evaluation import read_features
+from infcl_jax.runtime.distributed import data_mesh
 
 IMAGES = int(os.environ.get("INFCL_EMBED_IMAGES", "600"))
 BATCH = 8 if IMAGES == 600 else 256

@@ -12,8 +12,8 @@ from open_clip_folder import open_clip_folder
 
 import infcl_jax
 from infcl_jax import run, train
-from infcl_jax.distributed import data_mesh
 from infcl_jax.models import load_pretrained
+from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,

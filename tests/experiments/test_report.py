@@ -15,15 +15,15 @@ import runs
 
 from experiments import command_line
 from experiments.report import report
-from infcl_jax.environment import ENVIRONMENT_FILE
 from infcl_jax.evaluation import plot_retrieval_grid
 from infcl_jax.evaluation.results import Confusion, ExamplePrediction, TaskResult
 from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
 from infcl_jax.report import read_run, read_runs, write_report
 from infcl_jax.report.charts import thin, ticks
+from infcl_jax.runtime.environment import ENVIRONMENT_FILE
+from infcl_jax.runtime.run_console import LOG_FILE
+from infcl_jax.runtime.workdir_lock import LOCK_FILE
 from infcl_jax.training import METRICS_FILE
-from infcl_jax.training.run_console import LOG_FILE
-from infcl_jax.training.workdir_lock import LOCK_FILE
 
 HOSTILE = '<script>alert("1")</script>'
 GIB = 2**30

@@ -19,12 +19,12 @@ from runs import history
 from infcl_jax import Callback, train
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
-from infcl_jax.distributed import data_mesh
-from infcl_jax.exit_codes import RESUME, Interrupted
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import loop
 from infcl_jax.run import train as run_train
 from infcl_jax.run.loop import TrainLoop
+from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.training import LOG_FILE, METRICS_FILE, Checkpointer, DataWait, Safeguards, WorkdirLock, read_metrics
 from infcl_jax.training.nonfinite import NonfiniteSteps
 

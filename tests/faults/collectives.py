@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from infcl_jax import distributed
-from infcl_jax.process_watch import failures
+from infcl_jax.runtime import distributed
+from infcl_jax.runtime.process_watch import failures
 
 folder, timeout, *failing = sys.argv[1:]
 distributed.initialize(log_dir=folder, start_timeout=int(timeout), lost_process_timeout=int(timeout))

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 import infcl_jax
 from experiments.evaluate import evaluate
 from infcl_jax import run
-from infcl_jax.distributed import replicate, shard_batch
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
+from infcl_jax.runtime.distributed import replicate, shard_batch
 from infcl_jax.training import make_train_step, restore_variables
 
 

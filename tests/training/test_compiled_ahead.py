@@ -9,9 +9,9 @@ import pytest
 import runs
 
 from infcl_jax import run, train
-from infcl_jax.distributed import data_mesh
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.parts import state_init
+from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.training import compiled_ahead, make_train_step
 from infcl_jax.training.compiled_ahead import CompiledAhead
 

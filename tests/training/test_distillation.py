@@ -13,8 +13,8 @@ import infcl_jax
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.planner import TeacherMemory, plan_memory
+from infcl_jax.run.teacher import Teacher, load_teacher
 from infcl_jax.settings import check_config
-from infcl_jax.teacher import Teacher, load_teacher
 from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
 
 TOKENIZER = ByteTokenizer(runs.CONTEXT, "none")

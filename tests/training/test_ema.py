@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 import runs
 
-from infcl_jax.distributed import shard_batch
 from infcl_jax.planner import plan_memory
+from infcl_jax.runtime.distributed import shard_batch
 from infcl_jax.training import (
     Checkpointer,
     EMAConfig,

@@ -13,12 +13,12 @@ import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.data import Augmentation
-from infcl_jax.distributed import shard_batch
 from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.color import ColorBatch, adjust_colors
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
+from infcl_jax.runtime.distributed import shard_batch
 from infcl_jax.training import LOSSES, GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 
 BATCH = 32

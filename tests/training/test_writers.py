@@ -9,8 +9,8 @@ import types
 
 import pytest
 
+from infcl_jax.runtime.outputs import Outputs
 from infcl_jax.training import MetricWriter
-from infcl_jax.training.outputs import Outputs
 from infcl_jax.training.writers import check_writers
 
 

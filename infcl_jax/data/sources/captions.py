@@ -11,7 +11,7 @@ from typing import Any
 
 from infcl_jax.data.sources.base import Example
 from infcl_jax.data.sources.files import check_size
-from infcl_jax.file_io import parse_json
+from infcl_jax.runtime.file_io import parse_json
 
 NONE = "none"  # value of the option "caption" for images without captions or labels
 LARGEST = 2**20  # bytes of a text file, characters of a caption; longer than a book chapter

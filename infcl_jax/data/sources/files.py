@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from infcl_jax.file_io import open_regular, parse_json
+from infcl_jax.runtime.file_io import open_regular, parse_json
 
 LARGEST_IMAGE = 2**30  # bytes of an image file: the default of max_image_pixels at 8 bytes a pixel, and a quarter more
 LARGEST_TEXT = 2**28  # bytes of a file of class names, templates or JSON
@@ -213,7 +213,7 @@ def read_file(path: str, limit: int = LARGEST_TEXT) -> bytes:
 
 
 def read_json(path: str, kind: type = dict) -> Any:
-    """Read a local or remote JSON file, see `infcl_jax.file_io.parse_json`."""
+    """Read a local or remote JSON file, see `infcl_jax.runtime.file_io.parse_json`."""
     return parse_json(read_file(path), path, kind)
 
 

@@ -33,7 +33,7 @@ from infcl_jax.data.sources.labels import UNLABELED, label_strings
 from infcl_jax.data.sources.paths import outside_option, resolve
 from infcl_jax.data.sources.tar_scan import IMAGES
 from infcl_jax.data.sources.text_tables import read_csv, read_json_lines
-from infcl_jax.file_io import open_regular
+from infcl_jax.runtime.file_io import open_regular
 
 IMAGE_COLUMNS = (
     "image", "image_path", "filepath", "file_path", "filename", "file_name", "path", "file", "img", "img_path", "jpg",

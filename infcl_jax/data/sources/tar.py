@@ -14,7 +14,7 @@ from infcl_jax.data.sources.base import Classes, Example, bad_record, check_inde
 from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, folder_classes, prompts, read_class_names
 from infcl_jax.data.sources.tar_index import load_index
 from infcl_jax.data.sources.tar_scan import Layout
-from infcl_jax.file_io import parse_json
+from infcl_jax.runtime.file_io import parse_json
 
 _CAPTIONS = ("txt", "json")
 _LABELS = ("cls", "json")

@@ -25,8 +25,8 @@ import numpy as np
 from infcl_jax.data.sources import files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.tar_scan import Layout, ShardScan
-from infcl_jax.file_io import open_regular, parse_json, replacing
-from infcl_jax.user_cache import user_cache
+from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
+from infcl_jax.runtime.user_cache import user_cache
 
 ENTRY_DTYPE = np.dtype(
     [

@@ -22,7 +22,7 @@ from infcl_jax.data.sources.text_fields import (
     query_of,
 )
 from infcl_jax.data.sources.text_records import BYTE_ORDER_MARK, RecordFile
-from infcl_jax.file_io import open_regular
+from infcl_jax.runtime.file_io import open_regular
 
 _QUERY_IDS = ("query_id", "query-id", "_id", "qid", "id")
 _ANSWERS = ("answers", "answer")

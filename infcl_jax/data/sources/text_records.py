@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from infcl_jax.data.sources.files import check_size
-from infcl_jax.file_io import open_regular, parse_json
+from infcl_jax.runtime.file_io import open_regular, parse_json
 
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BLOCK = 2**24  # bytes of a file scanned at once

@@ -27,7 +27,7 @@ from infcl_jax.data.sources.text_fields import (
     query_of,
 )
 from infcl_jax.data.sources.text_records import RecordFile
-from infcl_jax.file_io import parse_json
+from infcl_jax.runtime.file_io import parse_json
 
 _PROBED = 16  # first records, of which one must be JSON
 _LABELS = ("label", "labels")  # of Sentence Transformers, whose "positive" then has negatives too

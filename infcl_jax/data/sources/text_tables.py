@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyarrow import csv, json
 
 from infcl_jax.data.sources.quotes import Quotes, scan_quotes, swallowed_rows
-from infcl_jax.file_io import parse_json
+from infcl_jax.runtime.file_io import parse_json
 
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
 _HEADER = 2**20  # bytes of the first line of a CSV file

@@ -13,7 +13,7 @@ from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.data.tokenizers.clip import CLIPTokenizer
 from infcl_jax.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from infcl_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from infcl_jax.file_io import CONFIG_BYTES, read_json
+from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 _LONGEST = 2**20  # tokens of a context
 _FILES = {kind.kind: kind for kind in (CLIPTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
-from infcl_jax.file_io import open_regular
+from infcl_jax.runtime.file_io import open_regular
 
 SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from infcl_jax.file_io import CONFIG_BYTES, open_regular, read_json
+from infcl_jax.runtime.file_io import CONFIG_BYTES, open_regular, read_json
 
 CLIP_VOCAB_SIZE = 49408  # token ids of CLIP's byte-pair encoding
 END_OF_WORD = "</w>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax.data.tokenizers.cleaning import OPEN_CLIP_CLEANINGS
-from infcl_jax.file_io import CONFIG_BYTES, read_json
+from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 CONFIG_FILE = "tokenizer_config.json"  # of transformers
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"

@@ -16,7 +16,7 @@ from infcl_jax.data.tokenizers.folder_settings import (
     read_padding_side,
     write_config,
 )
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 _FILE = "tokenizer.json"
 _LARGEST = 2**24  # ids; those of tokens are int32

@@ -15,7 +15,7 @@ from infcl_jax.data.tokenizers.folder_settings import (
     read_padding_side,
     write_config,
 )
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 _SHOWN = 200  # characters of a reason in an error
 _FILES = ("spiece.model", "sentencepiece.model", "tokenizer.model")

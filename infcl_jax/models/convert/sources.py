@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infcl_jax.file_io import CONFIG_BYTES, read_json
 from infcl_jax.models.convert import bert, hugging_face, open_clip
 from infcl_jax.models.convert.tensor_files import Tensors, read_index, read_tensors
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.models.pretrained_tags import hub_repository
-from infcl_jax.printable import printable
+from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
+from infcl_jax.runtime.printable import printable
 
 HUB_PREFIX = "hf-hub:"
 

@@ -10,9 +10,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from infcl_jax.file_io import CONFIG_BYTES, open_regular, parse_json, read_json
 from infcl_jax.models.convert.torch_file import read_torch_file
-from infcl_jax.printable import printable
+from infcl_jax.runtime.file_io import CONFIG_BYTES, open_regular, parse_json, read_json
+from infcl_jax.runtime.printable import printable
 
 Tensors = dict[str, np.ndarray]
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infcl_jax.file_io import open_regular
 from infcl_jax.models.convert.torch_pickle import StridedTensor, UnsupportedError, load_pickle
-from infcl_jax.printable import printable
+from infcl_jax.runtime.file_io import open_regular
+from infcl_jax.runtime.printable import printable
 
 _DTYPES = {
     "DoubleStorage": "float64",

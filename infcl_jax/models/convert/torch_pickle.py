@@ -8,7 +8,7 @@ constant time, or time linear in the operands that it removes from the stack.
 import pickletools
 from typing import Any, NamedTuple
 
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 _STRINGS = frozenset(["BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"])
 _BYTES = frozenset(["BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"])

@@ -9,7 +9,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from infcl_jax.models.convert.tensor_files import Tensors
-from infcl_jax.printable import printable
+from infcl_jax.runtime.printable import printable
 
 Layout = Literal["same", "linear", "conv", "unit_axis", "unit_axes", "scalar"]
 _SHOWN, _LENGTH = 4, 400  # names listed in an error, and characters of each

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32, Integer
 
-from infcl_jax.checks import check_choice, check_implementation, is_concrete
+from infcl_jax.ops.common.checks import check_choice, check_implementation, is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, Block, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import (
     check_axis,

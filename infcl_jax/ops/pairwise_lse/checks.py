@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from infcl_jax.checks import is_concrete
+from infcl_jax.ops.common.checks import is_concrete
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype
 
 

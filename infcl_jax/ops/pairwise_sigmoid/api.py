@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32, Shaped
 
-from infcl_jax.checks import check_implementation
+from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise_lse import ring
 from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, varying_over, zero_masked

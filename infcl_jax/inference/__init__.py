@@ -1,0 +1,1 @@
+"""Trained and pretrained models, to encode images and texts."""

@@ -1,0 +1,404 @@
+"""Encoder of images and texts: a model with its tokenizer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from PIL import Image
+
+from infcl_jax import run
+from infcl_jax.data import load_tokenizer
+from infcl_jax.data.decode.image_like import ImageLike, decode_image
+from infcl_jax.data.decode.pillow import MAX_PIXELS
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
+from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
+from infcl_jax.evaluation.zero_shot import Prompts, class_embeddings
+from infcl_jax.inference.pretrained_tokenizer import check_padding_side, pretrained_tokenizer, save_tokenizer
+from infcl_jax.inference.text_encoder import is_text_run, load_text_encoder
+from infcl_jax.models import CLIP, Certificate, build_model, config_of, save_pretrained, variable_shapes
+from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_source
+from infcl_jax.models.convert.api import default_config
+from infcl_jax.models.convert.sources import HUB_PREFIX
+from infcl_jax.models.open_clip_config import CONFIG_FILE
+from infcl_jax.models.prefix import prefix_model
+from infcl_jax.models.pretrained_tags import hub_repository
+from infcl_jax.runtime.distributed import data_mesh, replicate, to_host
+from infcl_jax.training import CHECKPOINTS, restore_variables
+from infcl_jax.training.restore import replicated_shapes
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    step: int | None = None,
+    tokenizer: str | BaseTokenizer | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    batch_size: int = 256,
+    dim: int | None = None,
+) -> Encoder | Any:  # Any, because a type checker cannot tell runs from their paths
+    """Load a model to encode and classify images and texts, or to encode queries and passages.
+
+    Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
+    own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
+    `tokenizer`, with their options, or CLIP's for a vocabulary of 49,408 ids.
+
+    Args:
+      path: work directory of a run, or a folder, file, Hub name or MODEL:TAG of `infcl_jax.models.load_pretrained`.
+      model: name or OpenCLIP configuration of a file of weights without one, such as "ViT-B-32".
+      step: step of the run's checkpoint; None: the latest.
+      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
+      dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
+      mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
+      batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
+      dim: size of the prefix to which features are cut, for a model trained with `matryoshka`; None: their whole size.
+
+    Returns:
+      An `Encoder`; for a run of text retrieval, a `TextEncoder`.
+
+    Raises:
+      FileNotFoundError: the run has no such checkpoint, or there is no such Hub repository.
+      ValueError: the path holds no model, or an argument does not fit it.
+      ImportError: a package of the tokenizer or of the Hub is missing.
+
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")  # or a model of OpenCLIP or Hugging Face, such as hf-hub:OWNER/NAME
+      >>> encoder.embed_dim
+      16
+    """
+    if model is None and dim is None and is_text_run(Path(path)):
+        return load_text_encoder(Path(path), step, tokenizer, dtype, mesh, batch_size)
+    encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size)
+    return encoder if dim is None else encoder.prefix(dim)
+
+
+def load_encoder(
+    path: str | os.PathLike[str],
+    model: str | None = None,
+    step: int | None = None,
+    tokenizer: str | BaseTokenizer | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    batch_size: int = 256,
+) -> Encoder:
+    """Load a model of images and texts with its whole features; for arguments and errors see `load`."""
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    mesh = data_mesh() if mesh is None else mesh
+    changes = {} if dtype is None else {"dtype": dtype, "feature_dtype": None}
+    if (Path(path) / CHECKPOINTS).is_dir():
+        if model is not None:
+            raise ValueError(f"expected model=None for a run, which has its own, got {model!r}")
+        return _load_run(Path(path), step, tokenizer, changes, mesh, batch_size)
+    configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
+    files = (Path(path), *(Path(path) / name for name in configs))
+    on_hub = str(path).startswith(HUB_PREFIX) or hub_repository(str(path)) is not None
+    if not on_hub and not any(file.is_file() for file in files):
+        raise ValueError(
+            f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, a file "
+            f"of weights, {HUB_PREFIX}OWNER/NAME, or MODEL:TAG of OpenCLIP, got {path}"
+        )
+    if step is not None:
+        raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
+    return _load_pretrained(path, model, tokenizer, changes, mesh, batch_size)
+
+
+def _load_run(
+    workdir: Path,
+    step: int | None,
+    tokenizer: str | BaseTokenizer | None,
+    changes: Mapping[str, Any],
+    mesh: Mesh,
+    batch_size: int,
+) -> Encoder:
+    """Load a checkpoint of a run."""
+    config = run.saved_config(workdir)
+    settings = dataclasses.replace(run.read_model_config(config), **changes)
+    model = build_model(settings)
+    _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(model), mesh), step)
+    if tokenizer is None:
+        tokenizer = run.text_tokenizer(config, workdir)
+    text, resize = _text_tokenizer(tokenizer, model), run.image_resize(settings)
+    return Encoder(model, variables, text, mesh, batch_size, resize, config.max_image_pixels)
+
+
+def _load_pretrained(
+    path: str | os.PathLike[str],
+    name: str | None,
+    tokenizer: str | BaseTokenizer | None,
+    changes: Mapping[str, Any],
+    mesh: Mesh,
+    batch_size: int,
+) -> Encoder:
+    """Load a model of OpenCLIP or Hugging Face."""
+    source = open_source(str(path))
+    config, variables, certificate = convert(source, changes, default_config(source, name))
+    _logger.info("%s", certificate.summary())
+    model = build_model(config)
+    text = _text_tokenizer(pretrained_tokenizer(source, config) if tokenizer is None else tokenizer, model)
+    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(config))
+
+
+def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenizer:
+    """Load a tokenizer for a model, and check that the model embeds its ids."""
+    if not isinstance(tokenizer, BaseTokenizer):
+        tokenizer = load_tokenizer(tokenizer, model.text.context_length)
+    if tokenizer.vocab_size > model.text.vocab_size or tokenizer.context_length > model.text.context_length:
+        raise ValueError(
+            f"expected a tokenizer of at most {model.text.vocab_size} ids and {model.text.context_length} tokens, got "
+            f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
+        )
+    check_padding_side(tokenizer, config_of(model).text)
+    return tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Encoder:
+    """Dual encoder with its parameters, tokenizer and image transform.
+
+    Inputs are encoded in batches on all devices of the mesh. With several processes, each must call the same methods
+    with the same arguments, and each gets the results.
+
+    Examples:
+      >>> encoder = infcl_jax.load("runs/digits")
+      >>> encoder.encode_images(["cat.jpg", "dog.jpg"]).shape
+      (2, 16)
+      >>> encoder.encode_texts(["a cat", "a dog"]).shape
+      (2, 16)
+      >>> probabilities = encoder.zero_shot(["cat.jpg"], ["cat", "dog"])  # [1, 2]
+
+    Attributes:
+      model: the `CLIP` module.
+      variables: Flax variables of the model, on `mesh`.
+      tokenizer: tokenizer of texts.
+      mesh: devices, a mesh with an axis "data".
+      batch_size: largest number of images or texts encoded at once, over all devices.
+      resize: resize of images before the center crop.
+      max_image_pixels: largest number of pixels of an encoded image.
+      dim: size of the prefix to which features are cut, see `prefix`; None: the whole features.
+    """
+
+    model: CLIP
+    variables: Any
+    tokenizer: BaseTokenizer
+    mesh: Mesh
+    batch_size: int = 256
+    resize: Resize = SHORTEST_BICUBIC
+    max_image_pixels: int = MAX_PIXELS
+    dim: int | None = None
+
+    def prefix(self, dim: int) -> Encoder:
+        """Return an encoder of the first `dim` columns of the features, L2-normalized.
+
+        Raises:
+          ValueError: `dim` is not in [1, D].
+        """
+        whole = dataclasses.replace(self, dim=None)
+        if not 1 <= dim <= whole.embed_dim:
+            raise ValueError(f"expected dim between 1 and {whole.embed_dim}, the size of the features, got {dim}")
+        return dataclasses.replace(self, dim=dim)
+
+    def __repr__(self) -> str:
+        """Describe the model in a line, without its arrays."""
+        count, text = sum(leaf.size for leaf in jax.tree.leaves(self.variables["params"])), self.tokenizer
+        return (
+            f"Encoder({count:,} parameters, images of {self.image_size} pixels, texts of at most {text.context_length} "
+            f"tokens of {text.vocab_size:,} ids, features of {self.embed_dim} dimensions, {self.mesh.size} device(s))"
+        )
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square input images, in pixels; the model normalizes their channels."""
+        return self.model.visual.image_size
+
+    def encode_images(self, images: Sequence[ImageLike]) -> np.ndarray:
+        """Encode images.
+
+        They are decoded, resized and center-cropped as in evaluation, in threads.
+
+        Args:
+          images: n PIL images, paths or contents of image files, or uint8 arrays [H, W, 3], [H, W, 1] or [H, W].
+
+        Returns:
+          float32 [n, D], L2-normalized.
+
+        Raises:
+          ValueError: an image cannot be decoded, or `images` is not a sequence.
+        """
+        _check_sequence("images", images)
+        if len(images) == 0:
+            return np.zeros((0, self.embed_dim), np.float32)
+        encode = TowerEncoder(self.model, "encode_image", self.dim)
+        batches = encode_image_batches(encode, self.variables, self._image_batches(images), self.mesh)
+        return np.concatenate([batch["feature"][np.argsort(batch["index"])] for batch in batches])
+
+    def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
+        """Encode texts.
+
+        Args:
+          texts: n texts.
+
+        Returns:
+          float32 [n, D], L2-normalized.
+
+        Raises:
+          ValueError: `texts` is not a sequence of strings.
+        """
+        _check_sequence("texts", texts)
+        if len(texts) == 0:
+            return np.zeros((0, self.embed_dim), np.float32)
+        encode = TowerEncoder(self.model, "encode_text", self.dim)
+        return encode_texts(encode, self.variables, self.tokenizer, list(texts), self.mesh, self.batch_size)
+
+    def classifier(self, classes: Sequence[str], templates: Prompts | None = None) -> np.ndarray:
+        """Compute one zero-shot classifier vector per class.
+
+        Args:
+          classes: C class names.
+          templates: prompt templates with "{}" for the class name, functions of the name, or the prompts of each class
+            by name; None: "a photo of a {}.".
+
+        Returns:
+          float32 [C, D], unit vectors; see `infcl_jax.evaluation.class_embeddings`.
+
+        Raises:
+          ValueError: there is no class or no template, or a template lacks "{}".
+        """
+        return class_embeddings(
+            TowerEncoder(self.model, "encode_text", self.dim),
+            self.variables,
+            self.tokenizer,
+            classes,
+            DEFAULT_TEMPLATES if templates is None else templates,
+            self.mesh,
+            batch_size=self.batch_size,
+        )
+
+    def zero_shot(
+        self, images: Sequence[ImageLike], classes: Sequence[str], templates: Prompts | None = None
+    ) -> np.ndarray:
+        """Classify images by the similarity of their features to those of class prompts.
+
+        The probabilities are a softmax over the classes, also for models trained with the sigmoid loss, whose logit
+        bias cancels out.
+
+        Args:
+          images: n images, see `encode_images`.
+          classes: C class names.
+          templates: prompt templates, see `classifier`.
+
+        Returns:
+          float32 [n, C], probabilities.
+
+        Raises:
+          ValueError: see `encode_images` and `classifier`.
+        """
+        vectors = self.classifier(classes, templates)
+        logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
+        return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
+
+    def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> Certificate:
+        """Write the model and its tokenizer, for `load` and for other libraries.
+
+        The projections of an encoder of a prefix are cut to its size.
+
+        Args:
+          path: folder, created if missing. The tokenizer is written to its subfolder `tokenizer`; one of Hugging Face
+            also to the folder itself with the format "open_clip", where OpenCLIP reads it.
+          format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
+
+        Returns:
+          The certificate of the files, converted back.
+
+        Raises:
+          ValueError: the format has no such model, or the projections of an encoder of a prefix are not linear.
+
+        Examples:
+          >>> certificate = infcl_jax.load("runs/digits").save("exported_run")
+          >>> certificate.format
+          'open_clip'
+        """
+        resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
+        config = dataclasses.replace(config_of(self.model), **resize)
+        variables = jax.tree.map(to_host, self.variables)
+        if self.dim is not None:
+            config, variables = prefix_model(config, variables, self.dim)
+        certificate = save_pretrained(Path(path), config, variables, format)
+        save_tokenizer(Path(path), self.tokenizer)
+        return certificate
+
+    def fingerprint(self) -> str:
+        """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
+        digest = hashlib.sha256(repr((self.model, self.image_size, self.resize, *self._cut)).encode())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
+            array = np.ascontiguousarray(to_host(leaf))
+            digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def _cut(self) -> tuple[int, ...]:
+        return () if self.dim is None else (self.dim,)
+
+    @property
+    def embed_dim(self) -> int:
+        """Size D of the features."""
+        tokens = jax.ShapeDtypeStruct((1, self.tokenizer.context_length), jnp.int32)
+        return jax.eval_shape(TowerEncoder(self.model, "encode_text", self.dim), self.variables, tokens).shape[1]
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the similarities, at most 100."""
+        scale, _ = self.model.apply(self.variables, method="logit_scale_and_bias")
+        return float(scale)
+
+    def _image_batches(self, images: Sequence[ImageLike]) -> Iterator[Batch]:
+        """Decode this process's rows of each batch in threads."""
+        rows = padded_size(len(images), self.batch_size, self.mesh.size)
+        local = rows // jax.process_count()
+        with concurrent.futures.ThreadPoolExecutor(usable_cores()) as threads:
+            for start in range(0, len(images), rows):
+                first = start + jax.process_index() * local
+                index = range(first, max(first, min(first + local, len(images))))
+                batch = {
+                    "image": np.zeros((local, self.image_size, self.image_size, 3), np.uint8),
+                    "label": np.full(local, -1, np.int32),
+                    "index": np.full(local, -1, np.int64),
+                    "mask": np.arange(local) < len(index),
+                }
+                batch["index"][: len(index)] = index
+                for row, image in enumerate(threads.map(lambda i: self._transformed(images[i], i), index)):
+                    batch["image"][row] = image
+                yield batch
+
+    def _transformed(self, image: ImageLike, number: int) -> np.ndarray:
+        """Decode an image, resize it and crop its center."""
+        try:
+            return resize_center_crop(decode_image(image, self.max_image_pixels), self.image_size, self.resize)
+        except Exception as error:  # image decoders raise any exception
+            name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
+            raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _check_sequence(name: str, values: Any) -> None:
+    """Check that inputs are a sequence and not a single one."""
+    if isinstance(values, str | bytes | os.PathLike | Image.Image) or not hasattr(values, "__len__"):
+        raise ValueError(f"expected {name} to be a list, got {type(values).__name__}; put a single one in a list")

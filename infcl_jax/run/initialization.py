@@ -1,0 +1,187 @@
+"""Initial parameters of a run from pretrained weights, another run or a checkpoint."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from infcl_jax import run
+from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
+from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
+from infcl_jax.models.registry import change_config
+from infcl_jax.run.model import run_of
+from infcl_jax.runtime.console import say
+from infcl_jax.training import TrainState, restore_variables
+from infcl_jax.training.ema import initial_ema
+from infcl_jax.training.rules import check_pairs
+
+_logger = logging.getLogger(__name__)
+
+_SIZES = {"image_size", "context_length"}  # for which position embeddings are resized
+_TOWER_FIELDS = {"image": "vision", "text": "text"}  # of `CLIPConfig`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Sources of initial parameters, see `read_variables`.
+
+    Attributes:
+      model: source of the whole model; None for random values.
+      image: source of the image tower; None for that of the model.
+      text: source of the text tower; None for that of the model.
+      rules: ordered pairs (regular expression, name in the source). The expression matches the whole name of a
+        parameter, such as "visual/proj/kernel", and the name can refer to its groups, as `\\1`. The first match
+        applies. An empty name keeps the initial value. Other parameters have the same name in the source.
+
+    Raises:
+      ValueError: a rule is no pair of a regular expression and a name.
+    """
+
+    model: str | None = None
+    image: str | None = None
+    text: str | None = None
+    rules: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        check_pairs("init.rules", self.rules, "a name", lambda name: isinstance(name, str))
+
+
+def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:
+    """Replace the initial parameters by those of pretrained weights.
+
+    Args:
+      config: sources.
+      model: configuration of the model.
+      state: initial train state.
+
+    Returns:
+      The state with the parameters and running statistics of the sources, in the dtypes and shardings of `state`.
+      Its moving averages start there.
+
+    Raises:
+      FileNotFoundError: a source is missing.
+      ValueError: a source has another architecture, or a rule matches no parameter.
+      ImportError: `huggingface_hub` is not installed, for a source on the Hub.
+    """
+    variables, matched = flatten_dict(state.variables, sep="/"), set()
+    sources = {"": config.model, "image": config.image, "text": config.text}
+    for tower, path in sources.items():
+        if path is not None:
+            targets = [name for name in variables if not tower or name.split("/")[1] == TOWERS[tower]]
+            names, patterns = source_names(config.rules, targets)
+            matched |= patterns
+            variables |= _loaded(path, variables, read_variables(path, model, tower), names)
+            say(f"initialized from {path}: {len(names)} of {len(targets)} tensors")
+    unmatched = [pattern for pattern, _ in config.rules if pattern not in matched]
+    if unmatched and any(sources.values()):
+        raise ValueError(
+            f"expected every rule of init.rules to match a parameter, got {unmatched[0]!r}, which does not"
+        )
+    state = state.replace(**unflatten_dict(variables, sep="/"))
+    return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
+
+
+def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """Return the name in the source of each variable to load.
+
+    Args:
+      rules: see `InitConfig`.
+      names: variables such as "params/visual/proj/kernel".
+
+    Returns:
+      Names in the source by variable, and the patterns that matched.
+    """
+    names_in_source, matched = {}, set()
+    for variable in names:
+        collection, _, parameter = variable.partition("/")
+        name = parameter
+        for pattern, replacement in rules:
+            if match := re.fullmatch(pattern, parameter):
+                name = match.expand(replacement)
+                matched.add(pattern)
+                break
+        if name:
+            names_in_source[variable] = f"{collection}/{name}"
+    return names_in_source, matched
+
+
+def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, np.ndarray]:
+    """Read the variables of a source, resized for a model.
+
+    Args:
+      path: a folder, file or Hub name of `infcl_jax.models.load_pretrained`, the work directory of a run, or one of its
+        checkpoints (`WORKDIR/checkpoints/STEP`).
+      model: configuration of the model to initialize; also that of a file of OpenCLIP's without a configuration.
+      tower: "image" or "text" to check one tower only; "" for the whole model.
+
+    Raises:
+      FileNotFoundError: no such source.
+      ValueError: the source has another architecture.
+    """
+    workdir, step = run_of(Path(path))
+    if workdir is not None:
+        source = run.read_model_config(run.saved_config(workdir))
+        template = variable_shapes(build_model(source))
+        variables = restore_variables(workdir, template, step)[1]
+    else:
+        source, variables, certificate = convert(open_source(path), default=model)
+        _logger.info("%s", certificate.summary())
+    _check_architecture(path, source, model, tower)
+    sizes = {"vision.image_size": model.vision.image_size, "text.context_length": model.text.context_length}
+    arrays = {name: np.asarray(array) for name, array in flatten_dict(variables, sep="/").items()}
+    return resize_variables(arrays, source, change_config(source, **sizes))[0]
+
+
+def _check_architecture(path: str, source: CLIPConfig, model: CLIPConfig, tower: str) -> None:
+    """Check that the source's parameters mean the same in the model.
+
+    Raises:
+      ValueError: a field differs, such as the activation.
+    """
+    for name in (tower,) if tower else TOWERS:
+        field = _TOWER_FIELDS[name]
+        theirs, ours = _meaning(source, field), _meaning(model, field)
+        for key in theirs.keys() | ours.keys():
+            if theirs.get(key) != ours.get(key):
+                raise ValueError(
+                    f"expected {key}={theirs.get(key)!r}, as in {path}, got {ours.get(key)!r}; set it in "
+                    "model_overrides, or choose another model"
+                )
+
+
+def _meaning(config: CLIPConfig, field: str) -> dict[str, Any]:
+    """Return the fields of a tower on which the meaning of its parameters depends."""
+    tower = inference_tower(getattr(config, field), config.activation)
+    values = {f"{field}.{f.name}": getattr(tower, f.name) for f in dataclasses.fields(tower) if f.name not in _SIZES}
+    if field == "vision":
+        values |= {"image_mean": config.image_mean, "image_std": config.image_std}
+    return values | {f"the tower of {field}": type(tower).__name__}
+
+
+def _loaded(
+    path: str, current: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """Place the arrays of a source like the current ones.
+
+    Raises:
+      ValueError: the source lacks some, or has others of another shape.
+    """
+    missing = [name for name in names.values() if name not in arrays]
+    if missing:
+        raise ValueError(f"expected {missing[0]} in {path}, got none ({len(missing)} in all); skip it in init.rules")
+    for target, name in names.items():
+        if arrays[name].shape != current[target].shape:
+            raise ValueError(
+                f"expected {target} {list(current[target].shape)}, got {list(arrays[name].shape)} in {path}; "
+                "skip it in init.rules, or choose another model"
+            )
+    return {
+        target: jax.device_put(arrays[name].astype(current[target].dtype), current[target].sharding)
+        for target, name in names.items()
+    }

@@ -1,0 +1,1 @@
+"""The process of a run: start, signals, files, console and caches."""

@@ -1,0 +1,53 @@
+"""Environment of a run: devices, processes, versions and planned memory."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import jax
+
+from infcl_jax.evaluation.writers import describe_software, utc_date
+from infcl_jax.planner import MemoryPlan, plan_components
+from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.file_io import read_json, replace_text
+
+ENVIRONMENT_FILE = "environment.json"
+
+
+def record_start(workdir: str | Path, step: int, plan: MemoryPlan) -> None:
+    """Append a start of the run to `workdir/environment.json`, on the leading process only.
+
+    The file is a JSON list with one object for each start: `step`, `date` (UTC), `devices`, `processes`, `system`, the
+    versions of Python and packages, and `memory_plan` with `components` (bytes on each device by name), `peak` and
+    `limit`. An existing file is replaced at once. A damaged one is started anew.
+
+    Args:
+      workdir: directory of the run.
+      step: step from which the run starts.
+      plan: memory plan of the run.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    if not is_lead():
+        return
+    start = {
+        "step": step,
+        "date": utc_date(),
+        **describe_software(),
+        "processes": str(jax.process_count()),
+        "system": platform.platform(),
+        "memory_plan": {"components": plan_components(plan), "peak": plan.peak, "limit": plan.memory_limit},
+    }
+    path = Path(workdir, ENVIRONMENT_FILE)
+    replace_text(path, json.dumps([*_starts(path), start], indent=2) + "\n")
+
+
+def _starts(path: Path) -> list[object]:
+    """Read the earlier starts; none from a missing, unreadable or damaged file."""
+    try:
+        return read_json(path, list)
+    except (OSError, ValueError):
+        return []

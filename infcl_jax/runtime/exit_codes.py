@@ -1,0 +1,29 @@
+"""Exit statuses of the commands, which schedulers read."""
+
+# EX_TEMPFAIL of sysexits.h: a temporary failure, and the same command continues the run.
+RESUME = 75
+
+
+class Interrupted(SystemExit):
+    """Early end of a run that the same command continues; its status is `RESUME`.
+
+    Examples:
+      >>> from infcl_jax.runtime.exit_codes import Interrupted
+      >>> try:
+      ...     raise Interrupted("the scheduler stopped the run after step 100")
+      ... except Interrupted as interrupted:
+      ...     print(interrupted.message)
+      the scheduler stopped the run after step 100
+
+    Attributes:
+      message: one line that explains the end. The commands print it on stderr.
+    """
+
+    def __init__(self, message: str):
+        """Set the message and the status."""
+        super().__init__(RESUME)
+        self.message = message
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return self.message

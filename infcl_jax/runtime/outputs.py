@@ -1,0 +1,264 @@
+"""Output files of a run that survive faults of the disk."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from infcl_jax.runtime.file_io import open_writable
+from infcl_jax.runtime.printable import printable
+
+# Bytes of lines that wait in memory, some 50,000 lines of metrics.
+_WAITING_BYTES = 16 * 2**20
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is exceeded",
+    errno.EFBIG: "the file size limit is exceeded",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.ENOENT: "the folder was removed",
+    errno.ESTALE: "the folder was removed",
+}
+
+_printers: list[Callable[..., None]] = []  # the last one prints the lines of `print_line`
+
+
+def reason(error: OSError) -> str:
+    """Name the cause of a write error in a few words."""
+    return _REASONS.get(error.errno or 0) or error.strerror or " ".join(str(error).split()) or type(error).__name__
+
+
+def print_line(*lines: str) -> None:
+    """Print lines on the console of the run, or else on stdout.
+
+    Control characters are escaped, so that no name of a file or dataset moves the cursor or forges a line.
+
+    An unwritable stdout is no error. A job's stdout is often a file on the disk of the work directory. Python retries
+    what it could not flush.
+
+    Args:
+      *lines: lines without their ends.
+    """
+    if _printers:
+        _printers[-1](*lines)
+    else:
+        write_stdout("".join(f"{printable(line)}\n" for line in lines))
+
+
+def write_stdout(text: str) -> None:
+    """Write and flush text; an unwritable stdout is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        if sys.stdout.closed:
+            raise
+
+
+@contextlib.contextmanager
+def printed_by(printer: Callable[..., None]) -> Iterator[None]:
+    """Give the lines of `print_line` to a function.
+
+    Args:
+      printer: function that prints lines, called from any thread.
+    """
+    _printers.append(printer)
+    try:
+        yield
+    finally:
+        _printers.remove(printer)
+
+
+class Outputs:
+    """Writes that are repeated when they fail.
+
+    A failed write prints one line for each file and reason. It is repeated by `retry`, and replaced by the next write
+    of the same file.
+
+    Examples:
+      >>> outputs = Outputs(say=lambda line: None)
+      >>> outputs.attempt("missing/notes.txt", lambda: open("missing/notes.txt", "w"))  # whether it succeeded
+      False
+      >>> outputs.retry()
+      >>> sum(outputs.failures.values())
+      2
+
+    Attributes:
+      failures: number of failed attempts by file.
+      say: function that prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None] = print_line) -> None:
+        """Start without failures.
+
+        Args:
+          say: function that prints a line.
+        """
+        self.failures: collections.Counter[str] = collections.Counter()
+        self.say = say
+        self._said: set[tuple[str, str]] = set()
+        self._waiting: dict[str, tuple[Callable[[], object], str]] = {}  # write and reason by file
+
+    def attempt(self, path: str | os.PathLike[str], write: Callable[[], object]) -> bool:
+        """Call `write()`, and again in `retry` if it fails.
+
+        Args:
+          path: file that it writes.
+          write: function that raises `OSError` if it fails, and can be repeated.
+
+        Returns:
+          Whether it succeeded.
+        """
+        name = os.fspath(path)
+        try:
+            write()
+        except OSError as error:
+            why = reason(error)
+            self.failures[name] += 1
+            self._waiting[name] = write, why
+            if (name, why) not in self._said:
+                self._said.add((name, why))
+                self.say(f"warning: cannot write {name}: {why}; the run continues and tries again")
+            return False
+        if self._waiting.pop(name, None):
+            self.say(f"{name}: written after {self.failures[name]} failed attempts")
+        return True
+
+    def retry(self) -> None:
+        """Repeat the failed writes."""
+        for name, (write, _) in list(self._waiting.items()):
+            self.attempt(name, write)
+
+    def summary(self) -> str:
+        """Name the files that are not written, in one line; "" if all are."""
+        files = ", ".join(f"{name} ({why})" for name, (_, why) in self._waiting.items())
+        return files and f"not written: {files}"
+
+
+class AppendFile:
+    """File to which records are appended whole.
+
+    Records that cannot be written wait in memory, at most 16 MiB of them, and are written before the next one. The
+    oldest are dropped beyond that. A removed folder is created again. A link in place of the file is not followed.
+
+    Attributes:
+      dropped: number of dropped records.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], outputs: Outputs, *, keep: int | None = None, header: bytes = b""
+    ) -> None:
+        """Open the file.
+
+        Args:
+          path: file, created with its folder if missing.
+          outputs: handling of errors.
+          keep: bytes of an existing file to keep; None: all.
+          header: first bytes of a new file.
+        """
+        self.dropped = 0
+        self._path, self._outputs, self._header = Path(path), outputs, header
+        self._records: collections.deque[bytes] = collections.deque()
+        self._bytes = 0  # of the records in memory
+        self._descriptor: int | None = None
+        self._size = 0  # bytes of whole records in the file
+        self._inode: tuple[int, int] | None = None  # device and inode of the file with that size
+        if keep is not None and self._path.exists():
+            descriptor = open_writable(self._path, os.O_WRONLY)
+            try:
+                os.ftruncate(descriptor, keep)
+            finally:
+                os.close(descriptor)
+        self._outputs.attempt(self._path, self._flush)
+
+    def write(self, record: bytes) -> None:
+        """Append a record, after those that wait in memory."""
+        self._records.append(record)
+        self._bytes += len(record)
+        while self._bytes > _WAITING_BYTES and len(self._records) > 1:
+            self._bytes -= len(self._records.popleft())
+            self.dropped += 1
+        self._outputs.attempt(self._path, self._flush)
+
+    def close(self) -> None:
+        """Write the records in memory and close the file."""
+        if self._records:
+            self._outputs.attempt(self._path, self._flush)
+        if self.dropped:
+            self._outputs.say(
+                f"warning: {self._path}: dropped the {self.dropped} oldest records, which did not fit memory"
+            )
+            self.dropped = 0
+        self._close()
+
+    def _flush(self) -> None:
+        """Write the records in memory, whole or not at all."""
+        try:
+            descriptor = self._open()
+            _write_all(descriptor, b"".join(self._records))
+        except OSError:
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # else the next attempt cuts it
+                    os.ftruncate(self._descriptor, self._size)
+            self._close()  # the next attempt opens it again
+            raise
+        self._size += self._bytes
+        self._records.clear()
+        self._bytes = 0
+
+    def _open(self) -> int:
+        """Open the current file, cut to its whole records."""
+        if self._descriptor is not None and not self._is_current(self._descriptor):
+            self._close()
+        if self._descriptor is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = open_writable(self._path, os.O_WRONLY | os.O_APPEND)
+            status = os.fstat(self._descriptor)
+            inode = status.st_dev, status.st_ino
+            # New, or back after its disk was away. A new file can have the inode of a removed one.
+            if inode != self._inode or status.st_size < self._size:
+                if self._inode is not None and status.st_size == 0:
+                    self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
+                self._inode, self._size = inode, status.st_size
+            elif status.st_size > self._size:  # of a record that failed
+                os.ftruncate(self._descriptor, self._size)
+            if self._size == 0 and self._header:
+                _write_all(self._descriptor, self._header)
+                self._size = len(self._header)
+        return self._descriptor
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Return whether the path still names the open file."""
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(descriptor))
+        except OSError:
+            return False
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            try:
+                os.close(descriptor)
+            except OSError as error:  # network file systems report a full disk here
+                self._outputs.attempt(self._path, functools.partial(_raise, error))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes; `os.write` may write fewer on a nearly full disk."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

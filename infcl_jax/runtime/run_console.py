@@ -1,0 +1,280 @@
+"""Console of a run: timestamped lines, a live line, and the log file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from infcl_jax.runtime.live_line import LiveLine, live_line
+from infcl_jax.runtime.outputs import AppendFile, Outputs, printed_by, write_stdout
+from infcl_jax.runtime.printable import printable
+
+LOG_FILE = "run.log"
+
+_LIVE_SECONDS = 0.2  # least time between two updates of the live line, which a terminal over SSH can follow
+_TICK_SECONDS = 1.0  # of the seconds on the live line
+_LONG_SECONDS = 10.0  # after which a plain log says what the run does, and again each time the seconds have doubled
+
+
+class RunConsole:
+    """Timestamped lines on stdout and in `workdir/run.log`.
+
+    Inside the context, it prints the lines of `infcl_jax.runtime.outputs.print_line`. In a terminal and in a notebook
+    the last line is live: `progress` replaces it. Elsewhere `progress` prints a line only if it is due. The log file
+    has the due lines in every case, and the warnings of the package's loggers, which go to stderr. What takes more than
+    ten seconds, such as the start on a large dataset, is named in a line of its own.
+
+    Examples:
+      >>> with RunConsole() as console:
+      ...     with console.busy("compiling the training step"):
+      ...         compiled = jax.jit(clip_loss).lower(image, text, 14.3).compile()
+
+    Attributes:
+      start: Unix time at which the console was created, in seconds.
+    """
+
+    def __init__(
+        self, *, lead: bool = True, live: LiveLine | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Choose between a live line and a plain log.
+
+        Args:
+          lead: whether this process shows its progress and has a log file; all processes print lines.
+          live: live line; None: that of the terminal or notebook, if there is one.
+          clock: monotonic clock, in seconds.
+        """
+        self.start = time.time()
+        self._lead, self._clock = lead, clock
+        self._live = (live or live_line()) if lead else None
+        self._lock = threading.RLock()  # watchdogs print from their threads
+        self._log: AppendFile | None = None
+        self._early: list[bytes] = []  # lines before the log file is open
+        self._text = ""  # of the live line
+        self._updated = -float("inf")
+        self._doing: tuple[str, float] | None = None  # what the run does, and since when
+        self._reminder = _LONG_SECONDS  # seconds of it until the next line
+        self._contexts = contextlib.ExitStack()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the console was created."""
+        return time.time() - self.start
+
+    def open_log(self, workdir: str | os.PathLike[str], outputs: Outputs) -> None:
+        """Append all lines to `workdir/run.log`, with those printed so far; once open, this does nothing.
+
+        Args:
+          workdir: directory of the run, whose lock this process holds.
+          outputs: handling of write errors.
+        """
+        if not self._lead or self._log is not None:
+            return
+        with self._lock:
+            early = [
+                _log_record(f"started on {socket.gethostname()}, process {os.getpid()}", when=self.start),
+                *self._early,
+            ]
+            self._log = AppendFile(Path(workdir, LOG_FILE), outputs)
+            self._log.write(b"".join(early))
+            self._early = []
+
+    def print(self, *lines: str) -> None:
+        """Print lines, with escaped control characters."""
+        with self._lock:
+            self._show(*lines)
+            self._write(*lines)
+
+    def progress(self, fields: Sequence[str], *, due: bool) -> None:
+        """Show the progress.
+
+        Args:
+          fields: parts of the line, the most important first; the live line leaves out those that do not fit.
+          due: whether a plain log gets the line.
+        """
+        if not self._lead:
+            return
+        line = "  ".join(fields)
+        with self._lock:
+            if due:
+                self._write(line)
+            if self._live is None:
+                if due:
+                    self._show(line)
+            elif due or self._clock() - self._updated >= _LIVE_SECONDS:
+                self._replace(self._live.fit([f"{_time_of_day()}  {fields[0]}", *fields[1:]]))
+
+    def doing(self, what: str | None) -> None:
+        """Name what the run does from now on, for a line if it takes long.
+
+        Args:
+          what: phrase such as "reading the dataset"; None: train.
+        """
+        with self._lock:
+            self._doing = None if what is None else (what, self._clock())
+            self._reminder = _LONG_SECONDS
+
+    def remind(self) -> None:
+        """Print what the run does, if it takes long and a line is due."""
+        with self._lock:
+            if self._doing is None:
+                return
+            what, since = self._doing
+            if (seconds := self._clock() - since) >= self._reminder:
+                self._reminder *= 2
+                line = f"{what} ... {seconds:.0f} s so far"
+                self._write(line)
+                if not self._text:  # the live line has the seconds
+                    self._show(line)
+
+    def keep(self) -> None:
+        """Keep the live line as it is; the next one starts below."""
+        with self._lock:
+            if self._live is not None and self._text:
+                self._live.end()
+                self._text = ""
+
+    @contextlib.contextmanager
+    def busy(self, what: str, *, announced: bool = False) -> Iterator[None]:
+        """Show what the run does, with its seconds on the live line.
+
+        Args:
+          what: phrase such as "compiling the training step".
+          announced: whether a plain log gets a line at the start and one at the end.
+        """
+        start, before = self._clock(), self._doing
+        self.doing(what)
+
+        def text() -> str:
+            return f"{what} ... {self._clock() - start:.0f} s"
+
+        if announced:
+            self.progress([f"{what} ..."], due=True)
+        else:
+            self.keep()
+        try:
+            with self._ticking(text):
+                yield
+        finally:
+            self.doing(None if before is None else before[0])
+        if announced:
+            self.progress([text()], due=True)
+            self.keep()
+
+    @contextlib.contextmanager
+    def _ticking(self, text: Callable[[], str]) -> Iterator[None]:
+        """Show a text on the live line, updated every second by a thread."""
+        if self._live is None:
+            yield
+            return
+        stopped = threading.Event()
+
+        def show() -> None:
+            with self._lock:
+                if not stopped.is_set():
+                    self._replace(self._live.fit([f"{_time_of_day()}  {text()}"]))
+
+        show()  # in this thread, to which a notebook assigns the output
+        _repeat(show, stopped)
+        try:
+            yield
+        finally:
+            with self._lock:
+                stopped.set()
+                self._replace("")
+
+    def __enter__(self) -> Self:
+        """Print the lines of `print_line`, and log the warnings of the package's loggers."""
+        self._contexts.enter_context(printed_by(self.print))
+        handler = _Warnings(self._log_warning)
+        logger = logging.getLogger("infcl_jax")
+        logger.addHandler(handler)
+        self._contexts.callback(logger.removeHandler, handler)
+        if self._lead:
+            stopped = threading.Event()
+            _repeat(self.remind, stopped)
+            self._contexts.callback(stopped.set)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Log the error, which the caller prints, and close the log file."""
+        self._contexts.close()
+        self.keep()
+        with self._lock:
+            if error is not None:
+                self._write(" ".join(f"{type(error).__name__}: {error}".split()))
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _log_warning(self, line: str) -> None:
+        """Log a line that is about to be printed on stderr."""
+        with self._lock:
+            self.keep()
+            self._write(line)
+
+    def _show(self, *lines: str) -> None:
+        """Print lines above the live line."""
+        first, *rest = map(printable, lines)
+        text = "\n".join([f"{_time_of_day()}  {first}", *(f"{'':10}{row}" for row in rest)])
+        if self._live is None:
+            write_stdout(f"{text}\n")
+        else:
+            self._live.above(text, self._text)
+
+    def _replace(self, text: str) -> None:
+        """Replace the live line."""
+        self._text, self._updated = text, self._clock()
+        self._live.replace(text)
+
+    def _write(self, *lines: str) -> None:
+        """Append lines to the log file."""
+        if self._log is not None:
+            self._log.write(_log_record(*lines))
+        elif self._lead:
+            self._early.append(_log_record(*lines))
+
+
+class _Warnings(logging.Handler):
+    """Log the warnings of the package's loggers, which other handlers print on stderr."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a warning."""
+        try:
+            self._write(f"{record.levelname.lower()}: {record.getMessage()}")
+        except Exception:
+            self.handleError(record)
+        if not logging.root.handlers and logging.lastResort is not None:  # which a logger with a handler never reaches
+            logging.lastResort.handle(record)
+
+
+def _repeat(function: Callable[[], None], stopped: threading.Event) -> None:
+    """Call a function every second, in a thread."""
+
+    def call() -> None:
+        while not stopped.wait(_TICK_SECONDS):
+            function()
+
+    threading.Thread(target=call, name="console", daemon=True).start()
+
+
+def _time_of_day() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _log_record(*lines: str, when: float | None = None) -> bytes:
+    """Format lines of the log file, with date and offset from UTC."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(when))
+    first, *rest = map(printable, lines)
+    return "\n".join([f"{stamp}  {first}", *(f"{'':26}{row}" for row in rest), ""]).encode()

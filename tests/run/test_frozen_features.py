@@ -1,0 +1,111 @@
+"""Training on cached features: the losses of training on images and texts, bit for bit."""
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import runs
+
+from infcl_jax import run, train
+from infcl_jax.data import ByteTokenizer
+from infcl_jax.planner import plan_memory
+from infcl_jax.run.frozen_features import cached_features
+from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
+
+STEPS = 3
+TOKENIZER = ByteTokenizer(runs.CONTEXT, "none")
+CHUNKS = {"grad_cache.chunk_size": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by beta ** step, an integer
+        yield
+
+
+def config(frozen, **changes):
+    fixed = {"frozen": (frozen,), "augmentation.scale": (1.0, 1.0), "num_workers": 0, "num_threads": 1}
+    return runs.config(**fixed, **changes)
+
+
+@functools.cache
+def source():
+    return run.training_source(config("image"))
+
+
+def losses(config, workdir, devices):
+    mesh = oracle.mesh_of(devices)
+    state = run.initial_state(config, mesh)
+    features = cached_features(config, workdir, mesh, state, source(), TOKENIZER, print)
+    step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
+    values = []
+    with contextlib.closing(run.training_data(config, source(), TOKENIZER, mesh, features)) as data:
+        for _ in range(STEPS):
+            state, metrics = step(state, run.next_batch(config, data, mesh))
+            values.append(jax.device_get(metrics["loss"]))
+    return np.array(values), features
+
+
+@pytest.mark.parametrize(
+    ("frozen", "devices", "cache"),
+    [
+        ("image", 1, {}),
+        ("text", 8, {}),
+        ("image", 8, CHUNKS),
+        pytest.param("text", 1, CHUNKS | {"grad_cache.residency": "host"}, marks=pytest.mark.slow),
+        pytest.param("image", 1, CHUNKS | {"grad_cache.residency": "replay"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_losses_have_the_same_bits(tmp_path, frozen, devices, cache):
+    expected, none = losses(config(frozen, **cache), tmp_path, devices)
+    got, stores = losses(config(frozen, cache_frozen="workdir", **cache), tmp_path, devices)
+    assert list(stores) == [frozen] and not none
+    assert len(set(expected.tolist())) == STEPS  # the other tower is trained
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"unlocked_groups.image": 1}, "expected a frozen tower without unlocked groups with cache_frozen='workdir'"),
+        ({"augmentation.scale": (1.0, 1.0), "augmentation.flip": 0.5}, "got augmentation.flip=0.5; set .*flip=0.0$"),
+        ({"augmentation.scale": (0.5, 1.0)}, r"set augmentation.scale=\(1.0, 1.0\)$"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cached_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run.workload(runs.config(**({"frozen": ("image",), "cache_frozen": "workdir"} | changes)), 1)
+
+
+def test_the_plan_leaves_out_the_images():
+    encoded = plan_memory(run.workload(config("image"), 1))
+    cached = plan_memory(run.workload(config("image", cache_frozen="workdir"), 1))
+    assert encoded.batch - cached.batch == 32 * (3 * runs.SIDE**2 - 4 * runs.MODEL["embed_dim"])
+    assert (cached.optimizer, cached.stored) == (encoded.optimizer, encoded.stored)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_the_features_of_the_first(tmp_path):
+    """It ends with the losses of an uninterrupted run on images, and computes no feature again."""
+    changes = {
+        "total_steps": 2,
+        "optimizer.schedule": "constant",
+        "evaluation.retrieval_dataset": None,
+        "evaluation.zero_shot_dataset": None,
+    }
+    train(config("image", cache_frozen="workdir", **changes), tmp_path / "cached")
+    (folder,) = (tmp_path / "cached" / "features").iterdir()
+    before = {path: path.stat().st_ino for path in folder.iterdir()}
+    changes["total_steps"] = 4
+    train(config("image", cache_frozen="workdir", **changes), tmp_path / "cached")
+    assert {path: path.stat().st_ino for path in folder.iterdir()} == before
+    train(config("image", **changes), tmp_path / "encoded")
+    got, expected = (
+        [line["loss"] for line in read_metrics(tmp_path / name / METRICS_FILE)] for name in ("cached", "encoded")
+    )
+    assert got == expected and len(got) == 4

@@ -41,8 +41,9 @@ from infcl_jax.evaluation.feature_files import (
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
 from infcl_jax.inference.encoder import Encoder, load_encoder
 from infcl_jax.runtime import compilation_cache, distributed
-from infcl_jax.runtime.console import Progress, say
+from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import read_json, replace_text
+from infcl_jax.runtime.progress import Progress
 
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
     command_line.shared_flag, ("model", "source", "output", "split", "data_dir")
@@ -128,7 +129,7 @@ def embed(
         resize=encoder.resize,
         max_image_pixels=encoder.max_image_pixels,
     )
-    progress = Progress(len(source), "images", min(done * shard_rows, len(source)))
+    progress = Progress(source.name, len(source), "images", say, done=min(done * shard_rows, len(source)))
     encoded = (_encoded_captions if captions else _encoded_images)(encoder, _reported(batches), progress)
     for number, (feature, index) in enumerate(encoded, start=done):
         attempted = min((number + 1) * shard_rows, len(source)) - number * shard_rows

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +24,11 @@ from infcl_jax.data.pipeline import transform_image
 from infcl_jax.data.sources.base import BadRecordError, OrderedSource, Source
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.transforms import Augmentation
+from infcl_jax.runtime.progress import Progress
 
 Encode = Callable[[np.ndarray], np.ndarray]
 
 _CHUNK = 64  # samples that a thread reads at once
-_PROGRESS_SECONDS = 10.0
 _VERSION = 1  # of the files
 
 _logger = logging.getLogger(__name__)
@@ -163,8 +162,8 @@ def cache_features(
     with concurrent.futures.ThreadPoolExecutor(threads) as executor:
         problems = dict(zip(own, executor.map(store.problem, own), strict=True))
     pending = {segment: problem for segment, problem in problems.items() if problem is not None}
-    start = last = time.monotonic()
-    for count, (segment, problem) in enumerate(pending.items()):
+    progress = Progress(f"features of the {tower.name} tower", len(pending), "files", say)
+    for segment, problem in pending.items():
         if problem != "missing":
             _logger.warning("%s is %s; its features are computed again", store.path(segment), problem)
         arrays, bad = _segment_arrays(source, tower, encode, rows, store.segment_range(segment), threads)
@@ -172,10 +171,7 @@ def cache_features(
         if bad:
             lines = store.path(segment), len(bad), bad[0]
             _logger.warning("%s is without %d samples that cannot be read, such as %s; delete it to try again", *lines)
-        if time.monotonic() - last > _PROGRESS_SECONDS:
-            last = time.monotonic()
-            left = (last - start) / (count + 1) * (len(pending) - count - 1)
-            say(f"features of the {tower.name} tower: {count + 1} of {len(pending)} files, {left:.0f} s left")
+        progress.add()
     return store
 
 

@@ -27,11 +27,11 @@ from infcl_jax.data.sources import load_source
 from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
 from infcl_jax.data.sources.splits import parse_split
 from infcl_jax.runtime.file_io import read_json, replace_text, replacing
+from infcl_jax.runtime.progress import Progress
 
 FILE_FORMATS = ("tar", "array_record")
 
 _SETTINGS = ".conversion.json"
-_PROGRESS_SECONDS = 10.0
 _READ_AHEAD = 256  # samples in memory
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
@@ -132,16 +132,15 @@ def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
 
 def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], limits: _Limits) -> None:
     """Write the missing tar files and log the progress."""
-    start = last = time.monotonic()
+    paths = {output / f"{split}-{number:05d}.tar": samples for number, samples in enumerate(shards)}
+    missing = [path for path in paths if not path.exists()]
+    done = len(shards) - len(missing)
+    progress = Progress(f"{source.name}: wrote", len(shards), "tar files", _logger.info, done=done)
     for rest in output.glob(f".{split}-{'?' * 5}.{'?' * 32}.tar"):  # of a killed conversion
         rest.unlink()
-    for number, samples in enumerate(shards):
-        path = output / f"{split}-{number:05d}.tar"
-        if not path.exists():
-            _write_shard(path, source, samples, limits)
-        if time.monotonic() - last > _PROGRESS_SECONDS:
-            last = time.monotonic()
-            _logger.info("%s: wrote %d of %d tar files, %.0f s", source.name, number + 1, len(shards), last - start)
+    for path in missing:
+        _write_shard(path, source, paths[path], limits)
+        progress.add()
 
 
 def _write_shard(path: Path, source: Source, samples: range, limits: _Limits) -> None:

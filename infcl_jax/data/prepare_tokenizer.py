@@ -13,8 +13,7 @@ from infcl_jax.data.sources import BadRecordError, Source, load_source
 from infcl_jax.data.tokenizers import train_bpe
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
 from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
-
-_PROGRESS_SECONDS = 10.0
+from infcl_jax.runtime.progress import Progress
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def prepare_tokenizer(
 
 def _captions(source: Source, counts: collections.Counter[str]) -> Iterator[str]:
     """Iterate over the captions of all good records, and count both."""
-    start = last = time.monotonic()
+    progress = Progress(f"{source.name}: read", len(source), "records", _logger.info)
     for index in range(len(source)):
         try:
             captions = source[index]["captions"]
@@ -75,6 +74,4 @@ def _captions(source: Source, counts: collections.Counter[str]) -> Iterator[str]
             continue
         counts["captions"] += len(captions)
         yield from captions
-        if time.monotonic() - last > _PROGRESS_SECONDS:
-            last = time.monotonic()
-            _logger.info("%s: read %d of %d records, %.0f s", source.name, index + 1, len(source), last - start)
+        progress.add()

@@ -28,7 +28,6 @@ from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
-from infcl_jax.evaluation.progress import with_progress
 from infcl_jax.evaluation.results import TaskResult
 from infcl_jax.evaluation.scoring import (
     OpenTask,
@@ -44,6 +43,7 @@ from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import prompt_ensembles
 from infcl_jax.runtime.distributed import is_lead, union
 from infcl_jax.runtime.outputs import Outputs
+from infcl_jax.runtime.progress import Progress
 
 GRID_QUERIES = 8  # captions in the retrieval plot
 
@@ -140,7 +140,8 @@ class Suite:
         self._image_size, self._resize = image_size, resize
         self._mesh, self._implementation = mesh, implementation
         self._check = check or (lambda: None)
-        self._train_batch_size, self._say, self._max_bad_records = train_batch_size, say, max_bad_records
+        self._train_batch_size, self._max_bad_records = train_batch_size, max_bad_records
+        self._say = say or (lambda line: None)
         self._max_image_pixels, self._prefixes = max_image_pixels, tuple(prefixes)
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         load_images = functools.cache(lambda dataset, split: by_image(load(dataset, split)))
@@ -303,13 +304,13 @@ class Suite:
             skip_bad=True,
             max_image_pixels=self._max_image_pixels,
         )
-        shown: Iterable[Batch] = batches
-        if self._say is not None:
-            shown = with_progress(batches, len(batches), f"{source.name} {source.split}", self._say)
+        progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self._say)
         encode_text = self._encode_text if texts else None
-        return encode_split(self._encode_image, encode_text, variables, self._readable(source, shown), self._mesh)
+        return encode_split(
+            self._encode_image, encode_text, variables, self._readable(source, batches, progress), self._mesh
+        )
 
-    def _readable(self, source: Source, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _readable(self, source: Source, batches: Iterable[Batch], progress: Progress) -> Iterator[Batch]:
         """Count the bad records of batches up to their limit, and log them in one line."""
         bad: list[str] = []  # messages
         limit = bad_record_limit(self._max_bad_records, source)
@@ -319,6 +320,7 @@ class Suite:
             if len(bad) > limit and jax.process_count() == 1:
                 break
             yield batch  # to the end, since other processes wait in collectives; then all raise
+            progress.add()
         if ranks := union([jax.process_index()] if len(bad) > limit else []):
             elsewhere = f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
             record = bad[limit] if len(bad) > limit else elsewhere

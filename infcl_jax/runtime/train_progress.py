@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from infcl_jax.runtime.progress import format_rate, format_seconds
 from infcl_jax.runtime.run_console import RunConsole
 
 
@@ -186,9 +187,9 @@ class TrainProgress:
         if left := self._left(step, now):
             fields.append(f"left {left}")
         if (rate := self.examples_per_second or self._mean_rate(step, now)) is not None:
-            fields.append(f"{_rounded(rate)} {self._unit}/s")
+            fields.append(f"{format_rate(rate)} {self._unit}/s")
             if self._devices > 1:
-                fields.append(f"{_rounded(rate / self._devices)} per device")
+                fields.append(f"{format_rate(rate / self._devices)} per device")
         if "mfu" in scalars:
             fields.append(f"MFU {100 * scalars['mfu']:.1f} %")
         if "data/wait_fraction" in scalars:
@@ -239,14 +240,3 @@ def _ratio(amount: float, per: float) -> float | None:
     """Divide; None unless the divisor is positive."""
     # A coarse clock can measure 0 seconds.
     return amount / per if per > 0 else None
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration as "1:02:03" or "2:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -13,7 +13,7 @@ import runs
 from infcl_jax.data import BadRecordError, ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
-from infcl_jax.evaluation import EvaluationConfig, Suite, flat_metrics, progress, suite
+from infcl_jax.evaluation import EvaluationConfig, Suite, flat_metrics, suite
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.runtime.distributed import replicate
 
@@ -167,16 +167,6 @@ def test_tasks_that_do_not_fit_are_refused(benchmarks, params, tmp_path, fields,
     with pytest.raises(ValueError, match=message):
         evaluate, mesh = make_suite(benchmarks, 1, [str(tmp_path / "a.py")])
         evaluate(replicate(mesh, {"params": params}))
-
-
-def test_progress_estimates_the_time_left(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    said = []
-    for batch in progress.with_progress(range(10), 10, "x", said.append, seconds=100):
-        now += 1000 if batch == 0 else 60  # the first batch compiles
-    assert said[0] == "x: 2 of 10 batches, 8:00 left" and said[-1] == "x: 8 of 10 batches, 2:00 left"
-    assert progress.format_seconds(3723.4) == "1:02:03"
 
 
 def write_damaged(folder, kind, *, leave_out):

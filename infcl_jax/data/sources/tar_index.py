@@ -14,7 +14,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from infcl_jax.data.sources import files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.tar_scan import Layout, ShardScan
 from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
+from infcl_jax.runtime.progress import Progress
 from infcl_jax.runtime.user_cache import user_cache
 
 ENTRY_DTYPE = np.dtype(
@@ -43,7 +43,6 @@ assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 _MAGIC = b"infcltar5"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
-_PROGRESS_SECONDS = 10.0
 _FEW_SHARDS = 8  # scanned in this process
 _MAX_PROCESSES = 32
 
@@ -270,14 +269,12 @@ def _scan_all(shards: Sequence[str], layout: Layout, name: str) -> list[ShardSca
         scan_batch = _scan_in_process
         batch = min(64, -(-len(shards) // (4 * processes)))
     batches = [shards[start : start + batch] for start in range(0, len(shards), batch)]
-    start = last = time.monotonic()
+    progress = Progress(f"{name}: indexed", len(shards), "shards", _logger.info)
     result: list[ShardScan] = []
     with concurrent.futures.ThreadPoolExecutor(processes if local else 4 * processes) as threads:
         for scans in _in_order(threads, scan_batch, batches, layout):
             result += scans
-            if time.monotonic() - last > _PROGRESS_SECONDS:
-                last = time.monotonic()
-                _logger.info("%s: indexed %d of %d shards, %.0f s", name, len(result), len(shards), last - start)
+            progress.add(len(scans))
     return result
 
 

@@ -4,7 +4,6 @@ import ast
 import functools
 import os
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from experiments import command_line
 from experiments.overrides import register_parsers
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import sample_source
-from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.preemption import STOP_SIGNALS
+from infcl_jax.runtime.exit_codes import RESUME, USER_ERRORS, Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import failures
+from infcl_jax.runtime.signals import ignore_stop
 from infcl_jax.settings import (
     SETTINGS,
     check_config,
@@ -112,7 +111,7 @@ def run_without_workdir(
     command_line.run(
         report,
         parser=functools.partial(_parse_flags, saved_config),
-        user_errors=(*command_line.USER_ERRORS, OutOfMemory),
+        user_errors=(*USER_ERRORS, OutOfMemory),
         message=_message,
     )
 
@@ -122,8 +121,7 @@ def _resumable(command: Callable[[], Any]) -> None:
     try:
         command()
     except Interrupted as interrupted:
-        for number in STOP_SIGNALS:  # a scheduler and a wrapper script may both deliver the same request
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stop()  # a scheduler and a wrapper script may both deliver the same request
         print(printable(str(interrupted)), file=sys.stderr)
         # Exit handlers of JAX and orbax may wait for other processes and for file systems.
         timer = threading.Timer(_EXIT_SECONDS, os._exit, (RESUME,))

@@ -1,15 +1,17 @@
 """Entry point of commands and benchmarks: flags and one-line errors.
 
-Imports neither JAX nor `infcl_jax`, which `experiments.benchmarks.open_clip` does not need.
+Does not import JAX, which `experiments.benchmarks.open_clip` does not need.
 """
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
+
+from infcl_jax.runtime import printable
+from infcl_jax.runtime.exit_codes import USER_ERRORS
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
 flags.disclaim_key_flags()  # a shared flag belongs to the command that asks for it, in its --help
@@ -21,9 +23,6 @@ _SHARED: dict[str, tuple[str | None, str]] = {
     "output": (None, "File or folder to write."),
     "data_dir": ("data", "Folder of the prepared datasets."),
 }
-
-# Errors that a user can correct. All others are defects and keep their traceback.
-USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 @functools.cache
@@ -51,18 +50,7 @@ def precision_flag() -> flags.FlagHolder:
 
 def one_line(error: Exception) -> str:
     """Format an error as one line, with escaped control characters."""
-    return f"error: {_printable(' '.join(str(error).split()))}"
-
-
-def _printable(text: str) -> str:
-    """Escape control and format characters; `infcl_jax.runtime.printable` would import JAX."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _escape_warnings() -> None:
-    """Escape the messages of Python warnings, which may name files and datasets."""
-    plain = warnings.formatwarning
-    warnings.formatwarning = lambda message, *args, **kwargs: plain(_printable(str(message)), *args, **kwargs)
+    return f"error: {printable.one_line(error)}"
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -95,7 +83,7 @@ def run(
 
     def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
-        _escape_warnings()
+        printable.escape_warnings()
         try:
             if len(argv) > 1 and not paths:
                 raise ValueError(f"expected flags only (--name=value), got {' '.join(argv[1:])}")

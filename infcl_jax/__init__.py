@@ -1,32 +1,36 @@
-"""Exact contrastive training of CLIP-like models with very large batches in JAX/Flax."""
+"""Exact contrastive training of CLIP-like models with very large batches in JAX/Flax.
+
+Names are imported on first use. The whole library takes seconds to import, and a process handles stop signals before.
+"""
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from infcl_jax.grad_cache import Replay, cached_value_and_grad, chunk_rows, pairwise_scores_lse
-from infcl_jax.losses import (
-    SampleState,
-    clip_loss,
-    create_samples,
-    distillation_loss,
-    global_contrastive_loss,
-    matryoshka,
-    retrieval_loss,
-    siglip_loss,
-)
-from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
 from infcl_jax.runtime.printable import escape_log_records
 
 if TYPE_CHECKING:
     from infcl_jax import data, distributed, evaluation, models, planner, report, run, settings, training, verification
+    from infcl_jax.grad_cache import Replay, cached_value_and_grad, chunk_rows, pairwise_scores_lse
     from infcl_jax.inference.encoder import Encoder, load
     from infcl_jax.inference.text_encoder import TextEncoder
+    from infcl_jax.losses import (
+        SampleState,
+        clip_loss,
+        create_samples,
+        distillation_loss,
+        global_contrastive_loss,
+        matryoshka,
+        retrieval_loss,
+        siglip_loss,
+    )
+    from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
     from infcl_jax.run import notebook
     from infcl_jax.run.callbacks import Callback
     from infcl_jax.run.train import train
     from infcl_jax.runtime import exit_codes
     from infcl_jax.verification import verify
+
+    __version__: str
 
 __all__ = [
     "Callback",
@@ -65,33 +69,48 @@ __all__ = [
 
 escape_log_records(__name__)
 
-try:
-    __version__ = importlib.metadata.version("infcl_jax")
-except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+unknown"
-
-# Modules with a public name of their own.
-_MODULES = {"exit_codes": "infcl_jax.runtime.exit_codes", "notebook": "infcl_jax.run.notebook"}
-
-# Modules of names that are imported on first use, like all modules in `__all__`: the whole library takes seconds to
-# import, and the losses need little of it.
-_LAZY = {
-    "Callback": "infcl_jax.run.callbacks",
-    "Encoder": "infcl_jax.inference.encoder",
-    "TextEncoder": "infcl_jax.inference.text_encoder",
-    "load": "infcl_jax.inference.encoder",
-    "train": "infcl_jax.run.train",
-    "verify": "infcl_jax.verification",
+# Modules of the public names that are not modules themselves.
+_NAMES = {
+    "grad_cache": ("Replay", "cached_value_and_grad", "chunk_rows", "pairwise_scores_lse"),
+    "inference.encoder": ("Encoder", "load"),
+    "inference.text_encoder": ("TextEncoder",),
+    "losses": (
+        "SampleState",
+        "clip_loss",
+        "create_samples",
+        "distillation_loss",
+        "global_contrastive_loss",
+        "matryoshka",
+        "retrieval_loss",
+        "siglip_loss",
+    ),
+    "ops.pairwise_lse": ("PairwiseLSE", "pairwise_lse"),
+    "run.callbacks": ("Callback",),
+    "run.train": ("train",),
+    "verification": ("verify",),
 }
+_SOURCES = {name: module for module, names in _NAMES.items() for name in names}
+_SUBMODULES = {"exit_codes": "runtime.exit_codes", "notebook": "run.notebook"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _SOURCES:
+        return getattr(importlib.import_module(f"{__name__}.{_SOURCES[name]}"), name)
     if name in __all__:
-        return importlib.import_module(_MODULES.get(name, f"{__name__}.{name}"))
+        return importlib.import_module(f"{__name__}.{_SUBMODULES.get(name, name)}")
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0+unknown"

@@ -3,8 +3,7 @@
     python -m experiments.benchmarks.open_clip --model=ViT-B-32 --batch=1024,4096 --output=runs/benchmark_open_clip
 
 Times forward, loss, backward and AdamW, on random images and texts in device memory. Prints a table and appends JSON
-lines to `benchmark_open_clip.jsonl` in the output folder. Needs only `pip install open_clip_torch absl-py`, neither JAX
-nor `infcl_jax`.
+lines to `benchmark_open_clip.jsonl` in the output folder. Needs only `pip install open_clip_torch absl-py`, not JAX.
 """
 
 import contextlib

@@ -3,7 +3,7 @@ r"""Benchmark of OpenCLIP's data pipeline, for comparison with `experiments.benc
     python -m experiments.benchmarks.open_clip_data --data='shards-{00000..00041}.tar' --workers=16 --batch=1024
 
 Reads tar files by `open_clip_train.data.get_wds_dataset` with the training transform. Prints a JSON object. Needs
-`pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, neither JAX nor `infcl_jax`.
+`pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, not JAX.
 """
 
 import functools

@@ -4,7 +4,7 @@ r"""Benchmark of OpenCLIP's encoding of images, for comparison with `experiments
 
 Reads tar files by `open_clip_train.data.get_wds_dataset` with the transform of evaluations. Encodes all images to
 normalized features in host memory, as OpenCLIP's evaluation does. The weights are random. Prints a JSON object.
-Needs `pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, neither JAX nor `infcl_jax`.
+Needs `pip install open_clip_torch 'webdataset<=0.2.86' pandas absl-py`, not JAX.
 """
 
 import functools

@@ -3,8 +3,7 @@
     python -m experiments.benchmarks.open_clip_loss --loss=siglip --batch=8192,16384 --features=512,768
 
 Times forward and backward on random normalized bf16 features in device memory. Prints a JSON object for each case, with
-status "out of memory" if the pair matrix does not fit. Needs `pip install open_clip_torch absl-py`, neither JAX nor
-`infcl_jax`.
+status "out of memory" if the pair matrix does not fit. Needs `pip install open_clip_torch absl-py`, not JAX.
 """
 
 import functools

@@ -24,9 +24,8 @@ import grain
 from absl import flags
 
 from infcl_jax.data.parallelism import free_host_memory, host_memory, shared_memory_left
+from infcl_jax.runtime.signals import ignore_stop
 
-# Signals that schedulers and terminals send to all processes of a job, see `infcl_jax.training.Preemption`.
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NAME = "grain-process-prefetch"  # start of the names of grain's worker processes
 _UNGUARDED = 97  # exit status of a worker that runs the main script again; no other program uses it
 _NO_GUARD = (
@@ -199,8 +198,7 @@ def _start_worker(prefix: str, worker: int, workers: int) -> None:
     the first worker warns of truncated captions. The process and its shared memory get names by which
     `_missing_worker` and `_unlink` find them.
     """
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if worker:
         logging.getLogger("infcl_jax.data.tokenizers").setLevel(logging.ERROR)

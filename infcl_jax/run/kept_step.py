@@ -8,9 +8,8 @@ import jax
 
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.runtime.distributed import coordination_client
+from infcl_jax.runtime.exit_codes import USER_ERRORS
 
-# Errors that a user can correct; the commands print them as one line.
-_USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 _ALL_SECONDS = 10  # between the failures of two processes that have one cause
 _failures = itertools.count()
 
@@ -40,7 +39,7 @@ def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None
         if batch_size is not None and "RESOURCE_EXHAUSTED" in str(error):
             reason = f"the device ran out of memory; lower evaluation.batch_size from {batch_size}"
             raise OutOfMemory(f"evaluation failed after {state}: {reason}; {advice}") from error
-        if batch_size is not None and isinstance(error, _USER_ERRORS):
+        if batch_size is not None and isinstance(error, USER_ERRORS):
             raise ValueError(f"evaluation failed after {state}: {error}; {advice}") from error
         error.add_note(f"failed after {state}; {advice}")
         raise

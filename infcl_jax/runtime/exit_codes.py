@@ -1,7 +1,9 @@
-"""Exit statuses of the commands, which schedulers read."""
+"""Exit statuses of the commands, which schedulers read, and the errors that decide them."""
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, and the same command continues the run.
 RESUME = 75
+# Errors that a user can correct: one line and status 1. All others are defects and keep their traceback.
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 class Interrupted(SystemExit):

@@ -22,9 +22,7 @@ from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_writable
 from infcl_jax.runtime.peers import Peers, peers
 from infcl_jax.runtime.printable import printable
-
-# SIGTERM of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGUSR1 of SLURM's --signal=USR1@SECONDS.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+from infcl_jax.runtime.signals import STOP_SIGNALS, nothing_to_save, unignored
 
 _POLL = 0.5  # seconds between two looks for requests of other processes
 _AGREE_POLL = 0.05  # seconds between two looks for their answers
@@ -103,8 +101,7 @@ class Preemption:
 
     def _install(self) -> None:
         """Install the signal handlers."""
-        # Shells start background jobs with SIGINT ignored, and nohup ignores SIGHUP. Keep them ignored.
-        watched = [n for n in (*STOP_SIGNALS, signal.SIGQUIT) if signal.getsignal(n) != signal.SIG_IGN]
+        watched = unignored(*STOP_SIGNALS, signal.SIGQUIT)
         # The main thread runs Python handlers only between two instructions. The descriptor gets the number at once.
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._receive) for number in watched}
@@ -171,7 +168,7 @@ class Preemption:
         )
 
     def _nothing_to_save(self) -> str:
-        return f"asked to stop: no new step to save; the same {self._again} continues the run ({self._reason})"
+        return nothing_to_save(str(self._reason), self._again)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         """Make the next `noticed` wait until a thread has handled the signal."""

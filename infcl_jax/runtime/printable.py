@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, which
 # reorder what a terminal shows (CVE-2021-42574), and surrogates, which no stream encodes.
@@ -21,6 +22,11 @@ def printable(line: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), line)
 
 
+def one_line(error: BaseException) -> str:
+    """Format the message of an error as one escaped line."""
+    return printable(" ".join(str(error).split()))
+
+
 def escape_log_records(package: str) -> None:
     """Escape the messages that the loggers of a package log, whatever handler prints them."""
     create = logging.getLogRecordFactory()
@@ -32,3 +38,9 @@ def escape_log_records(package: str) -> None:
         return record
 
     logging.setLogRecordFactory(create_escaped)
+
+
+def escape_warnings() -> None:
+    """Escape the messages of Python warnings, which may name files and datasets."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda message, *args, **kwargs: plain(printable(str(message)), *args, **kwargs)

@@ -14,7 +14,7 @@ from experiments import command, command_line
 from infcl_jax.evaluation import format_table
 from infcl_jax.evaluation.html_page import add_example, add_table, new_page, write_html
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.runtime import console
+from infcl_jax.runtime import console, printable
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.live_line import LiveLine, NotebookLine
 from infcl_jax.runtime.outputs import print_line
@@ -74,7 +74,7 @@ def python_logging(tmp_path, capfd):
 
 
 def python_warning(tmp_path, capfd):
-    command_line._escape_warnings()
+    printable.escape_warnings()
     return warnings.formatwarning(HOSTILE, UserWarning, "file.py", 1, "")
 
 
@@ -90,7 +90,7 @@ def interrupted(tmp_path, capfd):
     def interrupt():
         raise Interrupted(HOSTILE)
 
-    with pytest.raises(Interrupted), mock.patch.object(command.signal, "signal"), mock.patch.object(threading, "Timer"):
+    with pytest.raises(Interrupted), mock.patch("signal.signal"), mock.patch.object(threading, "Timer"):
         command._resumable(interrupt)
     return capfd.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 from infcl_jax.runtime import preemption
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.peers import Peers
-from infcl_jax.runtime.preemption import STOP_SIGNALS
+from infcl_jax.runtime.signals import STOP_SIGNALS
 from infcl_jax.training import Preemption
 
 SECONDS = 60  # for a thread, on a busy machine

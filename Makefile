@@ -42,7 +42,7 @@ FIRST := tests/ops tests/losses/test_clip.py
 RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
   tests/run/test_frozen_features.py tests/run/test_initialization.py tests/data/tokenizers/test_runs.py \
   tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
-  tests/inference/test_encoder.py tests/test_examples.py tests/test_pages.py tests/planner/test_planner_accuracy.py \
+  tests/inference/test_encoder.py tests/repository/test_examples.py tests/repository/test_pages.py tests/planner/test_planner_accuracy.py \
   tests/models/test_convert.py
 
 test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
@@ -52,7 +52,7 @@ test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops a
 	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
 
 test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
-	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/test_quickstart.py tests
+	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/experiments/test_quickstart.py tests
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
 	$(BIN)/python $(PYTEST) -m full
@@ -62,7 +62,7 @@ oldest: .venv-oldest.txt  ## The environment of test-oldest
 
 test-oldest: oldest  ## Lowering, exactness and a training run on the oldest supported JAX
 	.venv-oldest/bin/python $(PYTEST) -k "lower or matches_oracle or float64 or compile or curve" \
-	  tests/ops tests/losses/test_clip.py tests/test_jax_residuals.py tests/experiments/test_train.py \
+	  tests/ops tests/losses/test_clip.py tests/ops/test_jax_residuals.py tests/experiments/test_train.py \
 	  tests/losses/test_gradient_order.py::test_random_programs_match_float64
 
 test-newest:  ## The test suite on the newest releases and pre-releases, to see early what the next JAX breaks

@@ -21,7 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # smaller programs compile faster
 
 # Checks the shapes in the signatures of ops and models while the tests call them. Public functions raise ValueError for
-# bad input, which this must not hide; test_signatures.py checks their signatures against calls.
+# bad input, which this must not hide; repository/test_signatures.py checks their signatures against calls.
 install_import_hook(BACKENDS, "signatures.checked_backend")
 
 

@@ -1,6 +1,6 @@
 """Type checker of the shapes in signatures.
 
-The import hook of `conftest.py` applies it to backends, and `test_signatures.py` to public functions.
+The import hook of `conftest.py` applies it to backends, and `repository/test_signatures.py` to public functions.
 """
 
 import inspect

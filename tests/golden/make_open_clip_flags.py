@@ -1,4 +1,4 @@
-"""List the flags of OpenCLIP's training command, for tests/test_openclip_flags.py.
+"""List the flags of OpenCLIP's training command, for tests/repository/test_openclip_flags.py.
 
 Written with open_clip_torch 3.3.0:
 

@@ -191,8 +191,8 @@ def encode_perturbed(primals: Sequence[CustomVJPPrimal | None]) -> Bool[Array, "
     """Encode which arguments are perturbed as the shape of an empty residual.
 
     Array shapes belong to one trace, the pytree structure of residuals does not: JAX stores one structure for each
-    `custom_vjp` call and overwrites it when the forward rule is traced again (tests/test_jax_residuals.py). Flags in
-    the structure would give the backward rule of one trace those of another.
+    `custom_vjp` call and overwrites it when the forward rule is traced again (tests/ops/test_jax_residuals.py).
+    Flags in the structure would give the backward rule of one trace those of another.
     """
     return jnp.zeros((0, *(int(p is not None and p.perturbed) for p in primals)), bool)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infcl_jax.settings import SETTINGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "openclip_flags.md").read_text()
 ROWS = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", PAGE, re.MULTILINE)
 

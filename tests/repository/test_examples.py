@@ -14,7 +14,7 @@ import optax
 import pytest
 import retrieval_runs
 import runs
-from test_site import OBJECTS, resolve
+from api_pages import OBJECTS, resolve
 
 import infcl_jax
 from infcl_jax.evaluation import FeatureRows

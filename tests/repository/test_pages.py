@@ -77,7 +77,7 @@ PAGES_WITH_EXAMPLES = [
 
 
 def test_every_page_with_examples_is_tested():
-    """`tests/test_readme.py` has those of three further pages."""
+    """`tests/repository/test_readme.py` has those of three further pages."""
     found = {page.stem for page in DOCS.glob("*.md") if "```python" in page.read_text()}
     assert found == {*PAGES_WITH_EXAMPLES, "index", "training", "using_models"}
     assert not re.search(r"^ {4}(from|import) .*", TEXT.replace("```", ""), re.MULTILINE)  # Python is in fences

@@ -5,12 +5,11 @@ import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from api_pages import DOCS, OBJECTS, resolve
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+ROOT = DOCS.parent
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 ROOT_PAGES = {"contributing.md", "changelog.md"}  # which docs/site_hooks.py adds
 PACKAGES = [
@@ -32,13 +31,6 @@ PACKAGES = [
         )
     ),
 ]
-OBJECTS = [name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
-
-
-def resolve(name):
-    """Import the object that an API page names by its path."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def test_every_page_is_in_the_navigation_once():

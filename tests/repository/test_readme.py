@@ -15,7 +15,7 @@ from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 

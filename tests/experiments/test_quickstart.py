@@ -13,7 +13,7 @@ import pytest
 from infcl_jax.training import read_metrics
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def command(module, *flags, **options):

@@ -8,7 +8,7 @@ import tomllib
 
 import infcl_jax
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 _LIBRARY = pathlib.PurePath("infcl_jax")
 _PYPROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())
 _SETUPTOOLS = _PYPROJECT["tool"]["setuptools"]

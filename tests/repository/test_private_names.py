@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SELF = Path(__file__)
-ROOT = SELF.parents[1]
+ROOT = SELF.parents[2]
 FOLDERS = ("infcl_jax", "experiments", "configs", "docs", "notebooks", "tests")
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}  # of named tuples and of `os`
 ACCESS = ("getattr", "hasattr", "setattr", "delattr")

@@ -13,7 +13,7 @@ from changed import changed_files, matching_tests
         ("infcl_jax/models/__init__.py", None),
         (
             "infcl_jax/planner/state.py",
-            [f"tests/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search", "_times")],
+            [f"tests/planner/test_planner{suffix}.py" for suffix in ("", "_accuracy", "_search", "_times")],
         ),
         ("infcl_jax/runtime/distributed.py", ["tests/runtime/test_distributed.py"]),
         ("infcl_jax/run/train.py", ["tests/run/test_train.py"]),

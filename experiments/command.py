@@ -15,7 +15,6 @@ from ml_collections import ConfigDict, config_flags
 from configs import saved
 from experiments import command_line
 from experiments.overrides import register_parsers
-from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import sample_source
 from infcl_jax.runtime.exit_codes import RESUME, USER_ERRORS, Interrupted
 from infcl_jax.runtime.printable import printable
@@ -31,6 +30,7 @@ from infcl_jax.settings import (
     with_total_steps,
 )
 from infcl_jax.training import load_config
+from infcl_jax.training.compiled_step import OutOfMemory
 
 register_parsers()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")

@@ -73,10 +73,10 @@ def start(settings: str, workdir: str, started: str) -> None:
     from infcl_jax.run.devices import start_devices
     from infcl_jax.run.train import train
     from infcl_jax.settings import make_config
-    from infcl_jax.training import compiled_ahead
+    from infcl_jax.training import compiled_step
 
     main, ahead = list[_Span](), list[_Span]()
-    threads = {threading.main_thread().name: main, compiled_ahead.THREAD: ahead}
+    threads = {threading.main_thread().name: main, f"{compiled_step.THREAD}_0": ahead}
 
     def count(event: str, duration_secs: float, **_: str | int) -> None:
         spans = threads.get(threading.current_thread().name)

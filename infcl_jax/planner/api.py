@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple, Self, cast
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -280,21 +279,6 @@ def plan_memory(workload: Workload, memory_limit: int | None = None, *, exact: b
         + (0 if teacher is None else teacher.loss_workspace(workload.implementation, loss_rows, workload.devices)),
         memory_limit=memory_limit,
     )
-
-
-def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes per device of a compiled program, from XLA's memory analysis.
-
-    The sum of arguments, outputs and temporaries; a donated buffer counts once.
-
-    Examples:
-      >>> compiled = jax.jit(clip_loss).lower(image, text, 14.3).compile()
-      >>> compiled_bytes(compiled) > image.nbytes + text.nbytes
-      True
-    """
-    memory = compiled.memory_analysis()
-    arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    return arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _stored(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:

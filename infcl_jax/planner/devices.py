@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from infcl_jax.runtime.jax_start import memory_share
@@ -80,23 +78,6 @@ def device_named(name: str) -> Device:
     if len(matches) != 1:
         raise ValueError(f"expected a device among {', '.join(DEVICES)}, or its memory, got {name!r}")
     return DEVICES[matches[0]]
-
-
-def device_memory_limit() -> int | None:
-    """Bytes that JAX may use on each device of this run.
-
-    The minimum over the first device of each process; None if the platform reports no limit (CPU).
-
-    Examples:
-      >>> limit = device_memory_limit()
-      >>> print("unlimited" if limit is None else f"{limit / 2**30:.0f} GiB")
-      unlimited
-    """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None or jax.process_count() == 1:
-        return limit
-    # In MiB: JAX without x64 would truncate a number of bytes to 32 bits.
-    return int(multihost_utils.process_allgather(np.int32(limit // _MIB)).min()) * _MIB
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 from infcl_jax.planner.devices import Device, device_named
-from infcl_jax.planner.utilization import peak_flops
+from infcl_jax.training.utilization import peak_flops
 
 _TERA, _GIGA = 1e12, 1e9
 _REFERENCE = "H200-141"

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import jax
-
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.planner.api import MemoryPlan, plan_memory
 from infcl_jax.planner.search import SAFE_SHARE, recommended_cache
 from infcl_jax.training import NO_CACHE, GradCacheConfig
+from infcl_jax.training.compiled_step import OutOfMemory, is_out_of_memory
 
 _MIB = 1 << 20
 
@@ -27,19 +26,6 @@ _COMPONENTS = (
     ("transient activations", "transient", "traced"),
     ("loss workspace", "loss", "formula"),
 )
-
-
-class OutOfMemory(RuntimeError):
-    """Out-of-memory error of a training step.
-
-    The message names the setting to change and ends with the table of the plan.
-
-    Examples:
-      >>> plan = plan_memory(Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=64))
-      >>> error = explain_out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), plan)
-      >>> isinstance(error, OutOfMemory)
-      True
-    """
 
 
 def format_plan(plan: MemoryPlan) -> str:
@@ -128,7 +114,7 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
       `OutOfMemory` with `error` as its cause, if that is a `JaxRuntimeError` with `RESOURCE_EXHAUSTED`; otherwise
       `error`.
     """
-    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
+    if not is_out_of_memory(error):
         return error
     explained = OutOfMemory(f"the device ran out of memory; {_advice(plan)}{_suggestion(plan)}.\n{format_plan(plan)}")
     explained.__cause__ = error

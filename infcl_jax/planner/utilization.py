@@ -1,70 +1,16 @@
-"""Model FLOPs utilization (MFU) of a run."""
+"""Model FLOPs utilization (MFU) of a workload."""
 
-import re
 from collections.abc import Callable
 from typing import cast
 
 from infcl_jax.models import CLIP, TextPair
 from infcl_jax.models.convert import config_of
-from infcl_jax.models.flops import step_flops
 from infcl_jax.planner.api import Workload
-
-# Peak dense GEMM throughput in TFLOP/s, bf16 with fp32 accumulation (fp16 on V100 and T4), by a regular expression of
-# JAX's `device_kind`; the first match counts. From NVIDIA's data sheets, without sparsity.
-_PEAK_TFLOPS = {
-    r"B200": 2250.0,
-    r"H[12]00 NVL": 835.0,
-    r"H100 PCIe": 756.0,
-    r"H100|H200|GH200": 989.4,
-    r"A100": 312.0,
-    r"A40": 149.7,
-    r"A10": 125.0,
-    r"A6000": 154.8,
-    r"L40S": 362.0,
-    r"L40": 181.0,
-    r"L4": 121.0,
-    r"RTX 4090$": 165.2,
-    r"RTX 3090$": 71.0,
-    r"V100-PCIE": 112.0,
-    r"V100": 125.0,
-    r"T4": 65.0,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Return the peak dense bf16 throughput of a GPU; None if unknown.
-
-    Examples:
-      >>> peak_flops("NVIDIA H200")
-      989400000000000.0
-
-    Args:
-      device_kind: name such as "NVIDIA H200", from `jax.Device.device_kind`.
-
-    Returns:
-      FLOP/s.
-    """
-    matches = (tflops for name, tflops in _PEAK_TFLOPS.items() if re.search(rf"(?<!\w)({name})(?!\w)", device_kind))
-    tflops = next(matches, None)
-    return None if tflops is None else tflops * 1e12
-
-
-def flops_per_pair(workload: Workload) -> int:
-    """Count the model FLOPs of one pair: both towers and the loss, without recomputation.
-
-    The loss multiplies the features of all pairs once forward and twice backward. That is `6 b D` FLOPs for each of
-    the b pairs.
-    """
-    config = config_of(cast(CLIP, workload.model))
-    unlocked = {name: getattr(workload.unlocked_groups, name) for name in workload.frozen}
-    return step_flops(config, unlocked, workload.precomputed) + 6 * workload.batch_size * config.embed_dim
+from infcl_jax.training import utilization as training
 
 
 def utilization(workload: Workload, device_kind: str) -> Callable[[float], float | None]:
-    """Return the MFU as a function of the pairs per second.
-
-    MFU is the throughput in model FLOPs over the peak throughput of the devices (PaLM, Chowdhery et al. 2022, appendix
-    B).
+    """Return the MFU as a function of the pairs per second, see `infcl_jax.training.utilization`.
 
     Examples:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=1024)
@@ -80,8 +26,10 @@ def utilization(workload: Workload, device_kind: str) -> Callable[[float], float
       Function from pairs per second, over all devices, to the MFU in [0, 1]; to None if the devices' peak is unknown
       or the model is a `TextPair`.
     """
-    peak = peak_flops(device_kind)
-    if peak is None or isinstance(workload.model, TextPair):
+    if isinstance(workload.model, TextPair):
         return lambda rate: None
-    per_pair = flops_per_pair(workload)
-    return lambda rate: rate * per_pair / (workload.devices * peak)
+    config = config_of(cast(CLIP, workload.model))
+    unlocked = {name: getattr(workload.unlocked_groups, name) for name in workload.frozen}
+    return training.utilization(
+        config, workload.batch_size, workload.devices, device_kind, unlocked, workload.precomputed
+    )

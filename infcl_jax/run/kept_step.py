@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from infcl_jax.planner import OutOfMemory
 from infcl_jax.runtime.distributed import coordination_client
 from infcl_jax.runtime.exit_codes import USER_ERRORS
+from infcl_jax.training.compiled_step import OutOfMemory
 
 _ALL_SECONDS = 10  # between the failures of two processes that have one cause
 _failures = itertools.count()

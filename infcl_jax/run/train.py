@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,7 @@ from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.models.registry import MODEL_FILE
-from infcl_jax.planner import (
-    MemoryPlan,
-    describe_plan,
-    device_memory_limit,
-    explain_out_of_memory,
-    plan_memory,
-    utilization,
-)
+from infcl_jax.planner import Workload, explain_out_of_memory, plan_memory, utilization
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
@@ -71,7 +64,7 @@ from infcl_jax.training import (
     prepare_workdir,
     rare_garbage_collection,
 )
-from infcl_jax.training.compiled_ahead import CompiledAhead
+from infcl_jax.training.compiled_step import StepMemory, compile_ahead, device_memory_limit, is_out_of_memory
 from infcl_jax.training.writers import check_writers
 
 
@@ -193,8 +186,8 @@ def _train_on(
         tokenizer = run.text_tokenizer(config, origin)
         teacher = load_teacher(config, mesh)
         loss_fn = run.loss(config, mesh, source, None if teacher is None else teacher.scale)
-        memory = None if teacher is None else teacher.memory()
-        workload = run.workload(config, mesh.size, memory_limit, source=source, teacher=memory)
+        teacher_memory = None if teacher is None else teacher.memory()
+        workload = run.workload(config, mesh.size, memory_limit, source=source, teacher=teacher_memory)
         step_fn = make_train_step(
             loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
         )
@@ -202,8 +195,8 @@ def _train_on(
         if config.keep_best is not None and (names := suite.metric_names) and config.keep_best not in names:
             raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
         init, batch = state_init(config, mesh, source), batch_shapes(config, mesh, tokenizer)
-        if batch is not None:
-            step_fn = CompiledAhead(step_fn, init.shapes, batch)
+        ends = checkpoints.latest_step() == config.total_steps
+        compiled = None if batch is None or ends else compile_ahead(step_fn, init.shapes, batch)
         state = init.create()
         if not resumed:
             pair = read_text_pair(config)
@@ -254,11 +247,15 @@ def _train_on(
             folder = workdir / run.TOKENIZER_FOLDER
             outputs.attempt(folder, lambda: tokenizer.save(folder))
             outputs.attempt(workdir / MODEL_FILE, lambda: save_base_model(config, workdir))
-        console.doing("planning the memory")
-        plan = plan_memory(workload, memory_limit, exact=True)
+        memory = None
+        if compiled is not None:
+            console.doing("compiling the training step")
+            with explained_out_of_memory(workload, memory_limit):
+                memory = StepMemory.of(compiled.result(), memory_limit)
         if trains:
-            outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, plan))
-        announce(config, mesh, state, workdir, plan, data)
+            components = {} if memory is None else memory.components
+            outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, components, memory_limit))
+        announce(config, mesh, state, workdir, memory, data)
         for line in format_changes(changed):
             say(line)
         if not trains:
@@ -298,17 +295,14 @@ def _train_on(
             callbacks.on_start(config, workdir, start)
             console.doing("reading the first batch" if trains else "evaluation")
             try:
-                results = loop.fit(state, start) if trains else loop.finish(state, completes)
+                with explained_out_of_memory(workload, memory_limit):
+                    results = loop.fit(state, start) if trains else loop.finish(state, completes)
             except WorkerLost as error:
                 first = data.get_state()["next_batch"] + 1
                 last = min(first + data.batches_ahead(error), config.total_steps)
                 end = safeguards.lost_workers.end(error, first, last)
                 fail(end)
                 raise end from None
-            except jax.errors.JaxRuntimeError as error:
-                if (explained := explain_out_of_memory(error, plan)) is error:
-                    raise
-                raise explained from error
     if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
         say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
     if left_out := int(data.stats().get(LEFT_OUT, 0)):
@@ -331,10 +325,21 @@ def recorded_config(workdir: Path) -> ConfigDict | None:
     return run.saved_config(workdir) if (workdir / CONFIG_FILE).is_file() else None
 
 
+@contextlib.contextmanager
+def explained_out_of_memory(workload: Workload, memory_limit: int | None) -> Iterator[None]:
+    """Raise `OutOfMemory`, which says what fits, if the device runs out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain_out_of_memory(error, plan_memory(workload, memory_limit, exact=True)) from error
+
+
 def announce(
-    config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, plan: MemoryPlan, data: TrainIterator
+    config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator
 ) -> None:
-    """Print a summary of the run, its memory plan and how it reads data."""
+    """Print a summary of the run, the memory of its compiled step and how it reads data."""
     platform = mesh.devices.flat[0].platform
     parameters = f"{parameter_count(state.params) / 1e6:.1f} M parameters"
     if state.frozen:
@@ -343,7 +348,8 @@ def announce(
         f"{config.model or config.init.model}, {parameters}, on {mesh.size} {platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
-    say(*describe_plan(plan).split("\n"))
+    if memory is not None:
+        say(str(memory))
     say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
     if int(state.step):
         say(f"resumed from step {int(state.step)} in {workdir}")

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from infcl_jax.evaluation.writers import describe_software, utc_date
-from infcl_jax.planner import MemoryPlan, plan_components
 from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.file_io import read_json, replace_text
 
 ENVIRONMENT_FILE = "environment.json"
 
 
-def record_start(workdir: str | Path, step: int, plan: MemoryPlan) -> None:
+def record_start(workdir: str | Path, step: int, components: Mapping[str, int], limit: int | None) -> None:
     """Append a start of the run to `workdir/environment.json`, on the leading process only.
 
     The file is a JSON list with one object for each start: `step`, `date` (UTC), `devices`, `processes`, `system`, the
-    versions of Python and packages, and `memory_plan` with `components` (bytes on each device by name), `peak` and
-    `limit`. An existing file is replaced at once. A damaged one is started anew.
+    versions of Python and packages, and `memory_plan` with `components` (bytes on each device by name), their sum
+    `peak` (null without components) and `limit`. An existing file is replaced at once. A damaged one is started anew.
 
     Args:
       workdir: directory of the run.
       step: step from which the run starts.
-      plan: memory plan of the run.
+      components: memory of the compiled training step, `StepMemory.components`; empty if it is not known.
+      limit: bytes that JAX may use on a device; None if unknown.
 
     Raises:
       OSError: the file cannot be written.
@@ -39,7 +40,7 @@ def record_start(workdir: str | Path, step: int, plan: MemoryPlan) -> None:
         **describe_software(),
         "processes": str(jax.process_count()),
         "system": platform.platform(),
-        "memory_plan": {"components": plan_components(plan), "peak": plan.peak, "limit": plan.memory_limit},
+        "memory_plan": {"components": dict(components), "peak": sum(components.values()) or None, "limit": limit},
     }
     path = Path(workdir, ENVIRONMENT_FILE)
     replace_text(path, json.dumps([*_starts(path), start], indent=2) + "\n")

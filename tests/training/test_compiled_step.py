@@ -1,9 +1,9 @@
 """The first step finds the program that was compiled from shapes alone."""
 
 import contextlib
-import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
@@ -12,8 +12,8 @@ from infcl_jax import run, train
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.parts import state_init
 from infcl_jax.runtime.distributed import data_mesh
-from infcl_jax.training import compiled_ahead, make_train_step
-from infcl_jax.training.compiled_ahead import CompiledAhead
+from infcl_jax.training import make_train_step
+from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 CHANGES = {
@@ -63,10 +63,11 @@ def test_the_first_step_compiles_nothing(changes):
     config = runs.config(**changes)
     mesh, source, step, init = prepared(config)
     with step_events() as events:
-        ahead = CompiledAhead(step, init.shapes, batch_shapes(config, mesh, run.text_tokenizer(config)))
+        compiled = compile_ahead(step, init.shapes, batch_shapes(config, mesh, run.text_tokenizer(config)))
         state = init.create()
+        compiled.result()
         with contextlib.closing(run.training_data(config, source, mesh=mesh)) as data:
-            state, _ = ahead(state, run.next_batch(config, data, mesh))
+            state, _ = step(state, run.next_batch(config, data, mesh))
     assert events == ONCE
     assert int(state.step) == 1
 
@@ -82,9 +83,9 @@ def test_a_batch_of_other_shapes_is_compiled_as_usual():
     config = runs.config()
     mesh, _, step, init = prepared(config)
     shapes = batch_shapes(config, mesh, run.text_tokenizer(config))
-    ahead = CompiledAhead(step, init.shapes, shapes | {"text": shapes["text"].update(shape=(31, 7))})
+    compile_ahead(step, init.shapes, shapes | {"text": shapes["text"].update(shape=(32, 7))}).result()
     batch = {name: jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding) for name, shape in shapes.items()}
-    assert int(ahead(init.create(), batch)[0].step) == 1
+    assert int(step(init.create(), batch)[0].step) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,27 +96,21 @@ def test_other_batches_are_not_announced(changes):
     assert batch_shapes(config, data_mesh(), run.text_tokenizer(config)) is None
 
 
-class Step:
-    """A step whose compilation ends when its kernels are compiled, or at once if it is cached."""
-
-    def __init__(self, cached):
-        self.kernels, self.cached = threading.Event(), cached
-
-    def lower(self, *_):
-        return self
-
-    def compile(self):
-        assert self.cached or self.kernels.wait(60)
-
-    def __call__(self, *arguments):
-        return arguments
+def test_the_memory_is_that_of_xla():
+    compiled = jax.jit(lambda x: (x + 1, x.sum()), donate_argnums=0).lower(jnp.zeros((256, 1024))).compile()
+    memory = StepMemory.of(compiled, limit=10 << 20)
+    assert memory.arguments == 1 << 20 and memory.outputs < 64  # the donated array counts once
+    assert compiled_bytes(compiled) == memory.peak == sum(memory.components.values())
+    assert str(memory).startswith(f"memory per device: {memory.peak / 2**20:,.1f} MiB, 10.0 % of the limit (state and")
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_kernels_are_compiled_ahead_unless_the_step_is_cached(monkeypatch, cached):
-    monkeypatch.setattr(compiled_ahead, "mosaic_kernels", lambda lowered: lowered.kernels)
-    monkeypatch.setattr(compiled_ahead, "compile_kernels", threading.Event.set)
-    monkeypatch.setattr(compiled_ahead, "_CACHE_SECONDS", 60 if cached else 0)
-    assert CompiledAhead(step := Step(cached), "state", "batch")("state", "batch") == ("state", "batch")
-    assert [t for t in threading.enumerate() if isinstance(t, threading.Timer) and not t.finished.is_set()] == []
-    assert step.kernels.is_set() != cached
+def test_errors_of_the_compilation_are_those_of_the_future():
+    class Lowered:
+        def lower(self, state, batch):
+            return self
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    error = compile_ahead(Lowered(), None, {}).exception(timeout=60)
+    assert is_out_of_memory(error) and not is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))

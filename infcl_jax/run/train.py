@@ -195,7 +195,7 @@ def _train_on(
         if config.keep_best is not None and (names := suite.metric_names) and config.keep_best not in names:
             raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
         init, batch = state_init(config, mesh, source), batch_shapes(config, mesh, tokenizer)
-        ends = checkpoints.latest_step() == config.total_steps
+        ends = (checkpoints.latest_step() or 0) >= config.total_steps
         compiled = None if batch is None or ends else compile_ahead(step_fn, init.shapes, batch)
         state = init.create()
         if not resumed:

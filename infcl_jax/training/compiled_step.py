@@ -36,14 +36,12 @@ class StepMemory(NamedTuple):
     """Memory of a compiled step in bytes on each device, from XLA's memory analysis.
 
     Attributes:
-      arguments: train state and batch.
-      outputs: results that do not take the place of a donated argument.
+      arguments: train state and batch, and results that do not take the place of a donated argument.
       temporaries: activations, gradients and workspaces at their peak.
       limit: bytes that JAX may use; None if unknown.
     """
 
     arguments: int
-    outputs: int
     temporaries: int
     limit: int | None = None
 
@@ -51,19 +49,18 @@ class StepMemory(NamedTuple):
     def of(cls, compiled: jax.stages.Compiled, limit: int | None = None) -> "StepMemory":
         """Read the memory of a compiled program."""
         memory = compiled.memory_analysis()
-        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return cls(memory.argument_size_in_bytes, outputs, memory.temp_size_in_bytes, limit)
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return cls(memory.argument_size_in_bytes + results, memory.temp_size_in_bytes, limit)
 
     @property
     def peak(self) -> int:
-        """Sum of all parts."""
-        return self.arguments + self.outputs + self.temporaries
+        """Sum of both."""
+        return self.arguments + self.temporaries
 
     @property
     def components(self) -> dict[str, int]:
-        """Bytes of each part by its label, without parts that take none."""
-        parts = {"state and batch": self.arguments, "outputs": self.outputs, "temporaries": self.temporaries}
-        return {label: size for label, size in parts.items() if size}
+        """Bytes of each part by its label."""
+        return {"state and batch": self.arguments, "temporaries": self.temporaries}
 
     def __str__(self) -> str:
         """Format as one line, such as "memory per device: 100.0 MiB (state and batch 20.0, temporaries 80.0)"."""

@@ -24,7 +24,7 @@ from infcl_jax.data.encode import encode_jpeg, encode_png
 from infcl_jax.data.prepare import check_writable
 from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
-from infcl_jax.data.sources.base import BadRecordError, DroppingSource, Example, Source, format_counts
+from infcl_jax.data.sources.base import BadRecordError, Example, Source, dropped_samples, format_counts
 from infcl_jax.data.sources.splits import parse_split
 from infcl_jax.runtime.file_io import read_json, replace_text, replacing
 from infcl_jax.runtime.progress import Progress
@@ -117,7 +117,7 @@ def convert(
         examples = _good_examples(source, range(len(source)), limits)
         write_records(output, name, ((index, _caption_first(example)) for index, example in examples), len(shards))
         written = load_source(output.name, name, output.parent)
-    left_out = dict(source.dropped) if isinstance(source, DroppingSource) else {}
+    left_out = dropped_samples(source)
     if len(written) < len(source):  # also those of the tar files that an interrupted conversion wrote
         left_out["bad record"] = len(source) - len(written)
     line = f"{dataset}: {len(written)} samples in {time.monotonic() - start:.1f} s, {output}"

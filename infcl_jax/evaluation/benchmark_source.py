@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from infcl_jax.data import Classes, Example, Source, load_source
+from infcl_jax.data import Classes, Source, load_source
 from infcl_jax.data.sources import captions, files, paths, splits, tar_scan
 from infcl_jax.data.sources.annotations import check_no_annotations
-from infcl_jax.data.sources.base import bad_record, check_index
+from infcl_jax.data.sources.file_source import FileSource
 from infcl_jax.data.sources.labels import class_templates
 from infcl_jax.data.sources.tar_index import TarIndex, load_index
 from infcl_jax.evaluation.class_data import read_class_names, read_templates
@@ -73,7 +74,7 @@ def is_karpathy(path: str) -> bool:
     return isinstance(content, dict) and "images" in content
 
 
-class WebdatasetSource:
+class WebdatasetSource(FileSource):
     """Benchmark in the webdataset layout of clip_benchmark.
 
     The folder has `<split>/nshards.txt`, the number of the tar files `<split>/0.tar`, `<split>/1.tar` and so on. A
@@ -108,37 +109,23 @@ class WebdatasetSource:
             raise ValueError(f"expected a number of shards in {folder}/{split}/{SHARD_COUNT}, got {shards[:40]!r}")
         self._shards = [f"{folder}/{split}/{number}.tar" for number in range(int(shards))]
         self.captioned = self.type == "retrieval"
+        self.images_only = not self.captioned
         self._index = self._complete_index(_TYPES[self.type])
-        self._files = files.Files(self._index.shards)
 
     def __len__(self) -> int:
-        return len(self._index.entries)
+        return len(self._index)
 
-    def __getitem__(self, index: int) -> Example:
-        check_index(index, len(self))
-        try:
-            shard, entry = self._index.locate(index)
-            image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
-            if self.type == "classification":
-                label = int(self._member(self._index, index))
-                return {"image": image, "caption": "", "captions": (), "label": label}
-            if self.type == "multilabel":
-                return {"image": image, "caption": "", "captions": (), "label": -1}
-            data = self._member(self._index, index)
-            is_json = _TYPES[self.type][int(entry["caption_member"])] == "json"
-            texts = captions.json_captions(data) if is_json else captions.text(data).splitlines()
-            return captions.example(image, [text.strip() for text in texts])
-        except Exception as error:  # remote file systems raise any exception
-            raise bad_record(self.describe(index), error) from error
+    def _read(self, index: int) -> tuple[bytes, list[str], int]:
+        image, texts, label = self._index.image(index), [], -1
+        if self.type == "classification":
+            label = int(self._index.caption(index, captions.LARGEST_JSON)[1])
+        elif self.type == "retrieval":
+            extension, data = self._index.caption(index, captions.LARGEST_JSON)
+            texts = captions.json_captions(data) if extension == "json" else captions.text(data).splitlines()
+        return image, [text.strip() for text in texts], label
 
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index and shard."""
-        shard, _ = self._index.locate(index)
-        return f"record {index} of {self.name}, split {self.split} ({files.name_of(self._shards[shard])})"
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return self.name
+    def _place(self, index: int) -> str:
+        return files.name_of(self._shards[self._index.locate(index)[0]])
 
     def classes(self) -> Classes:
         """Return the class names and templates of the layout.
@@ -172,7 +159,8 @@ class WebdatasetSource:
 
     def _array(self, index: TarIndex, row: int) -> np.ndarray:
         try:
-            return np.lib.format.read_array(io.BytesIO(self._member(index, row)), allow_pickle=False)
+            _, data = index.caption(row, captions.LARGEST_JSON)
+            return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
         except Exception as error:  # of damaged headers, up to MemoryError
             raise ValueError(f"{self.describe(row)}: expected an array, got {error}") from error
 
@@ -180,18 +168,13 @@ class WebdatasetSource:
         fields = captions.JSON_FIELDS if "json" in members else ()
         index = load_index(self._shards, tar_scan.Layout(members, fields), self.name)
         dropped = {reason: count for reason, count in index.dropped.items() if reason != tar_scan.DOTTED}
-        if index.problems or dropped or not len(index.entries):
+        if index.problems or dropped or not len(index):
             problem = index.problems[0] if index.problems else f"dropped {dropped}"
             raise ValueError(
                 f"expected every sample of {self.name}, split {self.split}, to have an image and {' or '.join(members)}"
                 f", got {problem}; fetch the dataset again"
             )
         return index
-
-    def _member(self, index: TarIndex, row: int) -> bytes:
-        shard, entry = index.locate(row)
-        offset, size = int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"])
-        return self._files.read(shard, offset, size, captions.LARGEST_JSON)
 
     def _text(self, name: str, default: str | None = None) -> str:
         path = f"{self._folder}/{name}"
@@ -202,7 +185,7 @@ class WebdatasetSource:
         return default
 
 
-class KarpathySource:
+class KarpathySource(FileSource):
     """Images and captions of Karpathy's splits of COCO and Flickr30k.
 
     The file `dataset_coco.json` or `dataset_flickr30k.json` has "images" with "filename", "split", "sentences" with
@@ -230,6 +213,7 @@ class KarpathySource:
     ):
         self.name, self.split, self._outside = path, split, outside
         self._folder = folder or path.rpartition("/")[0] or "."
+        self._classes = f"expected a dataset with classes, got {path}"
         try:
             known = sorted({str(image["split"]) for image in images})
             self._rows = [
@@ -254,19 +238,10 @@ class KarpathySource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Example:
-        check_index(index, len(self))
+    def _read(self, index: int) -> tuple[bytes, Sequence[str], int]:
         key, texts = self._rows[index]
-        try:
-            path = paths.resolve(key, self._folder, self._outside)
-            return captions.example(files.read_file(path, files.LARGEST_IMAGE), texts)
-        except Exception as error:  # remote file systems raise any exception
-            raise bad_record(self.describe(index), error) from error
+        path = paths.resolve(key, self._folder, self._outside)
+        return files.read_file(path, files.LARGEST_IMAGE), texts, -1
 
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index and image file."""
-        return f"record {index} of {self.name}, split {self.split} ({self._rows[index][0]})"
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return self.name
+    def _place(self, index: int) -> str:
+        return self._rows[index][0]

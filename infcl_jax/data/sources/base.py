@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
@@ -10,8 +9,6 @@ import grain
 import numpy as np
 
 _LONGEST_NAME = 300  # characters of a record's description in an error message
-
-_logger = logging.getLogger(__name__)
 
 
 class Example(TypedDict):
@@ -38,7 +35,18 @@ class Example(TypedDict):
 class Source(Protocol):
     """Random-access examples of one split, picklable for worker processes.
 
-    The index of a sample never changes while the files of the source are the same.
+    The index of a sample never changes while the files of the source are the same. Optional members are
+
+    - `classes() -> Classes` for zero-shot classification, which raises `ValueError` without any, saying what to add;
+    - `captioned: bool`, whether the captions are the data's own and not prompts of the classes;
+    - `describe(index) -> str` names a record by dataset, split, index, file and key, for messages;
+    - `key(index) -> str` returns the name of a record, such as its path;
+    - `shard(index) -> str` names the file of a record without reading it, since the disk may hang;
+    - `source_name(index) -> str` names the dataset of a record, for counters and metrics;
+    - `image_numbers() -> np.ndarray` numbers the different images of the samples, int64 [len], where several samples
+      can have one image; it may read all images;
+    - `dropped: Mapping[str, int]` counts the samples that are left out, by reason;
+    - those of `BatchedSource` and `OrderedSource`.
 
     Examples:
       >>> class Squares:
@@ -75,46 +83,6 @@ class BatchedSource(Source, Protocol):
 
 
 @runtime_checkable
-class DescribedSource(Source, Protocol):
-    """Source that knows more about a record than its index."""
-
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index, file and key."""
-        ...
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record, for counters and metrics."""
-        ...
-
-
-@runtime_checkable
-class ShardedSource(Source, Protocol):
-    """Source that knows the file of a record."""
-
-    def shard(self, index: int) -> str:
-        """Name the file of a record without reading it, since the disk may hang; "" for a record without file."""
-        ...
-
-
-@runtime_checkable
-class KeyedSource(Source, Protocol):
-    """Source whose records have names."""
-
-    def key(self, index: int) -> str:
-        """Return the name of a record, such as its path or key."""
-        ...
-
-
-@runtime_checkable
-class RepeatingSource(Source, Protocol):
-    """Source that can have several samples of one image, such as a row for each caption."""
-
-    def image_numbers(self) -> np.ndarray:
-        """Number the different images of the samples, int64 [len]; may read all images."""
-        ...
-
-
-@runtime_checkable
 class OrderedSource(Source, Protocol):
     """Source with its own training order."""
 
@@ -124,16 +92,6 @@ class OrderedSource(Source, Protocol):
 
     def fingerprint(self) -> int:
         """Return a number that changes with the order."""
-        ...
-
-
-@runtime_checkable
-class DroppingSource(Source, Protocol):
-    """Source that leaves out incomplete samples."""
-
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        """Number of samples, rows or members that are left out, by reason."""
         ...
 
 
@@ -153,21 +111,6 @@ class Classes(NamedTuple):
     templates: tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 
-@runtime_checkable
-class ClassifiedSource(Source, Protocol):
-    """Source that can have classes.
-
-    Attributes:
-      captioned: whether the captions are the data's own; otherwise they are prompts of the classes.
-    """
-
-    captioned: bool
-
-    def classes(self) -> Classes:
-        """Return the classes; raise `ValueError` without any, saying what to add."""
-        ...
-
-
 class BadRecordError(ValueError):
     """Error for a record that cannot be read or decoded.
 
@@ -185,24 +128,37 @@ class BadRecordError(ValueError):
 
 def describe(source: Source, index: int) -> str:
     """Name a record of a source for an error message."""
-    if isinstance(source, DescribedSource):
-        return source.describe(index)
-    return f"record {index} of {source.name}, split {source.split}"
+    own = getattr(source, "describe", None)
+    return own(index) if own else f"record {index} of {source.name}, split {source.split}"
 
 
 def record_key(source: Source, index: int) -> str:
     """Return the name of a record, or its index without names."""
-    return source.key(index) if isinstance(source, KeyedSource) else str(index)
+    own = getattr(source, "key", None)
+    return own(index) if own else str(index)
 
 
 def shard_name(source: Source, index: int) -> str:
     """Name the file of a record without reading it; "" if the source does not know it."""
-    return source.shard(index) if isinstance(source, ShardedSource) else ""
+    own = getattr(source, "shard", None)
+    return own(index) if own else ""
 
 
 def source_name(source: Source, index: int) -> str:
     """Name the dataset of a record; components of a mixture have their own."""
-    return source.source_name(index) if isinstance(source, DescribedSource) else source.name
+    own = getattr(source, "source_name", None)
+    return own(index) if own else source.name
+
+
+def image_numbers(source: Source) -> np.ndarray:
+    """Number the different images of a source; without numbers of its own, every sample has another image."""
+    own = getattr(source, "image_numbers", None)
+    return own() if own else np.arange(len(source))
+
+
+def dropped_samples(source: Source) -> dict[str, int]:
+    """Return the number of samples that a source leaves out, by reason."""
+    return dict(getattr(source, "dropped", {}))
 
 
 def classes(source: Source) -> Classes:
@@ -215,14 +171,15 @@ def classes(source: Source) -> Classes:
     Raises:
       ValueError: the source has no classes; the message says what to add.
     """
-    if isinstance(source, ClassifiedSource):
-        return source.classes()
-    raise ValueError(f"expected a dataset with classes, got {source.name}")
+    own = getattr(source, "classes", None)
+    if own is None:
+        raise ValueError(f"expected a dataset with classes, got {source.name}")
+    return own()
 
 
 def is_captioned(source: Source) -> bool:
     """Tell if a source has captions that are not prompts of its classes."""
-    return source.captioned if isinstance(source, ClassifiedSource) else True
+    return getattr(source, "captioned", True)
 
 
 def bad_record(record: str, error: Exception | str) -> BadRecordError:
@@ -257,12 +214,6 @@ def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
 def format_counts(counts: Mapping[str, int]) -> str:
     """Format counts, such as "3 no image, 1 no caption"."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.items())
-
-
-def warn_dropped(source: DroppingSource, hint: str = "") -> None:
-    """Log how many samples a source has and leaves out, if any, followed by a hint."""
-    if source.dropped:
-        _logger.warning("%s: %d samples, dropped: %s%s", source.name, len(source), format_counts(source.dropped), hint)
 
 
 def check_index(index: int, size: int) -> None:

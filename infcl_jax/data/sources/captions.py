@@ -118,12 +118,12 @@ def example(image: bytes, captions: Sequence[str], label: int = -1) -> Example:
     return {"image": image, "caption": texts[0], "captions": texts, "label": label}
 
 
-def uncaptioned_example(image: bytes) -> Example:
-    """Create an example without captions and label.
+def uncaptioned_example(image: bytes, label: int = -1) -> Example:
+    """Create an example without captions.
 
     Raises:
       ValueError: the image is empty.
     """
     if not image:
         raise ValueError("the image is empty")
-    return {"image": image, "caption": "", "captions": (), "label": -1}
+    return {"image": image, "caption": "", "captions": (), "label": label}

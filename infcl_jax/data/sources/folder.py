@@ -9,9 +9,10 @@ from pathlib import Path
 
 from infcl_jax.data.sources import captions, files, paths
 from infcl_jax.data.sources.annotations import check_not_saved_to_disk
-from infcl_jax.data.sources.base import Classes, Example, Source, bad_record, check_index, warn_dropped
+from infcl_jax.data.sources.base import Classes, Source
+from infcl_jax.data.sources.file_source import FileSource
 from infcl_jax.data.sources.folder_listing import CAPTION, check_no_others, class_of, list_folder, stem
-from infcl_jax.data.sources.labels import UNLABELED, label_values, prompts
+from infcl_jax.data.sources.labels import UNLABELED, label_values
 from infcl_jax.data.sources.table import TableSource
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -48,7 +49,7 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     return FolderSource(folder, name, split, images_only=bool(others), outside=outside)
 
 
-class FolderSource:
+class FolderSource(FileSource):
     """Images in a folder and its subfolders, with captions in `.txt` files.
 
     Samples are numbered in the order of the relative paths. The class of an image is its subfolder. Images without
@@ -71,7 +72,7 @@ class FolderSource:
     """
 
     def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False, outside: bool | None = None):
-        self.name, self.split, self._folder, self._images_only = name, split, folder, images_only
+        self.name, self.split, self._folder, self.images_only = name, split, folder, images_only
         self._outside = outside
         listing = list_folder(folder, follow_outside=outside is not False)
         keys, images, unpaired, repeated = listing.captioned, listing.images, listing.unpaired, len(listing.repeated)
@@ -97,7 +98,7 @@ class FolderSource:
                 name, links, folder, listing.outside[0], paths.OUTSIDE,
             )  # fmt: skip
         self.dropped = {reason: count for reason, count in counts.items() if count}
-        warn_dropped(self)
+        self._warn_dropped()
         if not keys:
             check_not_saved_to_disk(folder)
             left_out = f" ({links} links outside are left out)" if links and outside is False else ""
@@ -107,65 +108,40 @@ class FolderSource:
                 f" subfolder; {name}{'?' if outside is None else '&'}caption={captions.NONE} reads images alone"
             )
         self._labels: dict[str, int] = {}
-        self._classes: Classes | str
-        try:
-            if images_only:
-                raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
-            values = {value for key in keys if (value := class_of(key))}
-            if not values:
-                raise ValueError(f"{name} has no classes; put the images of each class into a subfolder named after it")
-            self._labels, self._classes = label_values(values, folder, name)
-        except ValueError as error:
-            if not (self.captioned or images_only):
-                raise
-            self._classes = str(error)  # training on captions does not need the labels
+        self._find_classes(self._label_folders)
+
+    def _label_folders(self) -> Classes:
+        values = {value for key in self._keys if (value := class_of(key))}
+        if not values:
+            raise ValueError(
+                f"{self.name} has no classes; put the images of each class into a subfolder named after it"
+            )
+        self._labels, result = label_values(values, self._folder, self.name)
+        return result
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __getitem__(self, index: int) -> Example:
-        check_index(index, len(self))
-        key = self._keys[index]
-        label = self._labels.get(class_of(key), UNLABELED)
-        try:
-            image = self._read(key, files.LARGEST_IMAGE)
-            if self._images_only:
-                return captions.uncaptioned_example(image)
-            if not self.captioned:
-                return captions.example(image, prompts(self.classes(), label), label)
-            caption = self._read(self._renamed.get(key, stem(key) + CAPTION), captions.LARGEST)
-            return captions.example(image, [captions.text(caption)], label)
-        except Exception as error:  # file systems raise any exception
-            raise bad_record(self.describe(index), error) from error
+    def _read(self, index: int) -> tuple[bytes, list[str] | None, int]:
+        key, texts = self._keys[index], None
+        image = self._read_file(key, files.LARGEST_IMAGE)
+        if self.captioned:
+            caption = self._read_file(self._renamed.get(key, stem(key) + CAPTION), captions.LARGEST)
+            texts = [captions.text(caption)]
+        return image, texts, self._labels.get(class_of(key), UNLABELED)
 
-    def _read(self, key: str, limit: int) -> bytes:
+    def _read_file(self, key: str, limit: int) -> bytes:
         path = os.path.join(self._folder, key)
         if self._outside is False:
             paths.check_inside(path, self._folder)
         return files.read_file(path, limit)
 
-    def classes(self) -> Classes:
-        """Return the classes of the subfolders.
-
-        Raises:
-          ValueError: there is no subfolder, or a class has no name.
-        """
-        if isinstance(self._classes, str):
-            raise ValueError(self._classes)
-        return self._classes
-
     def key(self, index: int) -> str:
         """Return the path of an image, relative to the folder."""
         return self._keys[index]
-
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index and path."""
-        return f"record {index} of {self.name}, split {self.split} ({self.key(index)})"
 
     def shard(self, index: int) -> str:
         """Return the path of an image."""
         return self.key(index)
 
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return self.name
+    _place = key

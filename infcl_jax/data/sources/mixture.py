@@ -15,26 +15,23 @@ import numpy as np
 from infcl_jax.data.sources import files, paths
 from infcl_jax.data.sources.base import (
     Classes,
-    DroppingSource,
-    Example,
     Source,
     check_index,
     classes,
-    describe,
+    dropped_samples,
+    image_numbers,
     is_captioned,
     locate,
-    record_key,
-    shard_name,
     starts_of,
 )
-from infcl_jax.data.sources.sample_range import SampleRange, image_numbers
+from infcl_jax.data.sources.sample_range import SampleRange, SourceView
 
 _MAX_WILD = 4  # components with wildcards; links to their own folder match again in each
 _KEYS = ("path", "weight", "max_samples", "split", "name")
 _SEED_STEP = 0x9E3779B1  # 2**32 over the golden ratio; the seeds of the components differ
 
 
-class MixtureSource:
+class MixtureSource(SourceView):
     """Several sources as one.
 
     A sample index is the index within its component plus the number of samples in the components before it. In
@@ -63,42 +60,26 @@ class MixtureSource:
         return {
             f"{reason} ({name})": count
             for name, source in zip(self.names, self._components, strict=True)
-            if isinstance(source, DroppingSource)
-            for reason, count in source.dropped.items()
+            for reason, count in dropped_samples(source).items()
         }
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the number of the component and the index within it."""
+    def _component(self, index: int) -> tuple[int, int]:
         check_index(index, len(self))
         return locate(self._starts, index)
 
-    def __getitem__(self, index: int) -> Example:
-        component, local = self.locate(index)
-        return self._components[component][local]
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the component of a sample and the index within it."""
+        component, row = self._component(index)
+        return self._components[component], row
 
     def image_numbers(self) -> np.ndarray:
         """Number the different images of each component."""
         numbers = [image_numbers(component) for component in self._components]
         starts = starts_of(int(images.max()) + 1 for images in numbers)
         return np.concatenate([images + start for images, start in zip(numbers, starts, strict=False)])
-
-    def key(self, index: int) -> str:
-        """Return the name of a record in its component."""
-        component, local = self.locate(index)
-        return record_key(self._components[component], local)
-
-    def describe(self, index: int) -> str:
-        """Name a record by its component's description."""
-        component, local = self.locate(index)
-        return describe(self._components[component], local)
-
-    def shard(self, index: int) -> str:
-        """Name the file of a record."""
-        component, local = self.locate(index)
-        return shard_name(self._components[component], local)
 
     def classes(self) -> Classes:
         """Return the classes of the components.
@@ -113,7 +94,7 @@ class MixtureSource:
 
     def source_name(self, index: int) -> str:
         """Name the component of a record."""
-        return self.names[self.locate(index)[0]]
+        return self.names[self._component(index)[0]]
 
     def order(self, seed: int) -> grain.MapDataset:
         """Return the sample index of every global row, interleaved by weight."""

@@ -1,18 +1,20 @@
-"""Ranges of the samples of a source, and images with all their captions."""
+"""Sources whose samples are those of other sources: ranges, and images with all their captions."""
 
 from __future__ import annotations
+
+import abc
 
 import numpy as np
 
 from infcl_jax.data.sources.base import (
     Classes,
-    DroppingSource,
     Example,
-    RepeatingSource,
     Source,
     check_index,
     classes,
     describe,
+    dropped_samples,
+    image_numbers,
     is_captioned,
     record_key,
     shard_name,
@@ -20,7 +22,45 @@ from infcl_jax.data.sources.base import (
 )
 
 
-class SampleRange:
+class SourceView(abc.ABC):
+    """Base class of sources whose samples are those of other sources, with their names."""
+
+    name: str
+    split: str
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the source of a sample and the index within it.
+
+        Raises:
+          IndexError: the index is negative or too large.
+        """
+
+    def __getitem__(self, index: int) -> Example:
+        source, row = self.locate(index)
+        return source[row]
+
+    def key(self, index: int) -> str:
+        """Return the name of a record in its source."""
+        return record_key(*self.locate(index))
+
+    def describe(self, index: int) -> str:
+        """Name a record by its source's description."""
+        return describe(*self.locate(index))
+
+    def shard(self, index: int) -> str:
+        """Name the file of a record."""
+        return shard_name(*self.locate(index))
+
+    def source_name(self, index: int) -> str:
+        """Name the dataset of a record."""
+        return source_name(*self.locate(index))
+
+
+class SampleRange(SourceView):
     """Samples [start, stop) of a source.
 
     Args:
@@ -28,52 +68,31 @@ class SampleRange:
       start: first sample.
       stop: sample after the last one.
       split: name of the range.
+
+    Attributes:
+      dropped: number of samples that the whole source leaves out, by reason.
     """
 
     def __init__(self, source: Source, start: int, stop: int, split: str):
         self.name, self.split = source.name, split
-        self.captioned = is_captioned(source)
+        self.captioned, self.dropped = is_captioned(source), dropped_samples(source)
         self._source, self._start, self._size = source, start, stop - start
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Number of samples that the whole source leaves out, by reason."""
-        return dict(self._source.dropped) if isinstance(self._source, DroppingSource) else {}
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> Example:
-        return self._source[self._row(index)]
-
-    def _row(self, index: int) -> int:
-        """Return the index in the underlying source."""
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the underlying source and the index within it."""
         check_index(index, len(self))
-        return self._start + index
+        return self._source, self._start + index
 
     def image_numbers(self) -> np.ndarray:
-        """Number the different images of the samples, see `RepeatingSource`."""
+        """Number the different images of the samples."""
         return image_numbers(self._source)[self._start : self._start + self._size]
 
     def classes(self) -> Classes:
         """Return the classes of the underlying source."""
         return classes(self._source)
-
-    def key(self, index: int) -> str:
-        """Return the name of a record in the underlying source."""
-        return record_key(self._source, self._row(index))
-
-    def describe(self, index: int) -> str:
-        """Name a record of the underlying source."""
-        return describe(self._source, self._row(index))
-
-    def shard(self, index: int) -> str:
-        """Name the file of a record."""
-        return shard_name(self._source, self._row(index))
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return source_name(self._source, self._row(index))
 
 
 class CaptionedImages(SampleRange):
@@ -97,17 +116,10 @@ class CaptionedImages(SampleRange):
         samples = [self._source[row] for row in self._rows[index].tolist()]
         return {**samples[0], "captions": tuple(caption for sample in samples for caption in sample["captions"])}
 
-    def _row(self, index: int) -> int:
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the underlying source and the first sample of an image."""
         check_index(index, len(self))
-        return int(self._rows[index][0])
-
-
-def image_numbers(source: Source) -> np.ndarray:
-    """Number the different images of a source.
-
-    Every sample of another source than `RepeatingSource` is a different image.
-    """
-    return source.image_numbers() if isinstance(source, RepeatingSource) else np.arange(len(source))
+        return self._source, int(self._rows[index][0])
 
 
 def by_image(source: Source) -> Source:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from infcl_jax.data.sources import captions, files
-from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, locate, starts_of, warn_dropped
-from infcl_jax.data.sources.labels import column_labels, prompts
+from infcl_jax.data.sources.base import Classes, locate, starts_of
+from infcl_jax.data.sources.file_source import FileSource
+from infcl_jax.data.sources.labels import column_labels
 from infcl_jax.data.sources.paths import OUTSIDE, outside_option, report_outside
 from infcl_jax.data.sources.table_file import TableFile
 
@@ -17,7 +18,7 @@ EXTENSIONS = (".csv", ".tsv", ".jsonl", ".parquet")
 _OPTIONS = ("image", "caption", "label", "folder", OUTSIDE)
 
 
-class TableSource:
+class TableSource(FileSource):
     """Captioned images of the rows of tables.
 
     The image column has paths or encoded images (bytes, or {"bytes", "path"} as Hugging Face writes them). Paths on
@@ -71,7 +72,7 @@ class TableSource:
             count = sum(table.dropped.get(reason, 0) for table in tables)
             if count:
                 self.dropped[reason] = count
-        warn_dropped(self, "; images of the column " + ", ".join({repr(t.image_column): None for t in tables}))
+        self._warn_dropped("; images of the column " + ", ".join({repr(t.image_column): None for t in tables}))
         if len(self) == 0:
             text = "caption" if tables[0].captioned else "label"
             raise ValueError(
@@ -79,22 +80,18 @@ class TableSource:
                 f"; the images are those of {tables[0].image_column!r}"
             )
         self.captioned = all(table.captioned for table in tables)
-        self._images_only = self._options.get("caption") == captions.NONE
-        self._classes: Classes | str
-        try:
-            if self._images_only:
-                raise ValueError(f"{name} was opened without classes; leave out caption={captions.NONE}")
-            columns = [table.label_strings() for table in tables]
-            names = tables[0].class_names
-            if any(table.class_names != names for table in tables):
-                raise ValueError(f"expected the same class names in all tables of {name}, got others in some")
-            labels, self._classes = column_labels(columns, tables[0].folder, tables[0].label_column, names)
-            for table, values in zip(tables, labels, strict=True):
-                table.labels = values
-        except ValueError as error:
-            if not (self.captioned or self._images_only):
-                raise
-            self._classes = str(error)  # training on captions does not need the labels
+        self.images_only = self._options.get("caption") == captions.NONE
+        self._find_classes(self._label_rows)
+
+    def _label_rows(self) -> Classes:
+        columns = [table.label_strings() for table in self._tables]
+        first = self._tables[0]
+        if any(table.class_names != first.class_names for table in self._tables):
+            raise ValueError(f"expected the same class names in all tables of {self.name}, got others in some")
+        labels, result = column_labels(columns, first.folder, first.label_column, first.class_names)
+        for table, values in zip(self._tables, labels, strict=True):
+            table.labels = values
+        return result
 
     def _report_outside(self, tables: Sequence[TableFile]) -> None:
         """Log or refuse image paths outside the folders of the images."""
@@ -114,17 +111,10 @@ class TableSource:
         number, row = locate(self._starts, index)
         return self._tables[number], row
 
-    def __getitem__(self, index: int) -> Example:
-        check_index(index, len(self))
+    def _read(self, index: int) -> tuple[bytes, list[str] | None, int]:
         table, row = self._locate(index)
-        label = int(table.labels[row])
-        try:
-            if self._images_only:
-                return captions.uncaptioned_example(table.image(row))
-            texts = table.captions(row) if table.captioned else prompts(self.classes(), label)
-            return captions.example(table.image(row), texts, label)
-        except Exception as error:  # file systems and parsers raise any exception
-            raise bad_record(self.describe(index), error) from error
+        texts = table.captions(row) if table.captioned else None
+        return table.image(row), texts, int(table.labels[row])
 
     def image_numbers(self) -> np.ndarray:
         """Number the different images of the rows, by path or content.
@@ -135,32 +125,16 @@ class TableSource:
         names = (name for table in self._tables for name in table.image_names())
         return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
-    def classes(self) -> Classes:
-        """Return the classes of the label column.
-
-        Raises:
-          ValueError: there is no label column, a label is wrong, or integers have no class names.
-        """
-        if isinstance(self._classes, str):
-            raise ValueError(self._classes)
-        return self._classes
-
     def key(self, index: int) -> str:
         """Return the image path of a row, or its index without path."""
         table, row = self._locate(index)
         return table.key(row) or str(index)
 
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index, table and image path."""
+    def _place(self, index: int) -> str:
         table, row = self._locate(index)
-        key = f", {table.key(row)}" if table.key(row) else ""
-        return f"record {index} of {self.name}, split {self.split} ({files.name_of(table.path)}{key})"
+        return ", ".join(filter(None, (files.name_of(table.path), table.key(row))))
 
     def shard(self, index: int) -> str:
         """Name the image file of a row, or its table."""
         table, row = self._locate(index)
         return table.key(row) or files.name_of(table.path)
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return self.name

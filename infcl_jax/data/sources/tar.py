@@ -10,8 +10,9 @@ from urllib.parse import urlencode
 import numpy as np
 
 from infcl_jax.data.sources import captions, files, tar_scan
-from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, format_counts, warn_dropped
-from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, folder_classes, prompts, read_class_names
+from infcl_jax.data.sources.base import Classes, format_counts
+from infcl_jax.data.sources.file_source import FileSource
+from infcl_jax.data.sources.labels import CLASS_FILES, UNLABELED, folder_classes, read_class_names
 from infcl_jax.data.sources.tar_index import load_index
 from infcl_jax.data.sources.tar_scan import Layout
 from infcl_jax.runtime.file_io import parse_json
@@ -19,12 +20,11 @@ from infcl_jax.runtime.file_io import parse_json
 _CAPTIONS = ("txt", "json")
 _LABELS = ("cls", "json")
 _JSON_FIELD = re.compile(r"((?:.*?\.)?json)\.(.+)", re.IGNORECASE)  # value of the option "caption": EXTENSION.FIELD
-_READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
 
 _logger = logging.getLogger(__name__)
 
 
-class TarSource:
+class TarSource(FileSource):
     """Random access to the samples of tar files.
 
     A sample is the members whose names are equal up to the first dot of the last component: an image (jpg, jpeg, png,
@@ -56,20 +56,29 @@ class TarSource:
         self._options = {option: value for option, value in (("caption", caption), ("image", image)) if value}
         match = _JSON_FIELD.fullmatch(caption or "")
         extension, fields = (match[1], (match[2],)) if match else (caption, captions.JSON_FIELDS)
-        self._images_only = caption == captions.NONE
+        self.images_only = caption == captions.NONE
         members = (extension.lower(),) if extension else _CAPTIONS
-        self._layout = Layout(() if self._images_only else members, fields, image and image.lower())
+        self._layout = Layout(() if self.images_only else members, fields, image and image.lower())
         self._index = load_index(shards, self._layout, name)
-        self._files = files.Files(self._index.shards)
-        self._names = None if self._images_only else read_class_names(shards[0].rpartition("/")[0])
-        self.captioned = not self._images_only
+        self.captioned = not self.images_only
+        folder = shards[0].rpartition("/")[0]
+        self._names = None if self.images_only else read_class_names(folder)
+        self._classes: Classes | str = (
+            f"{name} has no class names; put a {CLASS_FILES[0]} with one name per line beside the tar files, and the"
+            " labels into KEY.cls"
+        )
         if self._names is not None:
-            self._classes = folder_classes(self._names.names, shards[0].rpartition("/")[0])
+            self._classes = folder_classes(self._names.names, folder)
             # Scanned only where labels have a meaning. The scan of a training set without labels takes minutes.
             self._label_index = load_index(shards, Layout(_LABELS, (), self._layout.image), name)
-            self.captioned = caption is not None or len(self._index.entries) > 0
+            self.captioned = caption is not None or len(self._index) > 0
             if not self.captioned:
                 self._index = self._label_index
+            if not len(self._label_index):
+                self._classes = f"{name} has no labels; put them into KEY.cls, or into KEY.json as a label"
+        self.dropped = self._index.dropped
+        if not self.captioned:
+            self.dropped = {"no label" if why == "no caption" else why: n for why, n in self.dropped.items()}
         for problem in self._index.problems:
             _logger.warning("%s", problem)
         if len(self) == 0:
@@ -82,39 +91,10 @@ class TarSource:
                 f" ?caption=json.FIELD, or put labels into KEY.cls and the class names into a {CLASS_FILES[0]} beside"
                 f" the tar files; ?caption={captions.NONE} reads images alone"
             )
-        warn_dropped(self, self._dotted_hint())
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Number of members or samples that are left out, by reason."""
-        if self.captioned:
-            return self._index.dropped
-        return {"no label" if reason == "no caption" else reason: n for reason, n in self._index.dropped.items()}
+        self._warn_dropped(self._dotted_hint())
 
     def __len__(self) -> int:
-        return len(self._index.entries)
-
-    def __getitem__(self, index: int) -> Example:
-        check_index(index, len(self))
-        try:
-            return self._read(*self._index.locate(index))
-        except Exception as error:  # remote file systems raise any exception
-            raise bad_record(self.describe(index), error) from error
-
-    def classes(self) -> Classes:
-        """Return the classes of the class file.
-
-        Raises:
-          ValueError: there are no class names next to the shards, or there is no label.
-        """
-        if self._names is None:
-            raise ValueError(
-                f"{self.name} has no class names; put a {CLASS_FILES[0]} with one name per line beside the tar files,"
-                " and the labels into KEY.cls"
-            )
-        if len(self._label_index.entries) == 0:
-            raise ValueError(f"{self.name} has no labels; put them into KEY.cls, or into KEY.json as a label")
-        return self._classes
+        return len(self._index)
 
     def _dotted_hint(self) -> str:
         """Tell how to use members whose names have further dots, if there are any."""
@@ -129,79 +109,42 @@ class TarSource:
             f" rename such files, or choose them with ?{options}"
         )
 
-    def _read_member(self, shard: int, entry: np.void, member: str) -> bytes:
-        """Read the caption or label member of an entry, which has the given extension."""
-        offset, size = int(entry["caption_block"]) * tar_scan.BLOCK, int(entry["caption_size"])
-        return self._files.read(shard, offset, size, captions.largest(member.rpartition(".")[2]))
-
-    def _label(self, shard: int, entry: np.void) -> int:
-        """Read the label of the sample with the image of an entry."""
+    def _label(self, index: int) -> int:
+        """Read the label of the sample with the image of a sample."""
         if self._names is None:
             return UNLABELED
+        shard, entry = self._index.locate(index)
         start, stop = self._label_index.starts[shard : shard + 2].tolist()
-        entries = self._label_index.entries[start:stop]
-        matches = np.flatnonzero(entries["image_block"] == entry["image_block"])
+        images = self._label_index.entries["image_block"][start:stop]
+        matches = np.flatnonzero(images == entry["image_block"])
         if len(matches) == 0:
             return UNLABELED
-        labeled = entries[matches[0]]
-        member = _LABELS[int(labeled["caption_member"])]
-        data = self._read_member(shard, labeled, member)
-        if member == "json":
-            content = parse_json(data, "the label", object)
-            value = content.get("label") if isinstance(content, dict) else None
-            return UNLABELED if value is None else self._names.label(str(value))
-        return self._names.label(captions.text(data))
+        extension, data = self._label_index.caption(start + int(matches[0]))
+        if extension != "json":
+            return self._names.label(captions.text(data))
+        content = parse_json(data, "the label", object)
+        value = content.get("label") if isinstance(content, dict) else None
+        return UNLABELED if value is None else self._names.label(str(value))
 
-    def _read(self, shard: int, entry: np.void) -> Example:
-        label = self._label(shard, entry)
-        if self._images_only:
-            offset, size = int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"])
-            return captions.uncaptioned_example(self._files.read(shard, offset, size))
-        if not self.captioned:
-            image = self._files.read(shard, int(entry["image_block"]) * tar_scan.BLOCK, int(entry["image_size"]))
-            return captions.example(image, prompts(self.classes(), label), label)
-        member = self._layout.captions[int(entry["caption_member"])].rpartition(".")[2]
-        files.check_size(int(entry["image_size"]), files.LARGEST_IMAGE, "an image")
-        files.check_size(int(entry["caption_size"]), captions.largest(member), "a caption")
-        image_start, caption_start = (int(entry[key]) * tar_scan.BLOCK for key in ("image_block", "caption_block"))
-        image_stop, caption_stop = image_start + int(entry["image_size"]), caption_start + int(entry["caption_size"])
-        start, stop = min(image_start, caption_start), max(image_stop, caption_stop)
-        gap = max(image_start, caption_start) - min(image_stop, caption_stop)
-        if gap <= _READ_BETWEEN:
-            data = self._files.read(shard, start, stop - start, 2 * files.LARGEST_IMAGE)
-            image = data[image_start - start : image_stop - start]
-            caption = data[caption_start - start : caption_stop - start]
-        else:
-            image = self._files.read(shard, image_start, image_stop - image_start)
-            caption = self._files.read(shard, caption_start, caption_stop - caption_start)
-        if member == "json":
-            return captions.example(image, captions.json_captions(caption, self._layout.fields), label)
-        return captions.example(image, [captions.text(caption)], label)
+    def _read(self, index: int) -> tuple[bytes, list[str] | None, int]:
+        label = self._label(index)
+        if self.images_only or not self.captioned:
+            return self._index.image(index), None, label
+        image, extension, data = self._index.image_and_caption(index)
+        is_json = extension == "json"
+        return image, captions.json_captions(data, self._layout.fields) if is_json else [captions.text(data)], label
 
     def key(self, index: int) -> str:
         """Return the key of a sample, see `tar_scan.split_name`."""
-        shard, entry = self._index.locate(index)
-        header_bytes = (1 + int(entry["name_blocks"])) * tar_scan.BLOCK
-        start = int(entry["image_block"]) * tar_scan.BLOCK - header_bytes
+        return tar_scan.split_name(self._index.name(index))[0]
 
-        def read(offset: int, size: int) -> bytes:
-            return self._files.read(shard, start + offset, size)
-
-        name, *_ = next(tar_scan.members(read, header_bytes + int(entry["image_size"]), []))
-        return tar_scan.split_name(name)[0]
-
-    def describe(self, index: int) -> str:
-        """Name a record by dataset, split, index, shard and key."""
+    def _place(self, index: int) -> str:
         try:
             key = self.key(index)
         except Exception:  # the reason why the record is bad is reported, not this one
             key = "?"
-        return f"record {index} of {self.name}, split {self.split} ({self.shard(index)}, key {key})"
+        return f"{self.shard(index)}, key {key}"
 
     def shard(self, index: int) -> str:
         """Name the tar file of a sample."""
-        return files.name_of(self._index.shards[self._index.locate(index)[0]])
-
-    def source_name(self, index: int) -> str:
-        """Name the dataset of a record."""
-        return self.name
+        return files.name_of(self._index.files.paths[self._index.locate(index)[0]])

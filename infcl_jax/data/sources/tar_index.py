@@ -15,14 +15,16 @@ import pickle
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from infcl_jax.data.sources import files, tar_scan
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.sources import captions, files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
+from infcl_jax.data.sources.files import LARGEST_IMAGE, Files, check_size
 from infcl_jax.data.sources.tar_scan import Layout, ShardScan
 from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
 from infcl_jax.runtime.progress import Progress
@@ -43,6 +45,7 @@ assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 _MAGIC = b"infcltar5"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
+_READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
 _FEW_SHARDS = 8  # scanned in this process
 _MAX_PROCESSES = 32
 
@@ -54,7 +57,8 @@ class TarIndex:
     """Samples of a list of tar files, 18 bytes each.
 
     Attributes:
-      shards: paths of the tar files.
+      files: the tar files.
+      members: extensions of the caption or label members, see `Layout.captions`.
       starts: int64 [shards + 1], index of the first sample of each shard, then the number of samples.
       entries: `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk.
       dropped: number of members or samples that are left out, by reason.
@@ -63,7 +67,8 @@ class TarIndex:
       path: cache file, or None.
     """
 
-    shards: tuple[str, ...]
+    files: Files
+    members: tuple[str, ...]
     starts: np.ndarray
     entries: np.ndarray
     dropped: dict[str, int]
@@ -71,14 +76,89 @@ class TarIndex:
     problems: tuple[str, ...]
     path: str | None
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({} if self.path is None else {"entries": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         if self.path is None:
-            return TarIndex, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-        return _reopen, (self.path, self.shards, len(self.entries))
+            return
+        header, entries = _read(self.path, checksum=False)  # the process that pickled it has checked it
+        if not np.array_equal(starts_of(shard[2] for shard in header["shards"]), self.starts):
+            raise ValueError(
+                f"expected {self.starts[-1]} samples in the tar index {self.path}, got {len(entries)}; it changed, "
+                "start again"
+            )
+        self.__dict__["entries"] = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
     def locate(self, index: int) -> tuple[int, np.void]:
         """Return the shard number and the entry of a sample."""
         return locate(self.starts, index)[0], self.entries[index]
+
+    def image(self, index: int) -> bytes:
+        """Read the image of a sample."""
+        shard, entry = self.locate(index)
+        return self.files.read(shard, *_span(entry, "image"))
+
+    def caption(self, index: int, limit: int | None = None) -> tuple[str, bytes]:
+        """Read the caption or label member of a sample.
+
+        Args:
+          index: sample index.
+          limit: largest size; None: that of the extension, see `captions.largest`.
+
+        Returns:
+          The last extension of the member, and its contents.
+        """
+        shard, entry = self.locate(index)
+        extension = self._extension(entry)
+        return extension, self.files.read(shard, *_span(entry, "caption"), limit or captions.largest(extension))
+
+    def image_and_caption(self, index: int) -> tuple[bytes, str, bytes]:
+        """Read both members of a sample, at once if they are close to each other.
+
+        Returns:
+          The image, the last extension of the caption member, and its contents.
+        """
+        shard, entry = self.locate(index)
+        extension, image, caption = self._extension(entry), _span(entry, "image"), _span(entry, "caption")
+        check_size(image.size, LARGEST_IMAGE, "an image")
+        check_size(caption.size, captions.largest(extension), "a caption")
+        first, last = sorted((image, caption))
+        if last.start - (first.start + first.size) > _READ_BETWEEN:
+            return self.files.read(shard, *image), extension, self.files.read(shard, *caption)
+        data = self.files.read(shard, first.start, last.start + last.size - first.start, 2 * LARGEST_IMAGE)
+        image_bytes, caption_bytes = (
+            data[span.start - first.start : span.start - first.start + span.size] for span in (image, caption)
+        )
+        return image_bytes, extension, caption_bytes
+
+    def name(self, index: int) -> str:
+        """Read the name of the image member of a sample."""
+        shard, entry = self.locate(index)
+        image, header_bytes = _span(entry, "image"), (1 + int(entry["name_blocks"])) * tar_scan.BLOCK
+
+        def read(offset: int, size: int) -> bytes:
+            return self.files.read(shard, image.start - header_bytes + offset, size)
+
+        return next(tar_scan.members(read, header_bytes + image.size, []))[0]
+
+    def _extension(self, entry: np.void) -> str:
+        return self.members[int(entry["caption_member"])].rpartition(".")[2]
+
+
+class _Span(NamedTuple):
+    """Byte range of a member."""
+
+    start: int
+    size: int
+
+
+def _span(entry: np.void, member: str) -> _Span:
+    return _Span(int(entry[f"{member}_block"]) * tar_scan.BLOCK, int(entry[f"{member}_size"]))
 
 
 def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
@@ -107,7 +187,7 @@ def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
             _logger.warning("%s: the index is built again: %s", name, error)
             continue
         if [tuple(shard[:2]) for shard in header["shards"]] == stamps:
-            return _index(shards, header, entries, cache)
+            return _index(shards, layout, header, entries, cache)
         return _build(shards, stamps, layout, name, header, entries)
     return _build(shards, stamps, layout, name, {"shards": []}, np.zeros(0, ENTRY_DTYPE))
 
@@ -190,24 +270,16 @@ def _is_shard(shard: Any) -> bool:
     return False
 
 
-def _reopen(path: str, shards: tuple[str, ...], count: int) -> TarIndex:
-    """Open the index of another process."""
-    header, entries = _read(path, checksum=False)  # the other process has checked it
-    if (len(header["shards"]), len(entries)) != (len(shards), count):
-        raise ValueError(
-            f"expected {count} samples in the tar index {path}, got {len(entries)}; it changed, start again"
-        )
-    return _index(shards, header, entries, path)
-
-
-def _index(shards: Sequence[str], header: dict[str, Any], entries: np.ndarray, path: str | None) -> TarIndex:
+def _index(
+    shards: Sequence[str], layout: Layout, header: dict[str, Any], entries: np.ndarray, path: str | None
+) -> TarIndex:
     counts = [shard[2] for shard in header["shards"]]
     dropped: dict[str, int] = {}
     for reason, count in itertools.chain.from_iterable(shard[3].items() for shard in header["shards"]):
         dropped[reason] = dropped.get(reason, 0) + count
     dotted = next((shard[4] for shard in header["shards"] if shard[4]), None)
     problems = [f"{path}: {shard[5]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[5]]
-    return TarIndex(tuple(shards), starts_of(counts), entries, dropped, dotted, tuple(problems), path)
+    return TarIndex(Files(shards), layout.captions, starts_of(counts), entries, dropped, dotted, tuple(problems), path)
 
 
 def _build(
@@ -241,8 +313,8 @@ def _build(
     for cache in _cache_files(shards, layout):
         with contextlib.suppress(OSError):
             _write(cache, header, contents)
-            return _index(shards, header, _read(cache)[1], cache)
-    return _index(shards, header, np.frombuffer(b"".join(contents), ENTRY_DTYPE), None)
+            return _index(shards, layout, header, _read(cache)[1], cache)
+    return _index(shards, layout, header, np.frombuffer(b"".join(contents), ENTRY_DTYPE), None)
 
 
 def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None:
@@ -259,49 +331,30 @@ def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None
 
 def _scan_all(shards: Sequence[str], layout: Layout, name: str) -> list[ShardScan]:
     """Scan shards in parallel and log the progress."""
-    processes = min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_PROCESSES
-    )
+    processes = min(usable_cores(), _MAX_PROCESSES)
     local = not any(files.is_remote(shard) for shard in shards)
     scan_batch: Callable[[Sequence[str], Layout], list[ShardScan]] = _scan_here
     batch = 1
     if local and processes > 1 and len(shards) > _FEW_SHARDS:
         scan_batch = _scan_in_process
         batch = min(64, -(-len(shards) // (4 * processes)))
-    batches = [shards[start : start + batch] for start in range(0, len(shards), batch)]
+    batches = list(itertools.batched(shards, batch))
     progress = Progress(f"{name}: indexed", len(shards), "shards", _logger.info)
     result: list[ShardScan] = []
     with concurrent.futures.ThreadPoolExecutor(processes if local else 4 * processes) as threads:
-        for scans in _in_order(threads, scan_batch, batches, layout):
+        for scans in threads.map(scan_batch, batches, itertools.repeat(layout)):
             result += scans
             progress.add(len(scans))
     return result
 
 
-def _in_order(
-    threads: concurrent.futures.Executor,
-    scan_batch: Callable,
-    batches: Sequence[Sequence[str]],
-    layout: Layout,
-) -> Iterator[list[ShardScan]]:
-    futures = [threads.submit(scan_batch, batch, layout) for batch in batches]
-    try:
-        for future in futures:
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-
-
 def _scan_here(shards: Sequence[str], layout: Layout) -> list[ShardScan]:
-    return [
-        _scan_remote(shard, layout) if files.is_remote(shard) else tar_scan.scan_file(shard, layout) for shard in shards
-    ]
+    return [(_scan_remote if files.is_remote(path) else tar_scan.scan_file)(path, layout) for path in shards]
 
 
 def _scan_remote(shard: str, layout: Layout) -> ShardScan:
     size = files.stamp(shard).size
-    reader = files.Files([shard])
+    reader = Files([shard])
 
     def read(offset: int, count: int) -> bytes:
         return reader.read(0, offset, min(count, size - offset))

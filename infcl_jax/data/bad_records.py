@@ -54,14 +54,14 @@ class BadRecords:
     """
 
     def __init__(self, source: Source, limit: float | None):
-        self._source, self._setting, self._limit = source, limit, bad_record_limit(limit, source)
+        self.source, self._setting, self._limit = source, limit, bad_record_limit(limit, source)
         self._indices: set[int] = set()
         self._lock = threading.RLock()  # gradient caching reads chunks in several threads
 
     def counts(self) -> dict[str, int]:
         """Count the bad records of each source; the components of a mixture are sources."""
-        names = self._source.names if isinstance(self._source, MixtureSource) else (self._source.name,)
-        counts = collections.Counter(source_name(self._source, index) for index in self.indices())
+        names = self.source.names if isinstance(self.source, MixtureSource) else (self.source.name,)
+        counts = collections.Counter(source_name(self.source, index) for index in self.indices())
         return {name: counts[name] for name in names}
 
     def summary(self) -> str:
@@ -86,7 +86,7 @@ class BadRecords:
           BadRecordError: there are more than the limit.
         """
         for index in indices:
-            self._add(index, f"bad {describe(self._source, index)}")
+            self._add(index, f"bad {describe(self.source, index)}")
 
     def take(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Remove the bad records from a batch or chunk and count them.

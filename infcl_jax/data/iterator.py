@@ -14,9 +14,12 @@ import grain
 import numpy as np
 
 from infcl_jax.data.bad_records import BadRecords
-from infcl_jax.data.parallelism import Parallelism
-from infcl_jax.data.sample_order import ArrivedChunks, SampleOrder
+from infcl_jax.data.checks import check_at_least, process_rows
+from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
+from infcl_jax.data.sample_order import ProcessRows, describe_records
+from infcl_jax.data.sources.base import OrderedSource, Source
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
+from infcl_jax.data.worker_function import WorkerFunction
 from infcl_jax.data.workers import WorkerLost, worker_dataset
 
 Batch = dict[str, np.ndarray]
@@ -105,7 +108,7 @@ class TrainIterator(grain.DatasetIterator):
       bad_records: counter of the bad records of returned batches.
       parallelism: number of reading threads or workers and of prefetched batches.
       finish: last stage of each batch; `next_reader` leaves it out.
-      order: sample indices of the batches, for `batch_indices` and `awaited`; None: unknown.
+      order: rows of this process, for `batch_indices` and `awaited`; None: unknown.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -122,7 +125,7 @@ class TrainIterator(grain.DatasetIterator):
         bad_records: BadRecords,
         parallelism: Parallelism,
         finish: LastStage | None = None,
-        order: SampleOrder | None = None,
+        order: ProcessRows | None = None,
     ):
         super().__init__()
         self.bad_records = bad_records
@@ -145,7 +148,7 @@ class TrainIterator(grain.DatasetIterator):
         """Open the pipeline at batch `_next_batch`; threads and workers start lazily."""
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
-        self._opened_batch, self._arrived = self._next_batch, ArrivedChunks()
+        self._opened_batch, self._arrived = self._next_batch, _ArrivedChunks()
         dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, self._finish, self._arrived)
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
@@ -210,7 +213,7 @@ class TrainIterator(grain.DatasetIterator):
         Args:
           number: number of the batch, from 0.
         """
-        return [] if self._order is None else self._order.batch(number)
+        return [] if self._order is None else self._order.global_batch(number)
 
     def awaited(self) -> str:
         """Describe the chunk for which the next batch waits: its sources, files and reader.
@@ -224,10 +227,11 @@ class TrainIterator(grain.DatasetIterator):
             return batch
         if chunk >= (self._next_batch + 1) * self._chunks_per_batch:
             return f"{batch}, whose records are read; {'the GPUs decode' if self._finish else 'a thread joins'} them"
-        indices = self._order.local(chunk * self._rows_per_chunk, (chunk + 1) * self._rows_per_chunk)
+        rows = range(chunk * self._rows_per_chunk, (chunk + 1) * self._rows_per_chunk)
+        records = describe_records(self.bad_records.source, [int(self._order[row][1]) for row in rows])
         workers = self.parallelism.num_workers
         reader = f"worker process {count % workers + 1} of {workers}" if workers else "a reading thread"
-        return f"{batch}, {self._order.describe(indices)}, {reader}"
+        return f"{batch}, {records}, {reader}"
 
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
@@ -274,12 +278,103 @@ class TrainIterator(grain.DatasetIterator):
                     self._threads.shutdown(cancel_futures=True)
 
 
+class _ArrivedChunks:
+    """Counter of the chunks that leave the reading threads or workers, in order."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, chunk: Any) -> Any:
+        self.count += 1
+        return chunk
+
+
+def open_iterator(
+    source: Source,
+    make_chunk: Callable[[Sequence[tuple[int, int]]], dict[str, Any]],
+    *,
+    batch_size: int,
+    seed: int,
+    row_bytes: int,
+    max_bad_records: float | None,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_workers: int | None = None,
+    num_threads: int | None = None,
+    prefetch_batches: int | None = None,
+    cores: int | None = None,
+    processes_per_host: int = 1,
+    shared_row_bytes: int = 0,
+    finish: LastStage | None = None,
+) -> TrainIterator:
+    """Create an endless iterator over chunks of a source, see `infcl_jax.data.train_iterator`.
+
+    Args:
+      source: source of the samples.
+      make_chunk: function that makes one chunk of a batch from (global row, sample index) pairs.
+      batch_size: global batch size, over all processes.
+      seed: seed of the order, in [0, 2**32).
+      row_bytes: bytes of a row in host memory.
+      max_bad_records: see `infcl_jax.data.bad_records.bad_record_limit`.
+      process_index: index of this process.
+      process_count: number of processes that share each batch.
+      num_workers: number of worker processes; 0: threads; None: chosen.
+      num_threads: number of reading threads without workers; None: chosen.
+      prefetch_batches: number of batches to prefetch; None: chosen.
+      cores: number of CPU cores for this process; None: all that it may use.
+      processes_per_host: number of processes that share the memory of this host.
+      shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
+      finish: last stage of each batch.
+
+    Raises:
+      ValueError: an argument is out of range, or workers have too little shared memory.
+    """
+    local_size = process_rows(batch_size, process_index, process_count)
+    if batch_size > len(source):
+        raise ValueError(
+            f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
+            f" {batch_size}; every sample appears at most once an epoch"
+        )
+    check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
+    check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches)
+    check_at_least(1, cores=cores, processes_per_host=processes_per_host)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
+    if isinstance(source, OrderedSource):
+        order = source.order(seed)
+        identity["order"] = source.fingerprint()
+    else:
+        order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
+        order = order[: len(source) // batch_size * batch_size]
+    rows, chunk = ProcessRows(order, batch_size, process_index, process_count), chunk_size(local_size)
+    parallelism = choose_parallelism(
+        batch_bytes=local_size * row_bytes,
+        num_workers=num_workers,
+        num_threads=num_threads,
+        prefetch_batches=prefetch_batches,
+        cores=cores,
+        processes=processes_per_host,
+    )
+    check_shared_memory(parallelism, chunk * shared_row_bytes, local_size // chunk, processes_per_host)
+    return TrainIterator(
+        rows.batch(chunk, drop_remainder=True, batch_fn=WorkerFunction(make_chunk)).repeat(),
+        chunks_per_batch=local_size // chunk,
+        rows_per_chunk=chunk,
+        identity=identity,
+        bad_records=BadRecords(source, max_bad_records),
+        order=rows,
+        finish=finish,
+        parallelism=parallelism,
+    )
+
+
 def prefetched_batches(
     chunks: grain.MapDataset,
     chunks_per_batch: int,
     parallelism: Parallelism,
     finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    arrived: ArrivedChunks | None = None,
+    arrived: _ArrivedChunks | None = None,
 ) -> grain.IterDataset:
     """Read chunks in threads or worker processes and concatenate them to batches.
 

@@ -15,29 +15,25 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import UInt8
 
-from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
-from infcl_jax.data.checks import check_at_least, process_rows
+from infcl_jax.data.bad_records import BAD_RECORDS, as_array
+from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
-from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
-from infcl_jax.data.parallelism import check_shared_memory, choose_parallelism
+from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import RecordReader
-from infcl_jax.data.sample_order import SampleOrder
-from infcl_jax.data.sources.base import Example, OrderedSource, Source
+from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherRow, TeacherTokens
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
-from infcl_jax.data.worker_function import WorkerFunction
 from infcl_jax.ops.common.checks import check_choice
 
 TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
@@ -197,30 +193,6 @@ class _EncodedChunk:
         return self.host.image(row, example)
 
 
-class ProcessRows(grain.MapDataset):
-    """Rows of one process as (global row, sample index) pairs.
-
-    A process has one contiguous block of each global batch. The parent dataset has the sample indices of an epoch.
-    Indices beyond its length address further epochs, in the parent and in this dataset.
-    """
-
-    def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
-        super().__init__(parent)
-        self._batch_size = batch_size
-        self._local_size = batch_size // process_count
-        self._offset = process_index * self._local_size
-
-    def __len__(self) -> int:
-        return len(self.parents[0]) // self._batch_size * self._local_size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        step, local_row = divmod(index, self._local_size)
-        row = step * self._batch_size + self._offset + local_row
-        return row, self.parents[0][row]
-
-
 def train_iterator(
     source: Source,
     *,
@@ -297,18 +269,8 @@ def train_iterator(
       infcl_jax.data.workers.WorkerLost: raised during iteration, for a worker that is killed.
       BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
-    local_size = process_rows(batch_size, process_index, process_count)
-    if batch_size > len(source):
-        raise ValueError(
-            f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
-            f" {batch_size}; every sample appears at most once an epoch"
-        )
     check_choice("positives", positives, POSITIVES)
-    check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
-    check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches, image_size=image_size)
-    check_at_least(1, cores=cores, processes_per_host=processes_per_host, max_image_pixels=max_image_pixels)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    check_at_least(1, image_size=image_size, max_image_pixels=max_image_pixels)
     if augmentation is not None and augmentation.shift >= image_size:
         raise ValueError(
             f"expected augmentation.shift < {image_size}, the side of the images, got {augmentation.shift}"
@@ -317,21 +279,10 @@ def train_iterator(
         raise ValueError("expected no decoders with features of the images, got both; leave decoders out")
     if decoders is not None and (augmentation is None or sharding is None):
         raise ValueError("expected an augmentation and a sharding with decoders, got None; leave decoders out")
-    chunk = chunk_size(local_size)
-    identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
-    if isinstance(source, OrderedSource):
-        order = source.order(seed)
-        identity["order"] = source.fingerprint()
-    else:
-        order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
-        order = order[: len(source) // batch_size * batch_size]
-    rows = ProcessRows(order, batch_size, process_index, process_count)
     features = features or {}
-    reader = RecordReader(PrecomputedSource(source, features) if features else source)
-    encode = np.stack if "text" in features else tokenizer
     host = _TrainChunk(
-        reader,
-        encode,
+        RecordReader(PrecomputedSource(source, features) if features else source),
+        np.stack if "text" in features else tokenizer,
         image_size,
         augmentation,
         seed,
@@ -341,24 +292,20 @@ def train_iterator(
         teacher=teacher,
     )
     row_bytes = 3 * image_size**2 + 4 * tokenizer.context_length
-    parallelism = choose_parallelism(
-        batch_bytes=local_size * row_bytes,
+    return open_iterator(
+        source,
+        host if decoders is None else _EncodedChunk(host),
+        batch_size=batch_size,
+        seed=seed,
+        row_bytes=row_bytes,
+        max_bad_records=max_bad_records,
+        process_index=process_index,
+        process_count=process_count,
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,
         cores=cores,
-        processes=processes_per_host,
-    )
-    if decoders is None and "image" not in features:
-        check_shared_memory(parallelism, chunk * row_bytes, local_size // chunk, processes_per_host)
-    make_chunk = WorkerFunction(host if decoders is None else _EncodedChunk(host))
-    return TrainIterator(
-        rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
-        chunks_per_batch=local_size // chunk,
-        rows_per_chunk=chunk,
-        identity=identity,
-        bad_records=BadRecords(source, max_bad_records),
-        order=SampleOrder(source, order, batch_size, process_index * local_size, local_size),
+        processes_per_host=processes_per_host,
+        shared_row_bytes=row_bytes if decoders is None and "image" not in features else 0,
         finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
-        parallelism=parallelism,
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infcl_jax.data.decode.api import DecodedExample, ToImage, decode_example, pixels
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source
 from infcl_jax.data.stages import DECODE, READ, timed
 
-_MAX_REPLACEMENTS = 16  # maximum number of consecutive records tried, the bad record included
+MAX_ATTEMPTS = 16  # maximum number of consecutive records tried, the bad record included
 
 
 class RecordReader:
@@ -26,7 +26,7 @@ class RecordReader:
 
     def __init__(self, source: Source, *, replace: bool = True, skip: bool = False):
         self._source, self._skip = source, skip
-        self._attempts = _MAX_REPLACEMENTS if replace else 1
+        self._attempts = MAX_ATTEMPTS if replace else 1
 
     def read(
         self, indices: Sequence[int], to_image: Sequence[ToImage] | None = None
@@ -63,15 +63,39 @@ class RecordReader:
     def _read(
         self, index: int, example: Example | None, to_image: ToImage, bad: dict[int, str]
     ) -> tuple[DecodedExample, int]:
-        size = len(self._source)
-        for candidate in (offset % size for offset in range(index, index + min(self._attempts, size))):
-            try:
-                if candidate != index or example is None:
-                    with timed(READ):
-                        example = self._source[candidate]
-                with timed(DECODE):
-                    return decode_example(self._source, candidate, example, to_image), candidate
-            except BadRecordError as error:
-                bad[candidate] = str(error)
-        last, count = bad[candidate], min(self._attempts, size)
-        raise BadRecordError(last if count == 1 else f"{last}; the {count} records from {index} on are all bad")
+        def decode(candidate: int) -> DecodedExample:
+            known = example if candidate == index else None
+            if known is None:
+                with timed(READ):
+                    known = self._source[candidate]
+            with timed(DECODE):
+                return decode_example(self._source, candidate, known, to_image)
+
+        return read_good(decode, index, len(self._source), bad, self._attempts)
+
+
+def read_good[Record](
+    read: Callable[[int], Record], index: int, size: int, bad: dict[int, str], attempts: int = MAX_ATTEMPTS
+) -> tuple[Record, int]:
+    """Read a record, or the next good one in place of a bad one.
+
+    Args:
+      read: function from a sample index to its record.
+      index: sample index.
+      size: number of samples; the first one follows the last.
+      bad: dictionary that receives the messages of bad records by sample index.
+      attempts: number of records to try.
+
+    Returns:
+      The record and its sample index.
+
+    Raises:
+      BadRecordError: all of them are bad.
+    """
+    count = min(attempts, size)
+    for candidate in (offset % size for offset in range(index, index + count)):
+        try:
+            return read(candidate), candidate
+        except BadRecordError as error:
+            bad[candidate] = last = str(error)
+    raise BadRecordError(last if count == 1 else f"{last}; the {count} records from {index} on are all bad")

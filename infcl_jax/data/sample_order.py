@@ -2,76 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+import grain
 
 from infcl_jax.data.sources.base import Source, shard_name, source_name
 
 _NAMES = 3  # shards named in a line; a chunk of shuffled records can have as many as it has rows
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleOrder:
-    """Training order of a source, and this process's rows of it.
+class ProcessRows(grain.MapDataset):
+    """Rows of one process as (global row, sample index) pairs.
 
-    Attributes:
-      source: source of the records.
-      order: sample index of every global row, endless.
+    A process has one contiguous block of each global batch. Indices beyond the length address further epochs, in the
+    parent and in this dataset.
+
+    Args:
+      parent: sample index of every global row of an epoch.
       batch_size: rows of a global batch.
-      first_row: first row of this process in a global batch.
-      local_size: rows of this process in a global batch.
+      process_index: index of this process.
+      process_count: number of processes that share each batch.
     """
 
-    source: Source
-    order: Any
-    batch_size: int
-    first_row: int
-    local_size: int
+    def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._local_size = batch_size // process_count
+        self._offset = process_index * self._local_size
 
-    def batch(self, number: int) -> list[int]:
-        """Return the sample indices of a global batch, int [batch_size].
+    def __len__(self) -> int:
+        return len(self.parents[0]) // self._batch_size * self._local_size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        step, local_row = divmod(index, self._local_size)
+        row = step * self._batch_size + self._offset + local_row
+        return row, self.parents[0][row]
+
+    def global_batch(self, number: int) -> list[int]:
+        """Return the sample indices of a global batch, over all processes.
 
         Args:
           number: number of the batch, from 0.
         """
-        return self._indices(range(number * self.batch_size, (number + 1) * self.batch_size))
-
-    def local(self, start: int, stop: int) -> list[int]:
-        """Return the sample indices of rows of this process.
-
-        Args:
-          start: first row, over all batches of this process.
-          stop: row after the last.
-        """
-        rows = [divmod(row, self.local_size) for row in range(start, stop)]
-        return self._indices([batch * self.batch_size + self.first_row + row for batch, row in rows])
-
-    def describe(self, indices: Sequence[int]) -> str:
-        """Name the sources and shards of records without reading them."""
-        sources = ", ".join(dict.fromkeys(source_name(self.source, index) for index in indices))
-        shards = list(dict.fromkeys(filter(None, (shard_name(self.source, index) for index in indices))))
-        text = f"{len(indices)} records of {sources}"
-        if shards:
-            more = f" and {len(shards) - _NAMES} more" if len(shards) > _NAMES else ""
-            text += f" in {', '.join(shards[:_NAMES])}{more}"
-        return text
-
-    def _indices(self, rows: Sequence[int]) -> list[int]:
-        return [int(self.order[row]) for row in rows]
+        rows = range(number * self._batch_size, (number + 1) * self._batch_size)
+        return [int(self.parents[0][row]) for row in rows]
 
 
-class ArrivedChunks:
-    """Counter of the chunks that leave the reading threads or workers, in order.
-
-    Attributes:
-      count: number of chunks.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, chunk: Any) -> Any:
-        """Count a chunk and return it."""
-        self.count += 1
-        return chunk
+def describe_records(source: Source, indices: Sequence[int]) -> str:
+    """Name the datasets and shards of records without reading them."""
+    sources = ", ".join(dict.fromkeys(source_name(source, index) for index in indices))
+    shards = list(dict.fromkeys(filter(None, (shard_name(source, index) for index in indices))))
+    text = f"{len(indices)} records of {sources}"
+    if shards:
+        more = f" and {len(shards) - _NAMES} more" if len(shards) > _NAMES else ""
+        text += f" in {', '.join(shards[:_NAMES])}{more}"
+    return text

@@ -8,26 +8,20 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
-from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
-from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.iterator import STATS, TrainIterator, chunk_size
-from infcl_jax.data.parallelism import choose_parallelism
-from infcl_jax.data.pipeline import ProcessRows
-from infcl_jax.data.sample_order import SampleOrder
-from infcl_jax.data.sources.base import BadRecordError
+from infcl_jax.data.bad_records import BAD_RECORDS, as_array
+from infcl_jax.data.checks import check_at_least
+from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
+from infcl_jax.data.reader import read_good
 from infcl_jax.data.sources.text_fields import Passage
 from infcl_jax.data.sources.text_retrieval import QuerySource, RetrievalExample
 from infcl_jax.data.stages import READ, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.data.worker_function import WorkerFunction
 
 LEFT_OUT = "left_out_negatives"  # name in `TrainIterator.stats`, see `RetrievalExample.left_out`
 
 _STREAM = 2**34  # offset of the seed in the keys of random generators, see `infcl_jax.data.pipeline`
-_ATTEMPTS = 16  # records tried in a row, as for images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +77,7 @@ class _PairChunk:
         take_seconds()  # those of a chunk that raised
         bad: dict[int, str] = {}
         with timed(READ):
-            read = [self._read(index, bad) for _, index in rows]
+            read = [read_good(self.source.__getitem__, index, len(self.source), bad) for _, index in rows]
         passages = [self._passages(row, example) for (row, _), (example, _) in zip(rows, read, strict=True)]
         size = 1 + self.hard_negatives
         with timed(TOKENIZE):
@@ -97,16 +91,6 @@ class _PairChunk:
             BAD_RECORDS: as_array(bad),
             STATS: take_seconds() | {LEFT_OUT: sum(example.left_out for example, _ in read)},
         }
-
-    def _read(self, index: int, bad: dict[int, str]) -> tuple[RetrievalExample, int]:
-        """Read a record, or the next good one in place of a bad one."""
-        size = len(self.source)
-        for candidate in (offset % size for offset in range(index, index + min(_ATTEMPTS, size))):
-            try:
-                return self.source[candidate], candidate
-            except BadRecordError as error:
-                bad[candidate] = str(error)
-        raise BadRecordError(f"{bad[candidate]}; the records from {index} on are all bad")
 
     def _passages(self, row: int, example: RetrievalExample) -> list[Passage]:
         """Choose the positive and the hard negatives of a row."""
@@ -166,27 +150,17 @@ def pair_iterator(
       ValueError: batch_size is not a multiple of the number of processes or exceeds the source.
       BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
-    local_size = process_rows(batch_size, process_index, process_count)
     check_at_least(0, hard_negatives=hard_negatives)
-    if batch_size > len(source):
-        raise ValueError(f"batch_size must be at most the {len(source)} queries of {source.name}, got {batch_size}")
-    chunk = chunk_size(local_size)
-    order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
-    order = order[: len(source) // batch_size * batch_size]
-    rows = ProcessRows(order, batch_size, process_index, process_count)
-    make_chunk = WorkerFunction(_PairChunk(source, texts, hard_negatives, positive, seed))
-    return TrainIterator(
-        rows.batch(chunk, drop_remainder=True, batch_fn=make_chunk).repeat(),
-        chunks_per_batch=local_size // chunk,
-        rows_per_chunk=chunk,
-        identity={"num_examples": len(source), "batch_size": batch_size, "seed": seed},
-        bad_records=BadRecords(source, max_bad_records),  # type: ignore[arg-type]
-        order=SampleOrder(source, order, batch_size, process_index * local_size, local_size),  # type: ignore[arg-type]
-        finish=None,
-        parallelism=choose_parallelism(
-            batch_bytes=local_size * (2 + hard_negatives) * 4 * texts.tokenizer.context_length,
-            num_workers=num_workers,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-        ),
+    return open_iterator(
+        source,  # type: ignore[arg-type]
+        _PairChunk(source, texts, hard_negatives, positive, seed),
+        batch_size=batch_size,
+        seed=seed,
+        row_bytes=(2 + hard_negatives) * 4 * texts.tokenizer.context_length,
+        max_bad_records=max_bad_records,
+        process_index=process_index,
+        process_count=process_count,
+        num_workers=num_workers,
+        num_threads=num_threads,
+        prefetch_batches=prefetch_batches,
     )

@@ -75,5 +75,7 @@ def test_a_damaged_record_is_replaced_up_to_a_limit(path, tmp_path):
 
 
 def test_a_batch_larger_than_the_data_is_refused(path):
-    with pytest.raises(ValueError, match=r"batch_size must be at most the 12 queries of .*train\.jsonl, got 16"):
+    with pytest.raises(
+        ValueError, match=r"batch_size must be at most the 12 examples of .*train\.jsonl, split train, got 16"
+    ):
         batches(path, 1, batch_size=16)

@@ -64,7 +64,7 @@ def test_each_part_has_its_own_epochs(folder):
     assert rows == again and rows != other
     drawn = collections.defaultdict(list)
     for index in rows:
-        drawn[source.locate(index)[0]].append(source.locate(index)[1])
+        drawn[source.names.index(source.source_name(index))].append(source.locate(index)[1])
     assert [len(drawn[component]) for component in range(3)] == [40, 20, 80]
     for component, size in enumerate((10, 4, 5)):
         epochs = np.array(drawn[component]).reshape(-1, size)

@@ -43,6 +43,7 @@ from infcl_jax.inference.encoder import Encoder, load_encoder
 from infcl_jax.runtime import compilation_cache, distributed
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import read_json, replace_text
+from infcl_jax.runtime.processes import is_lead, local_processes
 from infcl_jax.runtime.progress import Progress
 
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
@@ -107,10 +108,10 @@ def embed(
     shard_rows = rows * _SHARD_BATCHES
     shards = [folder / f"{number:06d}.safetensors" for number in range(-(-len(source) // shard_rows))]
     done = _finished(output, folder, shards, _identity(encoder, source, captions, shard_rows))
-    bad = sum(shard_counts(shard)["bad"] for shard in shards[:done]) if distributed.is_lead() else 0
+    bad = sum(shard_counts(shard)["bad"] for shard in shards[:done]) if is_lead() else 0
     bad = int(multihost_utils.broadcast_one_to_all(np.int32(bad)))
     limit = bad_record_limit(max_bad_records, source)
-    local = distributed.local_processes()
+    local = local_processes()
     batches = eval_batches(
         source,
         tokenizer=encoder.tokenizer if captions else None,
@@ -137,12 +138,12 @@ def embed(
         bad += missing
         if bad > limit:
             raise BadRecordError(f"{bad} bad records, more than the {limit} of --max_bad_records; check them")
-        if distributed.is_lead():
+        if is_lead():
             keys = [record_key(source, i) for i in index.tolist()]
             write_shard(shards[number], FeatureRows(feature, index, keys), {"bad": missing})
     if bad == len(source):
         raise BadRecordError(f"expected images in {source.name}, got {bad} bad records; check the data")
-    if not distributed.is_lead():
+    if not is_lead():
         return ""
     shape = merge_shards(output, shards)
     shutil.rmtree(folder)
@@ -219,7 +220,7 @@ def _finished(output: Path, folder: Path, shards: list[Path], identity: dict[str
       ValueError: the output exists, or the shards are of another model or source.
     """
     error, done = "", 0
-    if distributed.is_lead():
+    if is_lead():
         manifest = folder / _MANIFEST
         if manifest.is_file():
             saved = read_json(manifest)

@@ -37,8 +37,8 @@ from infcl_jax.run.devices import start_devices
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.runtime import compilation_cache, distributed
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.file_io import replace_text
+from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import (
     SETTINGS,
     changed_settings,

@@ -20,7 +20,7 @@ from infcl_jax.models.convert import export_stablehlo
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.run.export import copy_tokenizer
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import restore_variables
 
 FORMATS = ("open_clip", "hf", "stablehlo")

@@ -40,8 +40,8 @@ from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.teacher import load_teacher
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.runtime.jax_start import MEMORY_SHARE
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import total_steps
 
 _DEVICE = flags.DEFINE_string(

@@ -25,7 +25,7 @@ from configs import base
 from infcl_jax import run
 from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
 from infcl_jax.planner import Workload
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,

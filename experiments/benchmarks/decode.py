@@ -23,12 +23,12 @@ from PIL import Image
 
 from experiments import command_line
 from experiments.benchmarks.photographs import QUALITY, encode, photograph
+from infcl_jax import distributed
 from infcl_jax.data import Augmentation
 from infcl_jax.data.decode import choose_decoder, decode, gpu_decoder_installed
 from infcl_jax.data.decode.device import DeviceDecoder
 from infcl_jax.data.decode.nvimgcodec import open_decoders
 from infcl_jax.data.decode.pillow import decode_crop
-from infcl_jax.runtime import distributed
 
 _SECONDS = flags.DEFINE_float("decode_seconds", 10.0, "Seconds for each way of decoding.", lower_bound=0.0)
 _FILES = flags.DEFINE_integer("decode_files", 64, "Number of different files.", lower_bound=1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks.exact_loss import Array, Gradients
-from infcl_jax.runtime.distributed import DATA_AXIS
+from infcl_jax.runtime.mesh import DATA_AXIS
 
 _PAIRS = 2**25  # pairs compared at a time on a device; float64 similarities of both models take 0.5 GiB
 _SHARDED, _REPLICATED = PartitionSpec(DATA_AXIS), PartitionSpec()

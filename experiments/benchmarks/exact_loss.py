@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.runtime.distributed import DATA_AXIS
+from infcl_jax.runtime.mesh import DATA_AXIS
 
 Array = jax.Array | np.ndarray
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from matplotlib.axes import Axes
 
 from experiments.benchmarks.timing import Gemm, measure_gemm
-from infcl_jax.runtime import distributed
+from infcl_jax import distributed
 from infcl_jax.runtime.console import say
 
 BATCH = flags.DEFINE_list("batch", "1024,4096", "Global batch sizes b.")

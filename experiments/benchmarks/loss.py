@@ -31,7 +31,7 @@ from experiments.benchmarks.loss_case import IDS, LOSSES, Case, Settings
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss, distillation_loss, siglip_loss
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"

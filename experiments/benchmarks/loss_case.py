@@ -12,7 +12,7 @@ from experiments.benchmarks import exact_distillation, exact_loss, exact_siglip
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as DISTILLATION_IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
-from infcl_jax.runtime.distributed import DATA_AXIS, replicate
+from infcl_jax.runtime.mesh import DATA_AXIS, replicate
 
 IDS = ("none", "unique", "1%", "8")
 LOSSES = {

@@ -24,7 +24,7 @@ from experiments.benchmarks.loss_case import IDS
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.models.flops import step_flops
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import resolved_precision
 from infcl_jax.training import LOSSES, GradCacheConfig
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS

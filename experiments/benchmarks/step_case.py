@@ -25,7 +25,7 @@ from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
-from infcl_jax.runtime.distributed import DATA_AXIS, replicate, shard_batch
+from infcl_jax.runtime.mesh import DATA_AXIS, replicate, shard_batch
 from infcl_jax.runtime.train_progress import peak_memory
 from infcl_jax.settings import model_changes, total_steps
 from infcl_jax.training import (

@@ -14,7 +14,7 @@ from experiments.benchmarks.harness import is_out_of_memory
 from experiments.reproduction.measurements import MEASUREMENTS
 from experiments.reproduction.target import Cell
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 
 CELLS = "cells"
 RUNS = "runs"

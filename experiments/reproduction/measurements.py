@@ -26,7 +26,7 @@ from infcl_jax.models import build_model
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.planner import SAFE_SHARE, Workload, device_memory_limit, device_named, largest_batch, plan_memory
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import DATA_AXIS
+from infcl_jax.runtime.mesh import DATA_AXIS
 from infcl_jax.settings import make_config
 from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
 from infcl_jax.training.step import TrainStep

@@ -17,7 +17,7 @@ from infcl_jax import run, train
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.sources.sample_range import SampleRange
 from infcl_jax.evaluation.suites import IMAGENET_VARIANTS, RETRIEVAL
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import check_config, with_changes, with_total_steps
 from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
 

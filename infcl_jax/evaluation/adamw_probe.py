@@ -21,7 +21,7 @@ from infcl_jax.evaluation.labeled import (
 )
 from infcl_jax.evaluation.linear_probe import LinearProbe, binary_search
 from infcl_jax.evaluation.logistic_regression import PADDING, LinearClassifier, cross_entropy
-from infcl_jax.runtime.distributed import data_mesh, replicate
+from infcl_jax.runtime.mesh import data_mesh, replicate
 
 # Constants of clip_benchmark 1.6.2: metrics/linear_probe.py and the defaults of its command line.
 EPOCHS = 10

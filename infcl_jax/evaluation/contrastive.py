@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.evaluation.features import shard_rows
 from infcl_jax.losses import clip_loss
-from infcl_jax.runtime.distributed import replicate, to_host
+from infcl_jax.runtime.mesh import replicate, to_host
 
 _MAX_BATCHES = 16  # bounds the time of `batch_loss` at small batch sizes
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.losses.matryoshka import prefix
-from infcl_jax.runtime.distributed import shard_batch, to_host
+from infcl_jax.runtime.mesh import shard_batch, to_host
 
 Encode = Callable[[Any, jax.Array], jax.Array]
 Batch = Mapping[str, np.ndarray]
@@ -112,7 +112,7 @@ def encode_split(
     Args:
         encode_image: `encode_image(params, image [b, H, W, 3]) -> [b, D]`, any float dtype.
         encode_text: `encode_text(params, text [b, L]) -> [b, D]`, any float dtype; None: encode images only.
-        params: parameters of the encoders, on `mesh` (see `infcl_jax.runtime.distributed.replicate`).
+        params: parameters of the encoders, on `mesh` (see `infcl_jax.distributed.replicate`).
         batches: process-local batches of `eval_batches`: `image` uint8 [b, H, W, 3], `label` int32 [b], `index` int64
             [b] and `mask` bool [b], False for padding; with `encode_text`, also `text` int32 [c, L] and `text_index`
             int64 [c], the index of each caption's image.

@@ -18,7 +18,7 @@ from infcl_jax.evaluation.labeled import (
 )
 from infcl_jax.evaluation.linear_probe import METRICS, search_regularization
 from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 SHOTS = (1, 2, 4, 8, 16)  # CLIP, arXiv:2103.00020, figure 6
 CLASSIFIERS = ("logistic", "ridge")

@@ -24,7 +24,8 @@ from infcl_jax.evaluation.logistic_regression import (
     LinearClassifier,
     LogisticRegressionSolver,
 )
-from infcl_jax.runtime.distributed import data_mesh, is_lead
+from infcl_jax.runtime.mesh import data_mesh
+from infcl_jax.runtime.processes import is_lead
 
 METRICS = ("top1", "mean_per_class_recall")
 # L2 strengths of CLIP (arXiv:2103.00020, appendix A.3): 8 steps per decade from 1e-6 to 1e6.

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
-from infcl_jax.runtime.distributed import is_lead, replicate
+from infcl_jax.runtime.mesh import replicate
+from infcl_jax.runtime.processes import is_lead
 
 # Cosine similarities within this tolerance are ties. The float32 rounding of a dot product depends on the order of
 # summation, so without a tolerance it would rank equal features arbitrarily.

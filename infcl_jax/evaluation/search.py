@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from infcl_jax.evaluation.features import l2_normalize, pad_rows
 from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_similarity
-from infcl_jax.runtime.distributed import data_mesh, replicate
+from infcl_jax.runtime.mesh import data_mesh, replicate
 
 # Candidates per query besides the k results. Their float64 similarities decide the order, so the float32 rounding of a
 # tile does not. With k = 10 there are 16 candidates, the most for which XLA's top-k on GPUs needs no full sort.

@@ -41,8 +41,8 @@ from infcl_jax.evaluation.scoring import (
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
 from infcl_jax.evaluation.zero_shot import prompt_ensembles
-from infcl_jax.runtime.distributed import is_lead, union
 from infcl_jax.runtime.outputs import Outputs
+from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.runtime.progress import Progress
 
 GRID_QUERIES = 8  # captions in the retrieval plot

@@ -21,7 +21,7 @@ from infcl_jax.evaluation.few_shot import SHOTS, check_options
 from infcl_jax.evaluation.labeled import check_strength
 from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
 from infcl_jax.evaluation.suites import IGNORED_GROUPS, KARPATHY_FILES, MAIN_METRICS, SUITES
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 
 PROBES = ("linear_probe", "few_shot")
 TASK_KINDS = ("zero_shot", "retrieval", *PROBES)

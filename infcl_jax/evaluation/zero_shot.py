@@ -15,7 +15,7 @@ from infcl_jax.evaluation.class_data import checked_template
 from infcl_jax.evaluation.features import Encode, encode_texts, l2_normalize
 from infcl_jax.evaluation.metrics import accuracies
 from infcl_jax.evaluation.retrieval import count_rivals, paired_similarity, warn_once
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 
 Template = str | Callable[[str], str]
 Prompts = str | Sequence[Template] | Mapping[str, str | Sequence[str]]  # templates, or prompts by class name

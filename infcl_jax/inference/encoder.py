@@ -35,7 +35,7 @@ from infcl_jax.models.convert.sources import HUB_PREFIX
 from infcl_jax.models.open_clip_config import CONFIG_FILE
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.models.pretrained_tags import hub_repository
-from infcl_jax.runtime.distributed import data_mesh, replicate, to_host
+from infcl_jax.runtime.mesh import data_mesh, replicate, to_host
 from infcl_jax.training import CHECKPOINTS, restore_variables
 from infcl_jax.training.restore import replicated_shapes
 

@@ -23,8 +23,8 @@ from infcl_jax.evaluation.features import TowerEncoder, encode_texts
 from infcl_jax.models import Certificate, TextPairConfig, build_model, text_pair_config, variable_shapes
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
 from infcl_jax.run.text_retrieval import pair_texts, read_text_pair
-from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import CHECKPOINTS, restore_variables
 from infcl_jax.training.restore import replicated_shapes
 

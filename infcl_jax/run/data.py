@@ -31,7 +31,8 @@ from infcl_jax.models import text_pair_config
 from infcl_jax.ops.color import ColorBatch, with_colors
 from infcl_jax.run.model import read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import BATCH, pair_data
-from infcl_jax.runtime.distributed import data_mesh, local_processes, shard_batch
+from infcl_jax.runtime.mesh import data_mesh, shard_batch
+from infcl_jax.runtime.processes import local_processes
 from infcl_jax.training import loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
 

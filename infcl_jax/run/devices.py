@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.runtime import compilation_cache, distributed, jax_start
 from infcl_jax.runtime.console import say
+from infcl_jax.runtime.mesh import training_mesh
 from infcl_jax.runtime.process_watch import LOGS
 
 
@@ -35,7 +36,7 @@ def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh
         log_dir=None if workdir is None else Path(workdir, LOGS),
     )
     jax_start.start_platforms()
-    mesh = distributed.training_mesh(config.mesh)
+    mesh = training_mesh(config.mesh)
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:
             raise ValueError(f"expected {name} to be a multiple of the {mesh.size} devices, got {size}")

@@ -14,7 +14,8 @@ from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models import TOWERS, build_model
 from infcl_jax.run import precomputed_towers, read_model_config
-from infcl_jax.runtime.distributed import local_processes, to_host
+from infcl_jax.runtime.mesh import to_host
+from infcl_jax.runtime.processes import local_processes
 from infcl_jax.training import TrainState
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 

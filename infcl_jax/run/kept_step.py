@@ -4,10 +4,8 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
-import jax
-
-from infcl_jax.runtime.distributed import coordination_client
 from infcl_jax.runtime.exit_codes import USER_ERRORS
+from infcl_jax.runtime.processes import channel
 from infcl_jax.training.compiled_step import OutOfMemory
 
 _ALL_SECONDS = 10  # between the failures of two processes that have one cause
@@ -47,11 +45,5 @@ def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None
 
 def _all_fail(step: int) -> bool:
     """Return whether all processes fail after this step."""
-    failure = next(_failures)
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return True
-    try:
-        coordination_client().wait_at_barrier(f"infcl_jax/failed/{step}/{failure}", _ALL_SECONDS * 1000)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+    topic, own = f"failed/{step}/{next(_failures)}", channel()
+    return own is None or own.meets(topic, _ALL_SECONDS)

@@ -18,9 +18,10 @@ from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
 from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.results import say_results
-from infcl_jax.runtime.distributed import is_lead, to_host, union
 from infcl_jax.runtime.exit_codes import Interrupted
+from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.training import (
     METRICS_FILE,

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from infcl_jax.evaluation.plots import draw_curves
 from infcl_jax.run.callbacks import Callback
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.live_line import in_notebook
+from infcl_jax.runtime.processes import is_lead
 from infcl_jax.training import METRICS_FILE, read_metrics
 
 _BATCH_LOSS, _SPLIT_LOSS = "validation/batch_loss", "validation/loss"

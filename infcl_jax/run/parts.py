@@ -19,7 +19,7 @@ from infcl_jax.planner.activations import parameter_shapes
 from infcl_jax.run.data import num_samples, precomputed_towers
 from infcl_jax.run.model import image_resize, read_any_model, read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
-from infcl_jax.runtime.distributed import flat_mesh
+from infcl_jax.runtime.mesh import flat_mesh
 from infcl_jax.settings import total_steps
 from infcl_jax.settings.consistency import ema_config
 from infcl_jax.training import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infcl_jax.evaluation import Suite, TextRetrievalSuite, format_table, plot_curves
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import is_lead
+from infcl_jax.runtime.processes import is_lead
 from infcl_jax.training import METRICS_FILE
 
 CURVES_FILE = "curves.png"

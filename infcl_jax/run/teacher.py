@@ -19,7 +19,8 @@ from infcl_jax.inference.encoder import Encoder, load_encoder
 from infcl_jax.models import TOWERS
 from infcl_jax.planner import TeacherMemory
 from infcl_jax.run.frozen_features import FEATURES_FOLDER, IN_WORKDIR
-from infcl_jax.runtime.distributed import flat_mesh, local_processes, to_host
+from infcl_jax.runtime.mesh import flat_mesh, to_host
+from infcl_jax.runtime.processes import local_processes
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.step import TrainStep
 from infcl_jax.training.teacher import TeacherTowers

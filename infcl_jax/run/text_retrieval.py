@@ -30,7 +30,7 @@ from infcl_jax.models.convert.text_pair import check_architecture
 from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import flat_mesh
+from infcl_jax.runtime.mesh import flat_mesh
 from infcl_jax.settings import check_model_overrides, model_changes
 from infcl_jax.training import TextRetrievalConfig, TrainState
 from infcl_jax.training.ema import initial_ema

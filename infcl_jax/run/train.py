@@ -30,11 +30,11 @@ from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.run.teacher import load_teacher
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import fail, failures
+from infcl_jax.runtime.processes import is_lead
 from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import (
     SETTINGS,

@@ -16,7 +16,7 @@ from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import CLIPConfig, ResNetConfig, towers_of
 from infcl_jax.run.model import read_any_model
 from infcl_jax.run.parts import initial_state, loss
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import parse_overrides
 from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
 from infcl_jax.training.frozen import merge, module_modes, partition

@@ -1,7 +1,7 @@
 """Output of the leading process."""
 
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.processes import is_lead
 
 
 def say(*lines: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from infcl_jax.evaluation.writers import describe_software, utc_date
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.file_io import read_json, replace_text
+from infcl_jax.runtime.processes import is_lead
 
 ENVIRONMENT_FILE = "environment.json"
 

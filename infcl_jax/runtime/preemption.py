@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import select
 import signal
@@ -20,12 +21,14 @@ import jax
 
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_writable
-from infcl_jax.runtime.peers import Peers, peers
 from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.processes import Channel, channel
 from infcl_jax.runtime.signals import STOP_SIGNALS, nothing_to_save, unignored
 
 _POLL = 0.5  # seconds between two looks for requests of other processes
 _AGREE_POLL = 0.05  # seconds between two looks for their answers
+_REQUEST, _TICK, _LEFT = "stop/request", "stop/tick", "stop/left"  # topics of the channel
+_EXIT_TIME = 0.5  # seconds that a process needs to end after its last message
 _REPEAT = 1.0  # seconds: a scheduler and a wrapper script may both deliver the same request
 _LEAVE = 5.0  # seconds for the last message, the stacks and the other processes
 
@@ -75,7 +78,7 @@ class Preemption:
         self._timeout = timeout
         self._stacks = Path(workdir) / f"stacks-{socket.gethostname()}-{os.getpid()}.txt"
         self._previous: dict[signal.Signals, Any] = {}
-        self._peers: Peers | None = None
+        self._channel: Channel | None = None  # to the other processes, if there are any
         self._threads: list[threading.Thread] = []
         self._joined = self._closed = self._leaving = False
         self._reason: str | None = None
@@ -108,7 +111,7 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Restore the previous signal handlers."""
-        if isinstance(error, Interrupted) and self._reason is None and self._peers is not None and self._tick == 0:
+        if isinstance(error, Interrupted) and self._reason is None and self._channel is not None and self._tick == 0:
             self._ask(error.message)  # such as a locked work directory, which only process 0 knows: all leave together
             self._leaving = True
         if self._leaving:
@@ -132,11 +135,11 @@ class Preemption:
         A signal that arrives earlier takes effect now, because the other processes could not learn of it.
         """
         if not self._joined:
-            self._peers = peers()
+            self._channel = channel()
             self._joined = True
             self._wake()
-            if self._peers is not None:
-                self._start(self._watch_peers)
+            if self._channel is not None:
+                self._start(functools.partial(self._watch_processes, self._channel))
 
     def noticed(self, step: int) -> bool:
         """Return whether to save and stop.
@@ -179,7 +182,7 @@ class Preemption:
 
     def _goes_on(self, number: int) -> bool:
         """Return whether the process goes on after a signal."""
-        return self._interactive and number == signal.SIGINT and self._peers is None
+        return self._interactive and number == signal.SIGINT and self._channel is None
 
     def _interrupt(self) -> None:
         """Handle SIGINT of an interactive run, in the main thread."""
@@ -222,7 +225,7 @@ class Preemption:
                     self._handle(signal.Signals(number))
             if self._reason is not None and not self.interrupted:
                 deadline = deadline or time.monotonic() + self._timeout
-                if self._joined and self._peers is None:
+                if self._joined and self._channel is None:
                     self._decide(self._tick)
 
     def _handle(self, number: signal.Signals) -> None:
@@ -239,28 +242,28 @@ class Preemption:
             os.write(sys.stderr.fileno(), f"left at once: second signal ({number.name})\n".encode())
             os._exit(128 + number)
 
-    def _watch_peers(self) -> None:
+    def _watch_processes(self, channel: Channel) -> None:
         """Exchange requests and ticks with the other processes."""
-        assert self._peers is not None
-        own = announced = False
+        requested = announced = False
         while not self._closed and self._stop_tick == sys.maxsize:
             # Without the coordination service, JAX ends the process, or the deadline does.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                if self._reason is not None and not own:
-                    own = True
-                    self._peers.request(self._reason)
-                reason = self._peers.requested()
-                if reason is not None and not announced:
-                    announced = True
-                    own = True
+                if self._reason is not None and not requested:
+                    requested = True
+                    channel.send(_REQUEST, f"{self._reason}, process {channel.rank}")
+                requests = channel.received(_REQUEST)
+                if requests and not announced:
+                    requested = announced = True
                     with self._condition:
                         self._pending = True  # so that no other process stops at an earlier call
-                        self._peers.announce(self._tick)
-                if reason is not None and self._reason is None:
-                    self._ask(reason)  # starts the deadline
-                if announced and (tick := self._peers.last_tick()) is not None:
-                    self._reason = self._peers.requested()  # that of the lowest rank, the same on every process
-                    self._decide(tick)
+                        channel.send(_TICK, str(self._tick))
+                if requests and self._reason is None:
+                    self._ask(next(iter(requests.values())))  # starts the deadline
+                ticks = channel.received(_TICK) if announced else {}
+                if len(ticks) == channel.count:
+                    # The request of the lowest rank, the same on every process.
+                    self._reason = next(iter(channel.received(_REQUEST).values()))
+                    self._decide(max(map(int, ticks.values())))
             self._stirred.wait(_AGREE_POLL if announced else _POLL)
             self._stirred.clear()
 
@@ -288,11 +291,24 @@ class Preemption:
             if stacks:
                 with open(open_writable(self._stacks, os.O_WRONLY | os.O_TRUNC), "w") as file:
                     faulthandler.dump_traceback(file)
-            if self._peers is not None:
+            if self._channel is not None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._peers.leave(_LEAVE)
+                    _leave_last(self._channel)
 
         thread = threading.Thread(target=farewell, daemon=True)
         thread.start()
         thread.join(2 * _LEAVE)
         os._exit(status)
+
+
+def _leave_last(channel: Channel) -> None:
+    """Let process 0, which serves the channel, leave after all others.
+
+    JAX aborts processes that lose the connection to process 0.
+    """
+    channel.send(_LEFT, "")
+    if channel.rank == 0:
+        deadline = time.monotonic() + _LEAVE
+        while len(channel.received(_LEFT)) < channel.count and time.monotonic() < deadline:
+            time.sleep(_AGREE_POLL)
+        time.sleep(_EXIT_TIME)

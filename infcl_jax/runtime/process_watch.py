@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import jax
 
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_regular, open_writable
 from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.processes import Channel
 
 LOGS = "logs"  # folder of the native logs, in the work directory
 
@@ -34,9 +35,8 @@ _LOST = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*\n(.*?)\nThe ta
 _COLLECTIVE = re.compile(r"\b(Gloo|NCCL)\b")  # libraries of the collectives of CPUs and GPUs
 _STARTED, _LEFT, _FAILED, _CRASHED = "started at", "left", "failed", "crashed"  # words of the lines of a log
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_FOLDER = "infcl_jax/runtime/process_watch"
-_HOST, _FAILURE = f"{_FOLDER}/host", f"{_FOLDER}/failure"  # keys in the store of the coordination service
-_POLL = 1.0  # seconds between two reads of `_FAILURE`
+_FAILURE = "failure"  # topic of the channel
+_POLL = 1.0  # seconds between two looks for failures
 _GRACE = 2.0  # seconds in which a process that fails with the same error as another prints its own
 _LEAD_LINGER = 3.0  # seconds for which process 0 outlives the others, which abort when its service ends
 _SHUTDOWN = 10.0  # seconds that a failed process may take to close its files; it cannot synchronize with the others
@@ -66,7 +66,7 @@ class ProcessWatch:
         """
         self.folder, self._rank, self._count = folder, rank, count
         self._start_timeout, self._lost_process_timeout = start_timeout, lost_process_timeout
-        self._client: Any = None  # of the coordination service, once all processes have joined
+        self._channel: Channel | None = None  # once all processes have joined
         self._hosts: dict[int, str] = {}
         self._failing, self._status = False, 1
         self._leaving = threading.Lock()
@@ -82,18 +82,11 @@ class ProcessWatch:
         for number in _CRASHES:
             self._libc.signal(number, self._handler)
 
-    def joined(self, client: Any) -> None:
-        """Exchange host names and start to watch for failures, once `jax.distributed` is initialized.
-
-        Args:
-          client: client of the coordination service.
-        """
-        self._client = client
-        self._client.key_value_set(f"{_HOST}/{self._rank}", socket.gethostname())
-        self._client.wait_at_barrier(_HOST, self._start_timeout * 1000)
-        pairs = self._client.key_value_dir_get(f"{_HOST}/")
-        self._hosts = {int(key.rsplit("/", 1)[1]): host for key, host in pairs}
-        threading.Thread(target=self._watch_failures, daemon=True).start()
+    def joined(self, channel: Channel) -> None:
+        """Exchange host names and start to watch for failures, once `jax.distributed` is initialized."""
+        self._channel = channel
+        self._hosts = dict(enumerate(channel.gather(socket.gethostname(), self._start_timeout)))
+        threading.Thread(target=self._watch_failures, args=(channel,), daemon=True).start()
 
     def fail(self, error: Exception | Interrupted) -> None:
         """Tell the other processes that this one fails, and end it after `_SHUTDOWN` seconds.
@@ -105,30 +98,31 @@ class ProcessWatch:
         """
         if self._failing:
             return
-        if self._client is not None and _is_collective(error):
+        if self._channel is not None and _is_collective(error):
             self._await_report()
         self._failing, self._status = True, RESUME if isinstance(error, Interrupted) else 1
         message = " ".join(str(error).split())[:1000] or type(error).__name__
         if self._status != RESUME:  # a run that is to be resumed may start while this process still uses the port
             self._note(f"process {self._rank} {_LEFT}: {_FAILED}: {message}")
-        if self._client is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has failed too
-                self._client.key_value_set(_FAILURE, f"{self._rank} {self._status} {message}")
+        if self._channel is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has left
+                if not self._channel.received(_FAILURE):  # the first failure is the cause of the others
+                    self._channel.send(_FAILURE, f"{self._status} {message}")
         timer = threading.Timer(_SHUTDOWN, os._exit, (self._status,))
         timer.daemon = True
         timer.start()
 
-    def _watch_failures(self) -> None:
-        while True:
+    def _watch_failures(self, channel: Channel) -> None:
+        failures: dict[int, str] = {}
+        while not failures:
             time.sleep(_POLL)
-            try:
-                rank, status, message = self._client.key_value_try_get(_FAILURE).split(" ", 2)
-            except jax.errors.JaxRuntimeError:  # no failure, or no service, whose loss aborts the process
-                continue
-            time.sleep(_GRACE)
-            if self._failing:
-                return
-            self._leave(f"{self._named([int(rank)])} failed: {message}", int(status))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no service, whose loss aborts the process
+                failures = channel.received(_FAILURE)
+        time.sleep(_GRACE)
+        if not self._failing:
+            rank, text = next(iter(failures.items()))
+            status, message = text.split(" ", 1)
+            self._leave(f"{self._named([rank])} failed: {message}", int(status))
 
     def lead_may_run(self) -> bool:
         """Return whether the log of process 0 lacks its end."""

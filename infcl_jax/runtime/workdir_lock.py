@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from infcl_jax.runtime.distributed import is_lead
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_regular, open_writable
 from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.processes import is_lead
 
 LOCK_FILE = ".lock"
 

@@ -9,7 +9,8 @@ from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.losses.variants import MODES
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
-from infcl_jax.runtime.distributed import LOST_PROCESS_TIMEOUT, MESHES, START_TIMEOUT
+from infcl_jax.runtime.distributed import LOST_PROCESS_TIMEOUT, START_TIMEOUT
+from infcl_jax.runtime.mesh import MESHES
 from infcl_jax.settings.precision import PRECISIONS
 from infcl_jax.settings.setting import Range, Setting
 from infcl_jax.training import BATCH_RESIDENCIES, LOSSES, ON_NONFINITE, WRITERS

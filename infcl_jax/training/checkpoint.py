@@ -12,8 +12,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infcl_jax.runtime.distributed import is_lead, union
 from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.training.checkpoint_folder import (
     CHECKPOINTS,
     LATEST,

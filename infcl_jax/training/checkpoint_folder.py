@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infcl_jax.runtime.distributed import is_lead, union
 from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.training.manifest import Verification, read_results, verify
 
 CHECKPOINTS = "checkpoints"  # folder in the work directory

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from infcl_jax.models import TOWERS, towers_of
 from infcl_jax.models.depth import distances_to_output
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 _SEPARATOR = "/"
 

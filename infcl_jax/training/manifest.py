@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from infcl_jax.runtime.distributed import union
 from infcl_jax.runtime.file_io import JSON_BYTES, open_regular, parse_json, read_regular
+from infcl_jax.runtime.processes import union
 
 MANIFEST = "manifest.json"
 # Custom metadata that announces a manifest. A folder with it and without the manifest was not completed.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.models.clip import normalize_image
 from infcl_jax.ops.color import adjusted
-from infcl_jax.runtime.distributed import replicate
+from infcl_jax.runtime.mesh import replicate
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep

@@ -15,7 +15,7 @@ from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
 from infcl_jax.evaluation import EvaluationConfig, Suite, flat_metrics, suite
 from infcl_jax.evaluation.suites import SUITES
-from infcl_jax.runtime.distributed import replicate
+from infcl_jax.runtime.mesh import replicate
 
 IMAGES = 21  # a remainder on 8 devices, and in batches of 16
 RNG = np.random.default_rng(0)

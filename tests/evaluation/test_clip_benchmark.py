@@ -18,7 +18,7 @@ from infcl_jax.evaluation.metrics import (
 )
 from infcl_jax.evaluation.retrieval import retrieval_map
 from infcl_jax.evaluation.zero_shot import class_ranks
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "clip_benchmark.npz")
 LABELS, TEXT_IMAGE = GOLDEN["label"], GOLDEN["text_image"]

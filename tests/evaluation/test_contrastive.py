@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import batch_loss, contrastive, split_loss
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 
 def pairs(samples, dim=12, seed=0):

@@ -28,7 +28,7 @@ from infcl_jax.evaluation import (
     suite,
 )
 from infcl_jax.evaluation.tasks import load_tasks
-from infcl_jax.runtime.distributed import replicate
+from infcl_jax.runtime.mesh import replicate
 
 LABELS = {"train": np.arange(15) % 3, "test": np.arange(11) % 3}
 MODEL, MESH = runs.Linear(), oracle.mesh_of(8)

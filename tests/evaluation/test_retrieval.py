@@ -8,7 +8,7 @@ import pytest
 
 from infcl_jax.evaluation import retrieval, retrieval_recall
 from infcl_jax.evaluation.features import shard_rows
-from infcl_jax.runtime.distributed import data_mesh, replicate
+from infcl_jax.runtime.mesh import data_mesh, replicate
 
 
 def brute_force(image, text, owner, ks):

@@ -7,7 +7,7 @@ import pytest
 
 from infcl_jax.evaluation import retrieval, search, top_k
 from infcl_jax.evaluation.features import l2_normalize
-from infcl_jax.runtime.distributed import data_mesh, replicate
+from infcl_jax.runtime.mesh import data_mesh, replicate
 
 
 def brute_force(query, gallery, k):

@@ -9,7 +9,7 @@ import runs
 
 from infcl_jax.data import ByteTokenizer, classes, eval_batches, load_source
 from infcl_jax.evaluation import EvaluationConfig, Suite, suite
-from infcl_jax.runtime.distributed import replicate
+from infcl_jax.runtime.mesh import replicate
 
 GALLERY = 50
 BOTH = {"retrieval_dataset": "digits", "zero_shot_dataset": "digits", "zero_shot_split": "zero_shot"}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import class_embeddings, zero_shot_accuracy
-from infcl_jax.runtime.distributed import data_mesh, replicate
+from infcl_jax.runtime.mesh import data_mesh, replicate
 
 LENGTH, DIM = 40, 6
 TEMPLATES = ("a photo of a {}", "{}: the {}", lambda name: f"many {name}s")

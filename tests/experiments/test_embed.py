@@ -11,7 +11,7 @@ import runs
 import infcl_jax
 from infcl_jax.data import load_source
 from infcl_jax.evaluation import read_features
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 IMAGES = int(os.environ.get("INFCL_EMBED_IMAGES", "600"))
 BATCH = 8 if IMAGES == 600 else 256

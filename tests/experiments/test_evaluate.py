@@ -15,7 +15,7 @@ from experiments import evaluate
 from infcl_jax import run as parts
 from infcl_jax import train
 from infcl_jax.evaluation import Suite, format_table
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import Checkpointer, Safeguards, load_config, read_metrics
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}

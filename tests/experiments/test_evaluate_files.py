@@ -13,7 +13,7 @@ from infcl_jax import run, train
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import Checkpointer
 
 IMAGES = 22

@@ -13,7 +13,7 @@ from open_clip_folder import open_clip_folder
 import infcl_jax
 from infcl_jax import run, train
 from infcl_jax.models import load_pretrained
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,

@@ -23,8 +23,8 @@ from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import loop
 from infcl_jax.run import train as run_train
 from infcl_jax.run.loop import TrainLoop
-from infcl_jax.runtime.distributed import data_mesh
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import LOG_FILE, METRICS_FILE, Checkpointer, DataWait, Safeguards, WorkdirLock, read_metrics
 from infcl_jax.training.nonfinite import NonfiniteSteps
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 
 from infcl_jax import run
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import Checkpointer
 from tests import captioned, runs
 from tests.faults import phases

@@ -19,7 +19,7 @@ import infcl_jax
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.transforms import Resize, resize_center_crop
 from infcl_jax.models import save_pretrained
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 
 @pytest.fixture(scope="module")

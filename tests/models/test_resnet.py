@@ -13,7 +13,7 @@ import runs
 
 from infcl_jax.models import CLIPOutput, ResNetConfig, create_model, l2_normalize
 from infcl_jax.models.resnet import AttentionPool, BatchNorm, ResNet
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import GradCacheConfig, create_state, make_loss, make_train_step
 
 TINY = ResNetConfig(width=4, layers=(1, 2, 1, 1), heads=4, image_size=64)

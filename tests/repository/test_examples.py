@@ -22,7 +22,7 @@ from infcl_jax.evaluation.feature_files import write_shard
 from infcl_jax.models import l2_normalize
 from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import make_config
 
 # The page docs/api/index.md says that the examples import these.
@@ -39,6 +39,8 @@ PACKAGES = (
     "infcl_jax.report",
     "infcl_jax.verification",
     "infcl_jax.runtime.distributed",
+    "infcl_jax.runtime.mesh",
+    "infcl_jax.runtime.processes",
     "infcl_jax.ops.pairwise_lse",
     "infcl_jax.ops.pairwise_sigmoid",
 )

@@ -15,7 +15,7 @@ from infcl_jax.models.config import config_from_json, config_to_json
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.run.initialization import InitConfig, initialize
 from infcl_jax.run.model import save_base_model
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import keep_recorded
 from infcl_jax.training import sharding
 

@@ -18,7 +18,7 @@ from infcl_jax import run
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
-from infcl_jax.runtime.distributed import replicate, shard_batch
+from infcl_jax.runtime.mesh import replicate, shard_batch
 from infcl_jax.training import make_train_step, restore_variables
 
 

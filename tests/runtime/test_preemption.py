@@ -6,10 +6,10 @@ import signal
 import threading
 
 import pytest
+from coordination import Service
 
 from infcl_jax.runtime import preemption
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.peers import Peers
 from infcl_jax.runtime.signals import STOP_SIGNALS
 from infcl_jax.training import Preemption
 
@@ -41,26 +41,12 @@ def exits(monkeypatch):
     return statuses
 
 
-class Store:
-    """Key-value store of the coordination service."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value):
-        assert key not in self.values
-        self.values[key] = value
-
-    def key_value_dir_get(self, folder):
-        return [(key, value) for key, value in list(self.values.items()) if key.startswith(folder)]
-
-
 @pytest.fixture
 def other(monkeypatch):
-    """Rank 1 of two; the process of the test is rank 0."""
-    store = Store()
-    monkeypatch.setattr(preemption, "peers", lambda: Peers(store, 0, 2))
-    return Peers(store, 1, 2)
+    """Channel of rank 1 of two; the process of the test is rank 0."""
+    own, other = Service(2).channels()
+    monkeypatch.setattr(preemption, "channel", lambda: own)
+    return other
 
 
 def kill(number):
@@ -142,9 +128,9 @@ def test_stacks_are_written_at_the_deadline_and_at_sigquit(exits, tmp_path, capf
 def test_all_processes_stop_at_the_call_after_the_latest_one(other):
     with Preemption() as stop:
         assert not stop.noticed(1)
-        other.announce(3)
-        other.request("SIGHUP")
-        while other.last_tick() is None:
+        other.send("stop/tick", "3")
+        other.send("stop/request", "SIGHUP, process 1")
+        while len(other.received("stop/tick")) < 2:
             pass
         assert [stop.noticed(step) for step in (2, 3, 4)] == [False, False, True]
         assert "(SIGHUP, process 1)" in str(stop.saved(4))
@@ -154,16 +140,16 @@ def test_a_signal_to_one_process_reaches_the_others(other):
     with Preemption() as stop:
         assert not stop.noticed(1)
         kill(signal.SIGTERM)
-        while other.requested() is None:
+        while not other.received("stop/request"):
             pass
-        other.announce(0)
+        other.send("stop/tick", "0")
         assert stop.noticed(2)
-        assert other.requested() == "SIGTERM, process 0"
+        assert other.received("stop/request") == {0: "SIGTERM, process 0"}
 
 
 def test_a_process_that_cannot_continue_takes_the_others_along(other, exits):
-    other.leave(0)
-    other.announce(0)
+    other.send("stop/left", "")
+    other.send("stop/tick", "0")
     with pytest.raises(Interrupted), Preemption() as stop:
         stop.joined()
         thread = stop._threads[0]
@@ -175,12 +161,12 @@ def test_a_process_that_cannot_continue_takes_the_others_along(other, exits):
         thread.join = join
         raise Interrupted("workdir is in use")
     assert exits.get(timeout=SECONDS) == RESUME
-    assert other.requested() == "workdir is in use, process 0"
+    assert other.received("stop/request") == {0: "workdir is in use, process 0"}
 
 
 def test_the_deadline_holds_for_a_stop_that_another_process_requested(other, exits, tmp_path):
-    for publish, value in ((other.request, "SIGTERM"), (other.announce, 3), (other.leave, 0)):
-        publish(value)
+    for topic, text in (("request", "SIGTERM, process 1"), ("tick", "3"), ("left", "")):
+        other.send(f"stop/{topic}", text)
     with Preemption(0.01, tmp_path) as stop:
         stop.noticed(1)
         assert exits.get(timeout=SECONDS) == RESUME
@@ -215,9 +201,9 @@ def test_outside_the_main_thread_only_other_processes_stop_a_run(received, other
         with Preemption() as stop:
             noticed.append(stop.noticed(1))
             kill(signal.SIGTERM)
-            other.request("SIGHUP")
-            other.announce(1)
-            while other.last_tick() is None:
+            other.send("stop/request", "SIGHUP, process 1")
+            other.send("stop/tick", "1")
+            while len(other.received("stop/tick")) < 2:
                 pass
             noticed.append(stop.noticed(2))
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import runs
+from coordination import Service
 
 from infcl_jax.runtime import process_watch
 from infcl_jax.runtime.exit_codes import RESUME
@@ -27,7 +28,7 @@ def watch(tmp_path):
     """The watch of process 1 of 4, without its effects on this process."""
     watch = ProcessWatch.__new__(ProcessWatch)
     watch.folder, watch._rank, watch._count = tmp_path, 1, 4
-    watch.log, watch._client, watch._lead = tmp_path / "process-1.err", None, None
+    watch.log, watch._channel, watch._lead = tmp_path / "process-1.err", None, None
     watch._start_timeout = watch._lost_process_timeout = 120
     watch._hosts, watch._failing, watch._started = {0: "a", 1: "a", 2: "b"}, False, time.time()
     return watch
@@ -100,13 +101,12 @@ def test_a_failure_before_joining_is_noted(watch, monkeypatch):
 
 
 def test_failures_are_published_once(watch, monkeypatch):
-    published = []
+    _, watch._channel, other, _ = Service(4).channels()
     monkeypatch.setattr(process_watch, "_watch", watch)
     monkeypatch.setattr(process_watch.threading, "Timer", lambda *arguments: Timer())
-    watch._client = type("Client", (), {"key_value_set": staticmethod(lambda *pair: published.append(pair))})
     with pytest.raises(ValueError, match="two"), failures(), failures():
         raise ValueError("two\nlines")
-    assert published == [("infcl_jax/runtime/process_watch/failure", "1 1 two lines")]
+    assert other.received("failure") == {1: "1 two lines"}
 
 
 class Timer:

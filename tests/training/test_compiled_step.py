@@ -11,7 +11,7 @@ import runs
 from infcl_jax import run, train
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.parts import state_init
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import make_train_step
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
 

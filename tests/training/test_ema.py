@@ -13,7 +13,7 @@ import pytest
 import runs
 
 from infcl_jax.planner import plan_memory
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     Checkpointer,
     EMAConfig,

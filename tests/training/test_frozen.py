@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.models import TOWERS
 from infcl_jax.planner import Workload, plan_memory
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     Checkpointer,
     GradCacheConfig,

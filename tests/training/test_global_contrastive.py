@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax import global_contrastive_loss
 from infcl_jax.models import CLIPOutput, l2_normalize
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     Checkpointer,
     GlobalContrastive,

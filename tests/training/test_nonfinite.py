@@ -12,7 +12,7 @@ import runs
 
 from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput, SampleState
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     EMAConfig,
     GradCacheConfig,

@@ -10,7 +10,7 @@ from infcl_jax import clip_loss, run
 from infcl_jax.data.positive_ids import image_id, normalized, positive_id
 from infcl_jax.losses.base import Targets
 from infcl_jax.models import CLIPOutput
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import check_config
 from infcl_jax.training import GradCacheConfig, create_state, make_loss, make_train_step
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import runs
 
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import Checkpointer, GradCacheConfig, create_state, make_loss, make_train_step
 from infcl_jax.training.sharding import sharded_axis
 

@@ -10,7 +10,7 @@ import pytest
 import runs
 from jax.sharding import AxisType, Mesh
 
-from infcl_jax.runtime.distributed import HOST_AXES, data_mesh, flat_mesh, shard_batch
+from infcl_jax.runtime.mesh import HOST_AXES, data_mesh, flat_mesh, shard_batch
 from infcl_jax.training import (
     GlobalContrastiveConfig,
     GradCacheConfig,

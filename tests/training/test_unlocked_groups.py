@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from infcl_jax.models import TOWERS, build_model, model_config
 from infcl_jax.planner import Workload, plan_memory, tree_bytes
 from infcl_jax.planner.activations import parameter_shapes
-from infcl_jax.runtime.distributed import shard_batch
+from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     GradCacheConfig,
     UnlockedGroups,

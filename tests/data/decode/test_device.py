@@ -16,7 +16,7 @@ from infcl_jax.data.decode import device as device_decoding
 from infcl_jax.data.decode.device import MAX_DEVICE_PIXELS, EncodedImage, encoded_image
 from infcl_jax.data.iterator import concatenate
 from infcl_jax.data.transforms import Box, Geometry
-from infcl_jax.runtime.distributed import data_mesh
+from infcl_jax.runtime.mesh import data_mesh
 
 SIZE, BATCH = 16, 24
 TABLES = b"\xff\xdb"  # quantization tables of a JPEG

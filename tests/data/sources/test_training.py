@@ -158,7 +158,7 @@ def test_resume_with_more_processes_keeps_the_order_and_the_counts(damaged, name
                 iterator.set_state(state)
         result += global_batches(readers, 10)
         for index in [iterator.bad_records.indices() for iterator in readers[1:]]:
-            readers[0].bad_records.add(index)  # as `infcl_jax.runtime.distributed.union` exchanges them
+            readers[0].bad_records.add(index)  # as `infcl_jax.distributed.union` exchanges them
         state = json.loads(json.dumps(readers[0].get_state()))
         close(readers)
     assert_equal(result, expected)

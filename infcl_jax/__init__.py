@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from infcl_jax.ops.pairwise_lse import PairwiseLSE, pairwise_lse
     from infcl_jax.run import notebook
     from infcl_jax.run.callbacks import Callback
+    from infcl_jax.run.embed import embed
+    from infcl_jax.run.evaluate import evaluate, evaluate_weights
+    from infcl_jax.run.export import export
+    from infcl_jax.run.plan import plan
     from infcl_jax.run.train import train
     from infcl_jax.runtime import exit_codes
     from infcl_jax.verification import verify
@@ -46,8 +50,12 @@ __all__ = [
     "data",
     "distillation_loss",
     "distributed",
+    "embed",
+    "evaluate",
+    "evaluate_weights",
     "evaluation",
     "exit_codes",
+    "export",
     "global_contrastive_loss",
     "load",
     "matryoshka",
@@ -55,6 +63,7 @@ __all__ = [
     "notebook",
     "pairwise_lse",
     "pairwise_scores_lse",
+    "plan",
     "planner",
     "report",
     "retrieval_loss",
@@ -86,6 +95,10 @@ _NAMES = {
     ),
     "ops.pairwise_lse": ("PairwiseLSE", "pairwise_lse"),
     "run.callbacks": ("Callback",),
+    "run.embed": ("embed",),
+    "run.evaluate": ("evaluate", "evaluate_weights"),
+    "run.export": ("export",),
+    "run.plan": ("plan",),
     "run.train": ("train",),
     "verification": ("verify",),
 }

@@ -17,7 +17,7 @@ from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
 from infcl_jax.evaluation.tasks import Task
 from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
-from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json
+from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json, write_results
 from infcl_jax.evaluation.zero_shot import class_embeddings, zero_shot_accuracy
 
 __all__ = [
@@ -57,5 +57,6 @@ __all__ = [
     "top_k",
     "write_json",
     "write_page",
+    "write_results",
     "zero_shot_accuracy",
 ]

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import datetime
-import importlib.metadata
 import io
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax
-
-from infcl_jax.evaluation.page import thumbnail
+from infcl_jax.evaluation.page import thumbnail, write_page
 from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.runtime.environment import describe_software, utc_date
 from infcl_jax.runtime.file_io import open_regular, open_writable, replace_text
+from infcl_jax.runtime.processes import is_lead
 
 EXAMPLES_FILE = "examples.json"
-
-_PACKAGES = ("infcl_jax", "jax", "jaxlib", "flax", "numpy")
 
 
 def describe_environment(model: str, weights: str) -> dict[str, str]:
@@ -42,18 +37,28 @@ def describe_environment(model: str, weights: str) -> dict[str, str]:
     return {"date": utc_date(), "model": model, "weights": weights, **describe_software()}
 
 
-def describe_software() -> dict[str, str]:
-    """Describe the devices and the versions of Python and packages, as texts by name."""
-    return {
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
-    }
+def write_results(folder: str | Path, results: Sequence[TaskResult], model: str, weights: str) -> None:
+    """Write `results.json`, `results.html` and `examples.json`, and append to `results.csv`.
 
+    Only the leading process writes.
 
-def utc_date() -> str:
-    """Return the date and time in UTC, in ISO format."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> write_results(".", [result], "tiny", "runs/digits")
+
+    Args:
+      folder: output folder.
+      results: results of all tasks; without any, nothing is written.
+      model: name of the model.
+      weights: origin of the weights.
+    """
+    if not (is_lead() and results):
+        return
+    folder, environment = Path(folder), describe_environment(model, weights)
+    write_json(folder / "results.json", results, environment)
+    write_page(folder / "results.html", results, environment)
+    write_examples(folder / EXAMPLES_FILE, results)
+    append_csv(folder / "results.csv", results, environment)
 
 
 def write_json(path: str | Path, results: Sequence[TaskResult], environment: Mapping[str, str]) -> None:
@@ -156,11 +161,3 @@ def _header(path: Path) -> list[str]:
             return next(csv.reader(file), [])
         except csv.Error as error:  # such as a field above 128 KiB
             return [str(error)]
-
-
-def _version(package: str) -> str:
-    """Return the version of a package, or "not installed" in a clone."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

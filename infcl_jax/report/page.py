@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 from infcl_jax.evaluation.html_page import add, add_table, new_page, write_html
-from infcl_jax.evaluation.writers import utc_date
 from infcl_jax.report import charts, curves, evaluations
-from infcl_jax.report.workdirs import RunRecord, format_seconds
+from infcl_jax.report.workdirs import RunRecord, format_seconds, read_runs
+from infcl_jax.runtime.environment import utc_date
+from infcl_jax.runtime.outputs import print_line
 from infcl_jax.settings import SETTINGS
 from infcl_jax.training.metrics import DATA_WAIT_SHOWN
 
+_SECONDS = 10.0  # between two pages of `report_runs`
 _MISSING = "-"
 _MIB = 1 << 20
 _EVALUATION = ("evaluation.retrieval", "evaluation.zero_shot", "evaluation.gallery")  # settings that determine results
@@ -69,6 +72,38 @@ def write_report(path: str | Path, runs: Sequence[RunRecord], *, reload_seconds:
     add(body, "script", script)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_html(path, root)
+
+
+def report_runs(workdirs: Sequence[str], output: str, *, watch: bool = False, seconds: float = _SECONDS) -> None:
+    """Write the page of the runs in work directories, and follow unfinished runs.
+
+    Examples:
+      >>> infcl_jax.report.report_runs(["runs/digits"], "report.html")
+      report: report.html
+
+    Args:
+      workdirs: directories of the runs. Files among them, as of the pattern `runs/*`, are skipped with a line.
+      output: HTML file.
+      watch: whether to write the page again until all runs have finished, or until Ctrl-C.
+      seconds: time between two pages.
+
+    Raises:
+      FileNotFoundError: a work directory does not exist.
+      ValueError: no work directory is given.
+    """
+    if files := [path for path in workdirs if Path(path).is_file()]:
+        print_line(f"skipped, not folders of runs: {', '.join(files)}")
+        workdirs = [path for path in workdirs if path not in files] or files  # a file alone is an error
+    runs = read_runs(workdirs)
+    try:
+        while watch and not all(run.finished for run in runs):
+            write_report(output, runs, reload_seconds=seconds)
+            time.sleep(seconds)
+            runs = read_runs(workdirs)
+    except KeyboardInterrupt:
+        pass  # the last page does not reload
+    write_report(output, runs)
+    print_line(f"report: {output}")
 
 
 def _add_summary(body: Element, runs: Sequence[RunRecord]) -> None:

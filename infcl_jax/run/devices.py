@@ -44,6 +44,16 @@ def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh
     return mesh
 
 
+def start_processes() -> None:
+    """Initialize JAX over all processes and enable the compilation cache, without the settings of a run.
+
+    Raises:
+      ValueError: the cluster settings are incomplete.
+    """
+    distributed.initialize()
+    compilation_cache.enable(None, say)
+
+
 def _simulate_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
@@ -9,11 +11,12 @@ from pathlib import Path
 
 import jax
 
-from infcl_jax.evaluation.writers import describe_software, utc_date
 from infcl_jax.runtime.file_io import read_json, replace_text
 from infcl_jax.runtime.processes import is_lead
 
 ENVIRONMENT_FILE = "environment.json"
+
+_PACKAGES = ("infcl_jax", "jax", "jaxlib", "flax", "numpy")
 
 
 def record_start(workdir: str | Path, step: int, components: Mapping[str, int], limit: int | None) -> None:
@@ -46,9 +49,31 @@ def record_start(workdir: str | Path, step: int, components: Mapping[str, int], 
     replace_text(path, json.dumps([*_starts(path), start], indent=2) + "\n")
 
 
+def describe_software() -> dict[str, str]:
+    """Describe the devices and the versions of Python and packages, as texts by name."""
+    return {
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def utc_date() -> str:
+    """Return the date and time in UTC, in ISO format."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 def _starts(path: Path) -> list[object]:
     """Read the earlier starts; none from a missing, unreadable or damaged file."""
     try:
         return read_json(path, list)
     except (OSError, ValueError):
         return []
+
+
+def _version(package: str) -> str:
+    """Return the version of a package, or "not installed" in a clone."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

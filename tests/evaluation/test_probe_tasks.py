@@ -12,7 +12,6 @@ import oracle
 import pytest
 import runs
 
-from experiments.evaluate import write_results
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.data.decode import decode
 from infcl_jax.data.transforms import resize_center_crop
@@ -26,6 +25,7 @@ from infcl_jax.evaluation import (
     format_table,
     linear_probe,
     suite,
+    write_results,
 )
 from infcl_jax.evaluation.tasks import load_tasks
 from infcl_jax.runtime.mesh import replicate

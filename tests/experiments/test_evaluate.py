@@ -11,9 +11,8 @@ import pytest
 import runs
 
 from configs.saved import get_config as saved_config
-from experiments import evaluate
+from infcl_jax import evaluate, train
 from infcl_jax import run as parts
-from infcl_jax import train
 from infcl_jax.evaluation import Suite, format_table
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import Checkpointer, Safeguards, load_config, read_metrics
@@ -49,7 +48,7 @@ def run(trained, tmp_path):
 def test_an_evaluation_changes_what_it_uses(run, capsys):
     before = load_config(run)
     changes = {"evaluation.zero_shot_dataset": "digits", "evaluation.batch_size": 128}
-    results = evaluate.evaluate(run, changes)
+    results = evaluate(run, changes)
     assert set(results) == {"zero_shot/top1", "zero_shot/top5", "zero_shot/mean_per_class_recall"}
     assert json.loads((run / "evaluation.json").read_text()) == {"step": 2, **results}
     said = capsys.readouterr().out.splitlines()
@@ -60,7 +59,7 @@ def test_an_evaluation_changes_what_it_uses(run, capsys):
 
 
 def test_a_picture_that_was_drawn_is_announced(run, capsys):
-    results = evaluate.evaluate(run, {"evaluation.retrieval_dataset": "digits", "evaluation.gallery": 20})
+    results = evaluate(run, {"evaluation.retrieval_dataset": "digits", "evaluation.gallery": 20})
     assert "retrieval/text_to_image_r10" in results and (run / "retrieval.png").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"pictures: {run / 'curves.png'}, {run / 'retrieval.png'}"
 
@@ -108,7 +107,7 @@ def test_benchmarks_evaluate_a_run_during_training(run, benchmarks):
 )
 def test_an_evaluation_cannot_change_the_rest(run, changes, message):
     with pytest.raises(ValueError, match=f"^[^\\n]*{message}[^\\n]*$"):
-        evaluate.evaluate(run, changes)
+        evaluate(run, changes)
     assert not (run / "evaluation.json").exists()
 
 
@@ -133,7 +132,7 @@ def test_the_configuration_of_an_evaluation_is_printed(run, file):
 def test_the_configuration_of_another_version_is_refused(run, change, message):
     (run / "config.json").write_text(json.dumps(load_config(run) | change))
     with pytest.raises(ValueError, match=message):
-        evaluate.evaluate(run)
+        evaluate(run)
 
 
 FLAGS = ("--config.evaluation.retrieval_dataset=digits", "--config.evaluation.gallery=5")
@@ -176,7 +175,7 @@ def test_moving_averages_are_evaluated_and_epochs_are_saved_as_steps(tmp_path, m
     config = settings(dataset=str(tmp_path / "images"), total_steps=None, epochs=2, ema_decay=0.5, ema_warmup=True)
     workdir = tmp_path / "run"
     train(config, workdir)
-    evaluate.evaluate(workdir)
+    evaluate(workdir)
     saved = load_config(workdir)
     assert (saved["total_steps"], saved["epochs"]) == (4, None)
     state = parts.initial_state(saved_config(str(workdir)), data_mesh())

@@ -11,8 +11,7 @@ import runs
 from jax import export as jax_export
 from safetensors.flax import load_file
 
-from experiments.export import export
-from infcl_jax import train
+from infcl_jax import export, train
 from infcl_jax.models import load_pretrained
 from infcl_jax.training import restore_variables
 

@@ -14,11 +14,10 @@ import pytest
 import runs
 
 from experiments import command_line
-from experiments.report import report
 from infcl_jax.evaluation import plot_retrieval_grid
 from infcl_jax.evaluation.results import Confusion, ExamplePrediction, TaskResult
 from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
-from infcl_jax.report import read_run, read_runs, write_report
+from infcl_jax.report import read_run, read_runs, report_runs, write_report
 from infcl_jax.report.charts import thin, ticks
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.run_console import LOG_FILE
@@ -83,10 +82,10 @@ def page_of(tmp_path, *workdirs, **options):
 def test_files_beside_runs_are_skipped(tmp_path, capsys):
     folder, file = make_run(tmp_path / "runs" / "a"), tmp_path / "runs" / "notes.txt"
     file.write_text("lr was too high")
-    report([str(folder), str(file)], str(tmp_path / "report.html"))
+    report_runs([str(folder), str(file)], str(tmp_path / "report.html"))
     assert f"skipped, not folders of runs: {file}" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match=r"expected the work directory of a run, got .*notes\.txt"):
-        report([str(file)], str(tmp_path / "report.html"))
+        report_runs([str(file)], str(tmp_path / "report.html"))
 
 
 def test_runs_are_compared_on_the_same_axes(tmp_path):
@@ -277,7 +276,7 @@ def test_the_page_is_followed_until_the_run_has_finished(tmp_path, monkeypatch, 
             (folder / METRICS_FILE).write_text('{"step": 20, "time": 1, "loss": 1.0}\n')
 
     monkeypatch.setattr(time, "sleep", sleep)
-    report([folder], output, watch=True)
+    report_runs([folder], output, watch=True)
     assert all("location.reload(), 10000" in page and "6 of 20" in page for page in pages) and len(pages) == 2
     assert "location.reload" not in (last := output.read_text()) and "20 of 20" in last
     assert list(output.parent.iterdir()) == [output]
@@ -288,7 +287,7 @@ def test_the_page_is_followed_until_the_run_has_finished(tmp_path, monkeypatch, 
 )
 def test_mistakes_are_named(tmp_path, workdirs, error):
     with pytest.raises(command_line.USER_ERRORS, match=error):
-        report([tmp_path / name for name in workdirs], tmp_path / "report.html")
+        report_runs([tmp_path / name for name in workdirs], tmp_path / "report.html")
 
 
 def test_the_command_needs_no_devices(tmp_path):

@@ -12,7 +12,7 @@ from retrieval_runs import save, settings, write_corpus
 from safetensors.numpy import load_file
 
 import infcl_jax
-from experiments.export import export
+from infcl_jax import export
 from infcl_jax.data import PairTexts, Passage, load_tokenizer
 from infcl_jax.inference.encoder import load_encoder
 from infcl_jax.models import text_pair_config

@@ -13,8 +13,7 @@ from retrieval_runs import BATCH, MODEL, initial, settings, write_corpus
 from safetensors.numpy import load_file, save_file
 
 import infcl_jax
-from experiments.evaluate import evaluate
-from infcl_jax import run
+from infcl_jax import evaluate, run
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair

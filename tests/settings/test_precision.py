@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 
-from experiments.evaluate import changed_config
 from infcl_jax import run
 from infcl_jax.planner import device_named
+from infcl_jax.run.evaluate import changed_config
 from infcl_jax.settings import check_config, keep_recorded, make_config, resolved_precision
 
 BF16 = "dtype=bfloat16"

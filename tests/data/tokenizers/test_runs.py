@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import runs
 
-from experiments import evaluate
-from infcl_jax import run, train
+from infcl_jax import evaluate, run, train
 from infcl_jax.data import ByteTokenizer, eval_batches, load_tokenizer
 from infcl_jax.data.pipeline import TRUNCATED
 
@@ -88,14 +87,14 @@ def test_a_run_keeps_its_vocabulary(specs, tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         results = train(config, workdir)
         shutil.rmtree(vocabulary)
-        assert evaluate.evaluate(workdir) == train(config, workdir) == results
+        assert evaluate(workdir) == train(config, workdir) == results
     config.tokenizer = specs["sentencepiece"]
     message = f"^expected tokenizer='hf:{vocabulary}', with which .*, got 'sentencepiece:.*'; keep it, or choose"
     with pytest.raises(ValueError, match=message):
         train(config, workdir)
     shutil.rmtree(workdir / "tokenizer")
     with pytest.raises(ValueError, match=f"^expected a tokenizer of Hugging Face at {vocabulary}, got no file "):
-        evaluate.evaluate(workdir)
+        evaluate(workdir)
 
 
 class Recorder(ByteTokenizer):

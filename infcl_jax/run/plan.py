@@ -1,0 +1,133 @@
+"""Plan of a run: memory, recommended gradient caching, largest batch and time of a step."""
+
+import contextlib
+
+import jax
+from jax.sharding import use_abstract_mesh
+from ml_collections import ConfigDict
+
+from infcl_jax import run
+from infcl_jax.planner import (
+    Device,
+    Workload,
+    describe_plan,
+    device_memory_limit,
+    device_named,
+    fitting_plan,
+    format_scaling,
+    format_time,
+    largest_batch,
+    on_devices,
+    plan_memory,
+    step_time,
+)
+from infcl_jax.planner.times import GPUS_PER_HOST
+from infcl_jax.run.devices import start_devices
+from infcl_jax.run.teacher import load_teacher
+from infcl_jax.runtime.mesh import data_mesh
+from infcl_jax.settings import with_total_steps
+
+_LARGEST_TARGET = 1024
+
+
+def plan(
+    config: ConfigDict,
+    *,
+    device: str | None = None,
+    devices: int | None = None,
+    memory_gib: float | None = None,
+    target: int | None = None,
+) -> str:
+    """Plan the memory and the time of a run without running it.
+
+    Without `device` and `memory_gib`, plans for the devices of this machine. `infcl_jax.planner` has the plans as
+    objects.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> text = infcl_jax.plan(config, device="H200")
+      >>> "largest batch: --config.batch_size=" in text
+      True
+
+    Args:
+      config: settings of the run.
+      device: name of a GPU, see `infcl_jax.planner.device_named`; None: no time is estimated.
+      devices: number of devices; None: those of this machine, or 1 with `device`.
+      memory_gib: memory that JAX may use per device, in GiB; None: that of the device.
+      target: return a table of the run on 1, 2, 4, ... GPUs up to this number instead; it needs `device`.
+
+    Returns:
+      The memory of each component, the recommended gradient caching and the largest batch that fits; with `device` also
+      the time of a step. Lines without a final newline.
+
+    Raises:
+      ValueError: an argument or a setting is wrong, `distill.teacher` holds no model, or no number of GPUs up to
+        `target` fits.
+    """
+    for name, value in (("devices", devices), ("memory_gib", memory_gib)):
+        if value is not None and not value > 0:
+            raise ValueError(f"expected --{name} > 0, got {value}")
+    if target is not None and (device is None or not 1 <= target <= _LARGEST_TARGET):
+        raise ValueError(f"expected --target from 1 to {_LARGEST_TARGET} with --device, got {target}")
+    source = run.sample_source(config)
+    config = with_total_steps(config, source)
+    gpu = None if device is None else device_named(device)
+    # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
+    with contextlib.nullcontext() if gpu is None else use_abstract_mesh(gpu.mesh):
+        limit = None if memory_gib is None else int(memory_gib * 2**30)
+        if gpu is None:
+            count, limit = devices or start_devices(config).size, limit or device_memory_limit()
+        else:
+            count, limit = devices or 1, limit or gpu.memory_limit
+        teacher = load_teacher(config, data_mesh())
+        memory = None if teacher is None else teacher.memory()
+        implementation = None if gpu is None else gpu.implementation
+        workload = run.workload(config, count, limit, implementation, source, memory)
+        if gpu is None or limit is None:
+            return _memory_plan(workload, limit)
+        if target is not None:
+            return _scaling_table(workload, gpu, limit, target, config.total_steps)
+        return f"{_memory_plan(workload, limit)}\n{_time(workload, gpu, limit, config.total_steps)}"
+
+
+def _memory_plan(workload: Workload, memory_limit: int | None) -> str:
+    """Return the memory table, the recommended gradient caching and the largest batch.
+
+    Without a memory limit, only the table and how to give one.
+    """
+    table = describe_plan(plan_memory(workload, memory_limit))
+    if memory_limit is None:
+        kind = jax.devices()[0].device_kind
+        return f"{table}\nfor recommended settings give --device or --memory_gib: {kind} does not report its memory"
+    try:
+        return f"{table}\nlargest batch: --config.batch_size={largest_batch(workload, memory_limit)}"
+    except ValueError as error:
+        return f"{table}\nlargest batch: none; {error}"
+
+
+def _time(workload: Workload, device: Device, memory_limit: int, steps: int) -> str:
+    """Return the time of a run, with the recommended settings if it does not fit."""
+    if plan_memory(workload, memory_limit).fits:
+        return format_time(step_time(workload, device), steps)
+    try:
+        recommended = fitting_plan(workload, memory_limit).workload
+    except ValueError:
+        return "estimated step: none, since nothing fits"
+    return f"with the recommended settings, {format_time(step_time(recommended, device), steps)}"
+
+
+def _scaling_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
+    """Return the table of a run on 1, 2, 4, ... `target` GPUs.
+
+    Numbers on which nothing fits, or which do not divide the batch, are left out.
+    """
+    counts, plans, error = [1 << power for power in range(target.bit_length())], {}, None
+    for count in counts:
+        try:
+            plans[count] = fitting_plan(on_devices(workload, count), memory_limit)
+        except ValueError as reason:  # memory is too small, or the number does not divide the batch
+            error = reason
+    if not plans:
+        raise ValueError(f"expected a run that fits on {target} GPUs, got none: {error}")
+    times = {count: step_time(plan.workload, device, GPUS_PER_HOST) for count, plan in plans.items()}
+    return format_scaling(times, plans, steps)

@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
     (folder / "classnames.txt").write_text("robin\nwren\n")
     (folder / "templates.txt").write_text("a photo of a {c}.\n")
     runs.save(folder / "runs" / "digits", {1: 1.0})
+    (folder / "runs" / "digits" / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 4.1}\n')
     write_retrieval(folder / "dpr")
     retrieval_runs.save(folder / "runs" / "dpr", retrieval_runs.settings(folder / "dpr"))
     rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])

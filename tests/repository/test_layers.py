@@ -22,8 +22,6 @@ STILL_UP = {
     ("inference", "run"),
     ("report", "settings"),
     ("runtime", "data"),
-    ("runtime", "evaluation"),
-    ("runtime", "planner"),
 }
 
 

@@ -38,8 +38,10 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     dataset, `retrieval.png` to the work directory.
 
     Examples:
-      >>> changes = {"evaluation.zero_shot_dataset": "digits", "evaluation.zero_shot_split": "zero_shot"}
-      >>> results = infcl_jax.evaluate("runs/digits", changes)
+      >>> results = infcl_jax.evaluate("runs/digits", {"evaluation.retrieval_dataset": None})
+      evaluation.retrieval_dataset: 'digits' -> None
+      step 1:
+      ...
       >>> sorted(results)
       ['zero_shot/mean_per_class_recall', 'zero_shot/top1', 'zero_shot/top5']
 
@@ -129,6 +131,7 @@ def evaluate_weights(
 
     Examples:
       >>> (result,) = infcl_jax.evaluate_weights("runs/digits", ["photos"])
+      k = 1 ...
       >>> result.kind
       'retrieval'
 

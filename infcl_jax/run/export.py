@@ -25,6 +25,7 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
 
     Examples:
       >>> certificate = infcl_jax.export("runs/digits", "exported_digits")
+      exported step 1 of runs/digits: ...
       >>> certificate.format
       'open_clip'
 

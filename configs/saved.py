@@ -8,6 +8,7 @@
 from ml_collections import ConfigDict
 
 from infcl_jax import run
+from infcl_jax.settings import config_dict
 
 
 def get_config(workdir: str) -> ConfigDict:
@@ -19,4 +20,4 @@ def get_config(workdir: str) -> ConfigDict:
     Raises:
       FileNotFoundError, ValueError: see `infcl_jax.run.saved_config`.
     """
-    return run.saved_config(workdir)
+    return config_dict(run.saved_config(workdir))

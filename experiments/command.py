@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from configs import saved
 from experiments import command_line
@@ -22,11 +22,12 @@ from infcl_jax.runtime.process_watch import failures
 from infcl_jax.runtime.signals import ignore_stop
 from infcl_jax.settings import (
     SETTINGS,
-    check_config,
+    RunConfig,
     closest_setting,
     format_entry,
     format_help,
     format_python,
+    make_config,
     with_total_steps,
 )
 from infcl_jax.training import load_config
@@ -43,7 +44,7 @@ _HELP = frozenset(("--help", "-help", "-h"))
 _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 
-def chosen_config() -> ConfigDict:
+def chosen_config() -> RunConfig:
     """Return the configuration of `--config` with its overrides.
 
     Raises:
@@ -51,11 +52,10 @@ def chosen_config() -> ConfigDict:
     """
     if _CONFIG.value is None:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
-    check_config(_CONFIG.value)
-    return _CONFIG.value
+    return make_config(_CONFIG.value)
 
 
-def resolved_config() -> ConfigDict:
+def resolved_config() -> RunConfig:
     """Return the configuration of `--config` with the length of the run in `total_steps`.
 
     Raises:
@@ -77,7 +77,7 @@ def given_workdir() -> str:
 
 
 def run(
-    command: Callable[[str], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+    command: Callable[[str], Any], *, saved_config: bool = False, config: Callable[[], RunConfig] = chosen_config
 ) -> None:
     """Parse the flags and call `command(workdir)`.
 
@@ -92,7 +92,7 @@ def run(
 
 
 def run_without_workdir(
-    command: Callable[[], Any], *, saved_config: bool = False, config: Callable[[], ConfigDict] = chosen_config
+    command: Callable[[], Any], *, saved_config: bool = False, config: Callable[[], RunConfig] = chosen_config
 ) -> None:
     """Parse the flags and call `command()`, for commands without a work directory.
 

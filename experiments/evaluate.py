@@ -11,12 +11,11 @@ with "evaluation": data, devices and evaluation. docs/evaluation.md describes be
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from experiments import command
 from infcl_jax.evaluation.suites import SUITES
 from infcl_jax.run.evaluate import changed_config, evaluate, evaluate_weights
-from infcl_jax.settings import SETTINGS, flattened
+from infcl_jax.settings import SETTINGS, RunConfig, flattened
 
 _OF_WEIGHTS = ("output", "model", "tokenizer", "batch_size", "max_bad_records")  # flags
 
@@ -38,7 +37,7 @@ def _given_changes() -> dict[str, Any]:
     return {k: v for k, v in given.items() if k == "model" or SETTINGS[k].evaluated} | changes
 
 
-def _resolved_config() -> ConfigDict:
+def _resolved_config() -> RunConfig:
     """Return the settings of this evaluation, for `--print_config`."""
     return changed_config(command.given_workdir(), _given_changes())[0]
 

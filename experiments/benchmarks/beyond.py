@@ -26,7 +26,6 @@ from typing import Any
 from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from ml_collections import ConfigDict
 from PIL import Image
 
 from experiments import command
@@ -36,7 +35,7 @@ from infcl_jax.data import Example, Source
 from infcl_jax.data.decode.api import pixels
 from infcl_jax.run.devices import start_devices
 from infcl_jax.runtime.console import say
-from infcl_jax.settings import parse_overrides, with_changes
+from infcl_jax.settings import RunConfig, parse_overrides, with_changes
 
 QUESTIONS = ("positives", "distillation", "matryoshka", "decoders")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of each run. Default: those of the configuration.", lower_bound=1)
@@ -66,7 +65,7 @@ METRICS = {
 Results = dict[str, list[dict[str, float]]]  # of each seed, by the name of the variant
 
 
-def answer(config: ConfigDict, questions: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[str, Results]:
+def answer(config: RunConfig, questions: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[str, Results]:
     """Train the runs of each question, plot their results and record them.
 
     Args:
@@ -99,14 +98,14 @@ def answer(config: ConfigDict, questions: Sequence[str], seeds: Sequence[int], f
     return answers
 
 
-def _positives(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
+def _positives(config: RunConfig, seeds: Sequence[int], folder: Path) -> Results:
     """Compare one positive with all pairs of the same caption."""
     results = _compared(config, {name: {"positives": name} for name in ("pair", "caption")}, seeds, folder)
     plot_bars(results, folder / "positives.png")
     return results
 
 
-def _distillation(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
+def _distillation(config: RunConfig, seeds: Sequence[int], folder: Path) -> Results:
     """Compare a student with and without a teacher."""
     teacher = trained(config, _model(config, _TEACHER.value), folder / "teacher")
     small = _model(config, _STUDENT.value)
@@ -117,7 +116,7 @@ def _distillation(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Res
     return results
 
 
-def _matryoshka(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
+def _matryoshka(config: RunConfig, seeds: Sequence[int], folder: Path) -> Results:
     """Compare the prefixes of features trained with and without Matryoshka."""
     sizes = harness.integers("prefixes", _PREFIXES.value)
     changes = {"matryoshka": sizes}
@@ -130,7 +129,7 @@ def _matryoshka(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Resul
     return results
 
 
-def _decoders(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results:
+def _decoders(config: RunConfig, seeds: Sequence[int], folder: Path) -> Results:
     """Compare two decoders of the same files."""
     dataset = write_jpeg(run.training_source(config), folder / "jpeg")
     variants = {decode: {"dataset": dataset, "decode": decode} for decode in ("pillow", "nvimgcodec")}
@@ -140,7 +139,7 @@ def _decoders(config: ConfigDict, seeds: Sequence[int], folder: Path) -> Results
 
 
 def _compared(
-    config: ConfigDict, variants: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], folder: Path
+    config: RunConfig, variants: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], folder: Path
 ) -> Results:
     """Train each variant, given by its changed settings, with all seeds."""
     return {
@@ -159,7 +158,7 @@ def write_jpeg(source: Source, folder: Path) -> str:
     return photographs.write("tar", folder, [encode(source[index]) for index in range(len(source))], _TAR_FILES)
 
 
-def trained(config: ConfigDict, changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
+def trained(config: RunConfig, changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
     """Train a run, or continue it; return its last evaluation.
 
     Args:
@@ -178,7 +177,7 @@ def trained(config: ConfigDict, changes: Mapping[str, Any], folder: Path) -> dic
     return json.loads(path.read_text())
 
 
-def evaluated(config: ConfigDict, changes: Mapping[str, Any], folder: Path, name: str) -> dict[str, float]:
+def evaluated(config: RunConfig, changes: Mapping[str, Any], folder: Path, name: str) -> dict[str, float]:
     """Evaluate a trained run with changed settings.
 
     The results are stored as file `name` of its folder.
@@ -192,7 +191,7 @@ def evaluated(config: ConfigDict, changes: Mapping[str, Any], folder: Path, name
     return json.loads(path.read_text())
 
 
-def _model(config: ConfigDict, changes: str) -> dict[str, str]:
+def _model(config: RunConfig, changes: str) -> dict[str, str]:
     """Return the setting of the model with further overrides."""
     overrides = parse_overrides(config.model_overrides) | parse_overrides(changes)
     return {"model_overrides": ",".join(f"{name}={value!r}" for name, value in overrides.items())}

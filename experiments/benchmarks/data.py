@@ -25,7 +25,6 @@ from typing import Any
 import jax
 from absl import flags
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from experiments import command
 from experiments.benchmarks import harness, photographs
@@ -34,6 +33,7 @@ from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import STAGES, limiting_stage, seconds_name
 from infcl_jax.run.devices import start_devices
 from infcl_jax.runtime.console import say
+from infcl_jax.settings import RunConfig, with_changes
 
 RECORDS_FILE = "benchmark_data.jsonl"
 OPEN_CLIP = "experiments.benchmarks.open_clip_data"
@@ -118,11 +118,11 @@ def benchmark_from_flags() -> None:
             measure(dataset_config, kind, choice, mesh, _SECONDS.value, output, _OPEN_CLIP_PYTHON.value)
 
 
-def _given_dataset(config: ConfigDict) -> Iterator[tuple[str, ConfigDict]]:
-    yield "given", _changed(config, dataset=photographs.DATA.value)
+def _given_dataset(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    yield "given", with_changes(config, {"dataset": photographs.DATA.value})
 
 
-def _written_datasets(config: ConfigDict, kinds: tuple[str, ...], output: Path) -> Iterator[tuple[str, ConfigDict]]:
+def _written_datasets(config: RunConfig, kinds: tuple[str, ...], output: Path) -> Iterator[tuple[str, RunConfig]]:
     """Write one dataset after the other, and yield its kind and configuration."""
     count = max(photographs.IMAGES.value, config.batch_size)
     pairs, shards = (
@@ -132,17 +132,11 @@ def _written_datasets(config: ConfigDict, kinds: tuple[str, ...], output: Path) 
     for kind in kinds:
         folder = output / "datasets" / kind
         dataset = photographs.write(kind, folder, pairs, shards)
-        yield kind, _changed(config, dataset=dataset, data_dir=str(folder))
-
-
-def _changed(config: ConfigDict, **changes: Any) -> ConfigDict:
-    copy = config.copy_and_resolve_references()
-    copy.update(changes)
-    return copy
+        yield kind, with_changes(config, {"dataset": dataset, "data_dir": str(folder)})
 
 
 def measure(
-    config: ConfigDict, kind: str, readers: Readers, mesh: Mesh, seconds: float, output: Path, open_clip_python: str
+    config: RunConfig, kind: str, readers: Readers, mesh: Mesh, seconds: float, output: Path, open_clip_python: str
 ) -> list[dict[str, Any]]:
     """Measure, print and record one dataset and one number of readers.
 
@@ -158,7 +152,7 @@ def measure(
     Returns:
       The records: one of this pipeline and, for tar files and where it is installed, one of OpenCLIP's.
     """
-    config = _changed(config, **readers.settings)
+    config = with_changes(config, readers.settings)
     with contextlib.closing(run.training_data(config, run.training_source(config))) as data:
         chosen = data.parallelism
         figures = pipeline_figures(config, data, mesh, seconds)
@@ -182,7 +176,7 @@ def _report(output: Path, record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def pipeline_figures(config: ConfigDict, data: TrainIterator, mesh: Mesh, seconds: float) -> dict[str, Any]:
+def pipeline_figures(config: RunConfig, data: TrainIterator, mesh: Mesh, seconds: float) -> dict[str, Any]:
     """Measure the pipeline of training, from files to arrays on the devices.
 
     Args:
@@ -219,7 +213,7 @@ def pipeline_figures(config: ConfigDict, data: TrainIterator, mesh: Mesh, second
     }
 
 
-def open_clip_figures(config: ConfigDict, workers: int, seconds: float, python: str) -> dict[str, Any] | None:
+def open_clip_figures(config: RunConfig, workers: int, seconds: float, python: str) -> dict[str, Any] | None:
     """Measure OpenCLIP's pipeline on the same tar files, in a process of its own.
 
     Args:

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
-from configs import base
 from experiments.benchmarks import harness, step_files, timing
 from experiments.benchmarks.loss_case import draw_ids
 from experiments.benchmarks.timing import Gemm, Program
@@ -27,11 +25,10 @@ from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.runtime.mesh import DATA_AXIS, replicate, shard_batch
 from infcl_jax.runtime.train_progress import peak_memory
-from infcl_jax.settings import model_changes, total_steps
+from infcl_jax.settings import RunConfig, model_changes, total_steps, with_changes
 from infcl_jax.training import (
     NO_CACHE,
     GradCacheConfig,
-    OptimizerConfig,
     TrainState,
     create_state,
     make_loss,
@@ -231,18 +228,16 @@ class Case:
             if not harness.is_out_of_memory(error):
                 raise
 
-    def _run_config(self) -> ConfigDict:
+    def _run_config(self) -> RunConfig:
         """Return the settings of a run on the files."""
-        config, settings = base.get_config(), self.settings
-        for name in ("model", "model_overrides", "precision", "loss", "implementation", "parameter_sharding"):
-            config[name] = getattr(settings, name)
-        config.update(dataset=settings.data, batch_size=self.b, grad_cache=dataclasses.asdict(settings.cache))
-        return config
+        names = ("model", "model_overrides", "precision", "loss", "implementation", "parameter_sharding")
+        changes = {name: getattr(self.settings, name) for name in names} | {"dataset": self.settings.data}
+        return with_changes(RunConfig(), changes | {"batch_size": self.b, "grad_cache": self.settings.cache.to_dict()})
 
     def _initial_state(self) -> TrainState:
         """Initialize parameters, the optimizer of `configs/base.py` and sample state."""
-        config, settings = self.settings.model_config, base.get_config()
-        optimizer = make_optimizer(OptimizerConfig(**settings.optimizer), total_steps(settings))
+        config, settings = self.settings.model_config, RunConfig()
+        optimizer = make_optimizer(settings.optimizer, total_steps(settings))
         sizes = config.vision.image_size, config.text.context_length
         sharding = self.settings.parameter_sharding
         state = create_state(build_model(config), optimizer, *sizes, _SEED, self.mesh, sharding)

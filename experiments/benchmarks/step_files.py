@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from experiments.benchmarks import timing
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.decode.device import STAGED_BATCHES
 from infcl_jax.data.stages import limiting_stage
+from infcl_jax.settings import RunConfig
 from infcl_jax.training import DataWait, TrainState, rare_garbage_collection
 from infcl_jax.training.step import TrainStep
 
@@ -39,7 +39,7 @@ class _FileTraining:
       steps: number of steps so far.
     """
 
-    config: ConfigDict
+    config: RunConfig
     mesh: Mesh
     data: TrainIterator
     wait: DataWait
@@ -57,7 +57,7 @@ class _FileTraining:
         return self.state, self.metrics
 
 
-def open_data(config: ConfigDict, mesh: Mesh) -> TrainIterator:
+def open_data(config: RunConfig, mesh: Mesh) -> TrainIterator:
     """Open the batches of a run on these devices.
 
     Raises:
@@ -67,7 +67,7 @@ def open_data(config: ConfigDict, mesh: Mesh) -> TrainIterator:
 
 
 def file_figures(
-    config: ConfigDict, mesh: Mesh, step: TrainStep, state: TrainState, step_seconds: float, repeats: int
+    config: RunConfig, mesh: Mesh, step: TrainStep, state: TrainState, step_seconds: float, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Measure the step on batches of files.
 

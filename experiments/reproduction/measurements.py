@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
-from ml_collections import ConfigDict
 
 from experiments.benchmarks import step_case, timing
 from experiments.benchmarks.harness import is_out_of_memory
@@ -27,7 +26,7 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.planner import SAFE_SHARE, Workload, device_memory_limit, device_named, largest_batch, plan_memory
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import DATA_AXIS
-from infcl_jax.settings import make_config
+from infcl_jax.settings import RunConfig, make_config
 from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
 from infcl_jax.training.step import TrainStep
 
@@ -159,12 +158,12 @@ def retrieval_step_time(
     return {"ms": 1e3 * steps * timing.seconds(train, _REPEATS)}
 
 
-def _state_and_step(config: ConfigDict, mesh: Mesh) -> tuple[TrainState, TrainStep]:
-    cache = GradCacheConfig(**config.grad_cache)
-    return run.initial_state(config, mesh), make_train_step(run.loss(config, mesh), config.seed, cache, mesh)
+def _state_and_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, TrainStep]:
+    step = make_train_step(run.loss(config, mesh), config.seed, config.grad_cache, mesh)
+    return run.initial_state(config, mesh), step
 
 
-def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) -> ConfigDict:
+def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) -> RunConfig:
     """Return the settings of a text retriever's step.
 
     Args:

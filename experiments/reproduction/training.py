@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from experiments.reproduction.corpus import write_corpus
 from infcl_jax import run, train
@@ -18,8 +17,8 @@ from infcl_jax.data.prepare import prepare
 from infcl_jax.data.sources.sample_range import SampleRange
 from infcl_jax.evaluation.suites import IMAGENET_VARIANTS, RETRIEVAL
 from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.settings import check_config, with_changes, with_total_steps
-from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
+from infcl_jax.settings import RunConfig, check_config, with_changes, with_total_steps
+from infcl_jax.training import METRICS_FILE, make_train_step, read_metrics
 
 CORPUS = "corpus"  # value of `dataset` for the generated text corpus
 
@@ -57,7 +56,7 @@ def mesh_of(devices: int) -> Mesh:
     return data_mesh(jax.devices()[:devices])
 
 
-def run_config(config: str, changes: Mapping[str, Any], folder: Path | None = None) -> ConfigDict:
+def run_config(config: str, changes: Mapping[str, Any], folder: Path | None = None) -> RunConfig:
     """Return the settings of a run.
 
     Args:
@@ -104,8 +103,7 @@ def short_run(
     if samples is not None:
         source = SampleRange(source, 0, samples, settings.split)
     settings = with_total_steps(settings, source)
-    cache = GradCacheConfig(**settings.grad_cache)
-    step = make_train_step(run.loss(settings, mesh, source), settings.seed, cache, mesh)
+    step = make_train_step(run.loss(settings, mesh, source), settings.seed, settings.grad_cache, mesh)
     data, state = run.training_data(settings, source, mesh=mesh), run.initial_state(settings, mesh, source)
     device_losses, times = [], []
     for _ in range(settings.total_steps):

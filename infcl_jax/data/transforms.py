@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from infcl_jax.schema import Range, Section, setting
+
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 RESIZE_MODES = ("shortest", "squash")
 
@@ -189,7 +191,7 @@ class Geometry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Augmentation:
+class Augmentation(Section, prefix="augmentation."):
     """Training transform: random resized crop, shift, horizontal flip and colors.
 
     By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
@@ -198,49 +200,39 @@ class Augmentation:
     Examples:
       >>> augmentation = Augmentation(scale=(0.5, 1.0), flip=0.5)
 
-    Attributes:
-      scale: range of the crop area, as a fraction of the image area; (1, 1) takes the central square.
-      ratio: range of the crop's width over height, log-uniform.
-      shift: maximum shift along each axis, in pixels of the result.
-      flip: probability of a horizontal flip.
-      color_jitter: ranges of brightness, contrast, saturation and hue. The first three factors are uniform in
-        [1 - range, 1 + range], the hue's shift in [-range, range] turns. Their order is random.
-      color_jitter_prob: probability of color jitter.
-      gray_scale_prob: probability of a gray image, after color jitter.
+    The factors of brightness, contrast and saturation are uniform in [1 - range, 1 + range], the shift of the hue in
+    [-range, range] turns. Their order is random. Gray images follow it. The range `ratio` of the crop's width over
+    height, log-uniform, is no setting of a run.
 
     Raises:
       ValueError: a range is empty or out of bounds, `shift` is negative, a probability is not in [0, 1], or color
         jitter has ranges without a probability or the reverse.
     """
 
-    scale: tuple[float, float] = (0.9, 1.0)
+    scale: tuple[float, float] = setting(
+        (0.9, 1.0),
+        "area range of random crops, as a fraction of the image; (1, 1): the central square",
+        Range(0, 1, above=True),
+    )
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    shift: int = 0
-    flip: float = 0.0
-    color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    color_jitter_prob: float = 0.0
-    gray_scale_prob: float = 0.0
+    shift: int = setting(0, "largest random shift, in pixels", Range(0, 1024))
+    flip: float = setting(0.0, "probability of a horizontal flip", Range(0, 1))
+    color_jitter: tuple[float, float, float, float] = setting(
+        (0.0, 0.0, 0.0, 0.0),
+        "ranges of brightness, contrast, saturation and hue (at most 0.5), as in OpenCLIP",
+        Range(0, 10),
+    )
+    color_jitter_prob: float = setting(0.0, "probability of color jitter", Range(0, 1))
+    gray_scale_prob: float = setting(0.0, "probability of a gray image", Range(0, 1))
 
-    def __post_init__(self) -> None:
-        for name in ("scale", "ratio"):
-            value = getattr(self, name)
-            pair = isinstance(value, tuple | list) and len(value) == 2
-            if not pair or not all(isinstance(bound, int | float) for bound in value):
-                raise ValueError(f"expected augmentation.{name} to be two numbers (low, high), got {value!r}")
-        if not 0.0 < self.scale[0] <= self.scale[1] <= 1.0:
+    def check(self) -> None:
+        """Check the order of ranges, and that color jitter has both a range and a probability."""
+        if self.scale[0] > self.scale[1]:
             raise ValueError(f"expected augmentation.scale with 0 < low <= high <= 1, got {self.scale}")
         if not 0.0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"expected augmentation.ratio with 0 < low <= high, got {self.ratio}")
-        if self.shift < 0:
-            raise ValueError(f"expected augmentation.shift of at least 0 pixels, got {self.shift}")
-        for name in ("flip", "color_jitter_prob", "gray_scale_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"expected augmentation.{name} in [0, 1], got {getattr(self, name)}")
-        if len(self.color_jitter) != 4 or min(self.color_jitter) < 0 or self.color_jitter[3] > 0.5:
-            raise ValueError(
-                "expected augmentation.color_jitter to be ranges >= 0 of brightness, contrast, saturation and hue (at "
-                f"most 0.5), got {self.color_jitter}"
-            )
+        if self.color_jitter[3] > 0.5:
+            raise ValueError(f"expected augmentation.color_jitter with a hue of at most 0.5, got {self.color_jitter}")
         if any(self.color_jitter) != (self.color_jitter_prob > 0):
             raise ValueError(
                 "expected both of augmentation.color_jitter and augmentation.color_jitter_prob or none, got "

@@ -44,6 +44,7 @@ from infcl_jax.evaluation.zero_shot import prompt_ensembles
 from infcl_jax.runtime.outputs import Outputs
 from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.runtime.progress import Progress
+from infcl_jax.schema import Range, Section, setting
 
 GRID_QUERIES = 8  # captions in the retrieval plot
 
@@ -51,29 +52,20 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Section, prefix="evaluation.", evaluated=True):
     """Settings of the evaluation suite.
 
     Examples:
       >>> config = EvaluationConfig(zero_shot_dataset="digits", zero_shot_split="zero_shot", batch_size=64)
-
-    Attributes:
-      batch_size: images or captions encoded at once, over all devices.
-      retrieval_dataset: dataset of `load_benchmark` for retrieval and the split loss; None: skip both.
-      retrieval_split: split for retrieval and the split loss.
-      gallery: number of first images of the split used for retrieval, with all their captions; None: all.
-      zero_shot_dataset: dataset with classes for zero-shot classification; None: skip.
-      zero_shot_split: split for zero-shot classification.
-      data_dir: folder of the benchmarks in `Suite`'s `evaluations`; None: that of the prepared datasets.
     """
 
-    batch_size: int = 256
-    retrieval_dataset: str | None = None
-    retrieval_split: str = "validation"
-    gallery: int | None = None
-    zero_shot_dataset: str | None = None
-    zero_shot_split: str = "validation"
-    data_dir: str | None = None
+    data_dir: str | None = setting(None, "folder of the benchmarks in evaluations; None: data_dir")
+    batch_size: int = setting(256, "images or captions encoded at a time, over all devices", Range(1, 2**17))
+    retrieval_dataset: str | None = setting(None, "dataset for retrieval and the validation loss; None: skip both")
+    retrieval_split: str = setting("validation", "split of evaluation.retrieval_dataset, such as validation")
+    gallery: int | None = setting(None, "images of the split used for retrieval; None: all", Range(1))
+    zero_shot_dataset: str | None = setting(None, "dataset for zero-shot classification; None: skip")
+    zero_shot_split: str = setting("validation", "split of evaluation.zero_shot_dataset")
 
 
 class Suite:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etils import epath
-from ml_collections import ConfigDict
+
+from infcl_jax.settings import RunConfig
 
 
 class Callback:
@@ -30,7 +31,7 @@ class Callback:
       >>> results = infcl_jax.train({"dataset": "digits", "model": "tiny"}, "runs/losses", callbacks=[losses])
     """
 
-    def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
+    def on_start(self, config: RunConfig, workdir: Path, step: int) -> None:
         """Handle the start, before the first step of this process.
 
         Args:
@@ -104,7 +105,7 @@ class Callbacks(Callback):
                 raise ValueError(f"expected callbacks that are objects of infcl_jax.Callback, got {callback!r}")
         self._callbacks = tuple(callbacks)
 
-    def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
+    def on_start(self, config: RunConfig, workdir: Path, step: int) -> None:
         """Call `on_start` of each callback."""
         for callback in self._callbacks:
             callback.on_start(config, workdir, step)

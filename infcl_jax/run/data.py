@@ -8,10 +8,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 from infcl_jax.data import (
-    Augmentation,
     BadRecordError,
     FeatureStore,
     Source,
@@ -33,6 +31,7 @@ from infcl_jax.run.model import read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import BATCH, pair_data
 from infcl_jax.runtime.mesh import data_mesh, shard_batch
 from infcl_jax.runtime.processes import local_processes
+from infcl_jax.settings import AnyConfig, RunConfig, make_config
 from infcl_jax.training import loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
 
@@ -41,7 +40,7 @@ _logger = logging.getLogger(__name__)
 _PREFETCHED = 1  # decoded batches that wait in the memory of the devices
 
 
-def training_source(config: ConfigDict) -> Source:
+def training_source(config: AnyConfig) -> Source:
     """Load the training data of a run, for `loss`, `training_data`, `initial_state` and `workload`.
 
     Examples:
@@ -53,26 +52,28 @@ def training_source(config: ConfigDict) -> Source:
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
     """
+    config = make_config(config)
     if text_pair_config(config.model) is not None:
         return cast(Source, QuerySource(config.dataset, config.split))
     return load_source(config.dataset, config.split, config.data_dir)
 
 
-def sample_source(config: ConfigDict) -> Source | None:
+def sample_source(config: AnyConfig) -> Source | None:
     """Load the training data if the state or the length of the run depends on its size.
 
     Raises:
       ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
     """
+    config = make_config(config)
     return training_source(config) if loss_takes(config, "samples") or config.epochs is not None else None
 
 
-def loss_takes(config: ConfigDict, name: str) -> bool:
+def loss_takes(config: RunConfig, name: str) -> bool:
     """Return whether the loss takes an input, such as "samples" or "index"."""
     return name in loss_class(config.loss).inputs
 
 
-def num_samples(config: ConfigDict, source: Source | None) -> int:
+def num_samples(config: RunConfig, source: Source | None) -> int:
     """Count the samples in the sample state; 0 for losses without it."""
     if not loss_takes(config, "samples"):
         return 0
@@ -82,7 +83,7 @@ def num_samples(config: ConfigDict, source: Source | None) -> int:
 
 
 def training_data(
-    config: ConfigDict,
+    config: AnyConfig,
     source: Source,
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
@@ -109,6 +110,7 @@ def training_data(
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
+    config = make_config(config)
     if isinstance(source, QuerySource):
         return pair_data(config, source, tokenizer or text_tokenizer(config))
     mesh = data_mesh() if mesh is None else mesh
@@ -129,7 +131,7 @@ def training_data(
         prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
         cores=max(1, usable_cores() // local.cores),
         processes_per_host=local.host,
-        augmentation=Augmentation(**config.augmentation),
+        augmentation=config.augmentation,
         decoders=decoders,
         sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         features=features,
@@ -138,7 +140,7 @@ def training_data(
     )
 
 
-def precomputed_towers(config: ConfigDict) -> tuple[str, ...]:
+def precomputed_towers(config: RunConfig) -> tuple[str, ...]:
     """List the frozen towers whose features are cached.
 
     Raises:
@@ -153,11 +155,11 @@ def precomputed_towers(config: ConfigDict) -> tuple[str, ...]:
             f"frozen={config.frozen}; freeze one, or set cache_frozen to None"
         )
     if "image" in towers:
-        check_deterministic(Augmentation(**config.augmentation))
+        check_deterministic(config.augmentation)
     return towers
 
 
-def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+def _device_decoders(config: RunConfig, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
     """Create the decoder of each device of this process; None if the host decodes."""
     if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
         return None
@@ -174,7 +176,7 @@ def _device_decoders(config: ConfigDict, source: Source, mesh: Mesh) -> dict[jax
         return None
 
 
-def batch_shapes(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
+def batch_shapes(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Return the shape, dtype and sharding of each array of `next_batch`.
 
     None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
@@ -190,7 +192,7 @@ def batch_shapes(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer) -> dict[s
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
     image = array(np.uint8, side, side, 3)
-    if Augmentation(**config.augmentation).adjusts_colors:
+    if config.augmentation.adjusts_colors:
         image = ColorBatch(image, array(np.float32, 7))
     shapes = {"image": image, "text": array(np.int32, tokenizer.context_length)}
     if loss_takes(config, "index"):
@@ -200,7 +202,7 @@ def batch_shapes(config: ConfigDict, mesh: Mesh, tokenizer: Tokenizer) -> dict[s
     return shapes
 
 
-def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
     """Return the batch of the next step in the memory that `grad_cache.residency` names.
 
     Examples:
@@ -218,6 +220,7 @@ def next_batch(config: ConfigDict, data: TrainIterator, mesh: Mesh) -> dict[str,
       features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values
       are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
+    config = make_config(config)
     cache, precomputed = config.grad_cache, precomputed_towers(config)
     if cache.residency == "replay":
         return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.runtime import compilation_cache, distributed, jax_start
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import training_mesh
 from infcl_jax.runtime.process_watch import LOGS
+from infcl_jax.settings import RunConfig
 
 
-def start_devices(config: ConfigDict, workdir: str | Path | None = None) -> Mesh:
+def start_devices(config: RunConfig, workdir: str | Path | None = None) -> Mesh:
     """Initialize JAX over all processes and return the mesh of all devices.
 
     Also enables the persistent compilation cache.

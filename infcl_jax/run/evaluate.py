@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from infcl_jax import run
 from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, write_results
 from infcl_jax.inference.encoder import load_encoder
@@ -17,13 +15,14 @@ from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import (
     SETTINGS,
+    RunConfig,
     changed_settings,
     check_config,
     check_fixed,
     format_changes,
     name_changes,
+    precision_of_overrides,
     with_changes,
-    without_contradiction,
 )
 from infcl_jax.training import Checkpointer, Outputs, prepare_workdir
 
@@ -88,7 +87,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     return results
 
 
-def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[ConfigDict, dict[str, tuple[Any, Any]]]:
+def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[RunConfig, dict[str, tuple[Any, Any]]]:
     """Return the settings of a run with the changes of an evaluation.
 
     Args:
@@ -105,7 +104,7 @@ def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[Con
     old = run.saved_config(workdir)
     config = with_changes(old, changes)
     if "precision" not in changes:
-        without_contradiction(config)
+        config = with_changes(config, precision_of_overrides(config.model_overrides))
     check_config(config)
     changed = changed_settings(old, config)
     groups = dict.fromkeys(name.partition(".")[0] for name, setting in SETTINGS.items() if setting.evaluated)

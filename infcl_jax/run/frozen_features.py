@@ -7,7 +7,6 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax.data import FeatureStore, Source, TowerInput, cache_features, feature_key
 from infcl_jax.data.parallelism import usable_cores
@@ -16,6 +15,7 @@ from infcl_jax.models import TOWERS, build_model
 from infcl_jax.run import precomputed_towers, read_model_config
 from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.processes import local_processes
+from infcl_jax.settings import RunConfig
 from infcl_jax.training import TrainState
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 
@@ -24,7 +24,7 @@ IN_WORKDIR = "workdir"  # value of cache_frozen
 
 
 def cached_features(
-    config: ConfigDict,
+    config: RunConfig,
     workdir: str | Path,
     mesh: Mesh,
     state: TrainState,

@@ -17,39 +17,14 @@ from infcl_jax.models.convert import convert, inference_tower, open_source, resi
 from infcl_jax.models.registry import change_config
 from infcl_jax.run.model import run_of
 from infcl_jax.runtime.console import say
+from infcl_jax.settings import InitConfig
 from infcl_jax.training import TrainState, restore_variables
 from infcl_jax.training.ema import initial_ema
-from infcl_jax.training.rules import check_pairs
 
 _logger = logging.getLogger(__name__)
 
 _SIZES = {"image_size", "context_length"}  # for which position embeddings are resized
 _TOWER_FIELDS = {"image": "vision", "text": "text"}  # of `CLIPConfig`
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    """Sources of initial parameters, see `read_variables`.
-
-    Attributes:
-      model: source of the whole model; None for random values.
-      image: source of the image tower; None for that of the model.
-      text: source of the text tower; None for that of the model.
-      rules: ordered pairs (regular expression, name in the source). The expression matches the whole name of a
-        parameter, such as "visual/proj/kernel", and the name can refer to its groups, as `\\1`. The first match
-        applies. An empty name keeps the initial value. Other parameters have the same name in the source.
-
-    Raises:
-      ValueError: a rule is no pair of a regular expression and a name.
-    """
-
-    model: str | None = None
-    image: str | None = None
-    text: str | None = None
-    rules: Sequence[tuple[str, str]] = ()
-
-    def __post_init__(self) -> None:
-        check_pairs("init.rules", self.rules, "a name", lambda name: isinstance(name, str))
 
 
 def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:

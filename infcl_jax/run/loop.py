@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
@@ -23,12 +22,12 @@ from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.outputs import print_line
 from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.runtime.workdir import CONFIG_FILE
+from infcl_jax.settings import RunConfig
 from infcl_jax.training import (
     METRICS_FILE,
     Checkpointer,
     DataWait,
     MetricWriter,
-    OptimizerConfig,
     Pauses,
     Preemption,
     Profile,
@@ -70,7 +69,7 @@ class TrainLoop:
       profile: trace of some steps.
     """
 
-    config: ConfigDict
+    config: RunConfig
     workdir: Path
     mesh: Mesh
     data: TrainIterator
@@ -225,7 +224,7 @@ class TrainLoop:
         measured = progress.update(step, metrics | waits)
         scalars = {name: float(value) for name, value in metrics.items() if name != "finite"}
         if logged:
-            schedule = learning_rate_schedule(OptimizerConfig(**self.config.optimizer), self.config.total_steps)
+            schedule = learning_rate_schedule(self.config.optimizer, self.config.total_steps)
             scalars["learning_rate"] = float(schedule(step - 1))
             if self.checkpoints.failed_saves:
                 scalars["checkpoint/failed_saves"] = self.checkpoints.failed_saves
@@ -320,7 +319,7 @@ class TrainLoop:
             return False
 
 
-def evaluates(config: ConfigDict) -> bool:
+def evaluates(config: RunConfig) -> bool:
     """Return whether a run has anything to evaluate on."""
     data = config.evaluation
     return any((*config.evaluations, data.retrieval_dataset, data.zero_shot_dataset, config.text_retrieval.corpus))

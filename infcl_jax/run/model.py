@@ -4,8 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from infcl_jax.data import check_vocabulary, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
@@ -22,11 +20,14 @@ from infcl_jax.run.text_retrieval import open_bert, read_text_pair
 from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.settings import (
     SETTINGS,
+    AnyConfig,
+    RunConfig,
     check_model_overrides,
-    default_config,
     flattened,
+    make_config,
     model_changes,
-    parse_overrides,
+    precision_of_overrides,
+    with_changes,
 )
 from infcl_jax.training import CHECKPOINTS, load_config
 from infcl_jax.training.checkpoint_folder import step_of
@@ -34,7 +35,7 @@ from infcl_jax.training.checkpoint_folder import step_of
 DEFAULT_MODEL = "tiny-shapes"
 
 
-def saved_config(workdir: str | Path) -> ConfigDict:
+def saved_config(workdir: str | Path) -> RunConfig:
     """Return the settings of an existing run: the defaults, updated with `config.json`.
 
     Examples:
@@ -49,21 +50,19 @@ def saved_config(workdir: str | Path) -> ConfigDict:
       FileNotFoundError: no run in `workdir`.
       ValueError: `config.json` is not JSON, or a setting is unknown or has the wrong type.
     """
-    config, values = default_config(), flattened(load_config(workdir))
+    values = flattened(load_config(workdir))
     for name in values:
         if name not in SETTINGS:
             raise ValueError(f"expected a run of this version in {workdir}, got one with the setting {name}")
     before = {name: setting.before for name, setting in SETTINGS.items() if setting.resolved_once}
     try:
-        for name, value in values.items():
-            SETTINGS[name].check(value)
-        if "dtype" in parse_overrides(values.get("model_overrides", "")):
-            before["precision"] = "auto"  # the override is the precision of runs from before the setting
-        config.update_from_flattened_dict(before | values)  # keeps the types that the command line needs
-    except (TypeError, ValueError) as error:
+        overrides = SETTINGS["model_overrides"].check(values.get("model_overrides", ""))
+        before |= precision_of_overrides(overrides)  # the precision of runs from before the setting
+        config = with_changes(RunConfig(), before | values)
+    except ValueError as error:
         raise ValueError(f"expected a run of this version in {workdir}, got another configuration: {error}") from error
     if (config.model is None or Path(config.model).name == MODEL_FILE) and (Path(workdir) / MODEL_FILE).is_file():
-        config.model = str(Path(workdir) / MODEL_FILE)  # also of a run that has moved
+        return dataclasses.replace(config, model=str(Path(workdir) / MODEL_FILE))  # also of a run that has moved
     return config
 
 
@@ -76,7 +75,7 @@ def run_of(path: Path) -> tuple[Path | None, int | None]:
     return None, None
 
 
-def base_model(config: ConfigDict) -> CLIPConfig:
+def base_model(config: RunConfig) -> CLIPConfig:
     """Return the model configuration of a run without its overrides.
 
     Without `model`, it is that of the weights of `init.model`.
@@ -95,14 +94,14 @@ def base_model(config: ConfigDict) -> CLIPConfig:
     return dataclasses.replace(model, dtype="float32", param_dtype="float32", feature_dtype=None)
 
 
-def save_base_model(config: ConfigDict, workdir: Path) -> None:
+def save_base_model(config: RunConfig, workdir: Path) -> None:
     """Write the model of `init.model` to the work directory, so that a resumed run does not read the weights again."""
     if config.model is None or Path(config.model).name == MODEL_FILE:
         content = json.dumps(config_to_json(base_model(config)), indent=2)
         replace_text(workdir / MODEL_FILE, content + "\n")
 
 
-def read_model_config(config: ConfigDict) -> CLIPConfig:
+def read_model_config(config: AnyConfig) -> CLIPConfig:
     """Return the model configuration of a run, with its overrides.
 
     Examples:
@@ -114,6 +113,7 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
       ValueError: the model or an override is unknown, an override has the wrong type, or the model encodes queries and
         passages.
     """
+    config = make_config(config)
     if text_pair_config(config.model) is not None:
         raise ValueError(
             f"expected a model of images and texts, got model={config.model!r} of queries and passages; see "
@@ -125,7 +125,7 @@ def read_model_config(config: ConfigDict) -> CLIPConfig:
     return change_config(base, **overrides)
 
 
-def read_any_model(config: ConfigDict) -> CLIPConfig | TextPairConfig:
+def read_any_model(config: RunConfig) -> CLIPConfig | TextPairConfig:
     """Return the model configuration of a run, also of text retrieval.
 
     Raises:
@@ -144,7 +144,7 @@ def image_resize(model: CLIPConfig) -> Resize:
     return Resize(model.resize_mode, model.interpolation)
 
 
-def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> BaseTokenizer:
+def text_tokenizer(config: AnyConfig, workdir: str | Path | None = None) -> BaseTokenizer:
     """Load the tokenizer of a run and check that it fits the model.
 
     Examples:
@@ -160,6 +160,7 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
       ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
       ImportError: a package is missing, such as clip-anytorch with CLIP's vocabulary.
     """
+    config = make_config(config)
     tokenizer = _load_text_tokenizer(config, None if workdir is None else Path(workdir))
     text = read_any_model(config).text
     end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
@@ -173,7 +174,7 @@ def text_tokenizer(config: ConfigDict, workdir: str | Path | None = None) -> Bas
     return tokenizer
 
 
-def _load_text_tokenizer(config: ConfigDict, workdir: Path | None) -> BaseTokenizer:
+def _load_text_tokenizer(config: RunConfig, workdir: Path | None) -> BaseTokenizer:
     """Load the run's copy of its tokenizer, else the one that is set, that of the weights or that of the vocabulary."""
     model, clean = read_any_model(config), config.text_cleaning
     if workdir is not None and (copy := workdir / TOKENIZER_FOLDER).is_dir():

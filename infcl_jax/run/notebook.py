@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from infcl_jax.evaluation.plots import draw_curves
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.runtime.live_line import in_notebook
 from infcl_jax.runtime.processes import is_lead
+from infcl_jax.settings import RunConfig
 from infcl_jax.training import METRICS_FILE, read_metrics
 
 _BATCH_LOSS, _SPLIT_LOSS = "validation/batch_loss", "validation/loss"
@@ -57,7 +56,7 @@ class LiveCurves(Callback):
         """Keep the chance levels for the plot."""
         self._chance = levels
 
-    def on_start(self, config: ConfigDict, workdir: Path, step: int) -> None:
+    def on_start(self, config: RunConfig, workdir: Path, step: int) -> None:
         """Read the metrics of earlier steps and start an empty plot."""
         path = workdir / METRICS_FILE
         lines = read_metrics(path) if step and path.exists() else []

@@ -1,14 +1,14 @@
 """Loss, optimizer, initial state, evaluations and workload of a run."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, Tokenizer
-from infcl_jax.evaluation import EvaluationConfig, Suite, TextRetrievalSuite
+from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
 from infcl_jax.losses.matryoshka import checked_dims
@@ -20,26 +20,14 @@ from infcl_jax.run.data import num_samples, precomputed_towers
 from infcl_jax.run.model import image_resize, read_any_model, read_model_config, text_tokenizer
 from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
 from infcl_jax.runtime.mesh import flat_mesh
-from infcl_jax.settings import total_steps
-from infcl_jax.settings.consistency import ema_config
-from infcl_jax.training import (
-    DistillConfig,
-    GlobalContrastiveConfig,
-    GradCacheConfig,
-    OptimizerConfig,
-    TrainState,
-    UnlockedGroups,
-    check_optimizer,
-    make_loss,
-    make_optimizer,
-)
+from infcl_jax.settings import AnyConfig, RunConfig, make_config, total_steps
+from infcl_jax.training import TrainState, check_optimizer, make_loss, make_optimizer
+from infcl_jax.training.grad_cache import KEEP_MOST
 from infcl_jax.training.state import StateInit
-
-_STORE_MOST = -1  # value of grad_cache.keep: store as many activations as fit
 
 
 def evaluation_suite(
-    config: ConfigDict,
+    config: AnyConfig,
     mesh: Mesh,
     tokenizer: Tokenizer | None = None,
     say: Callable[[str], None] | None = None,
@@ -63,11 +51,12 @@ def evaluation_suite(
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
     """
+    config = make_config(config)
     if (pair := read_text_pair(config)) is not None:
         return pair_suite(config, pair, mesh, tokenizer or text_tokenizer(config), check)
     model = read_model_config(config)
     return Suite(
-        EvaluationConfig(**config.evaluation),
+        config.evaluation,
         build_model(model),
         tokenizer or text_tokenizer(config),
         image_size=model.vision.image_size,
@@ -86,7 +75,7 @@ def evaluation_suite(
 
 
 def loss(
-    config: ConfigDict, mesh: Mesh | None, source: Source | None = None, teacher_scale: float | None = None
+    config: AnyConfig, mesh: Mesh | None, source: Source | None = None, teacher_scale: float | None = None
 ) -> Loss:
     """Create the loss of a run.
 
@@ -104,43 +93,44 @@ def loss(
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
+    config = make_config(config)
     one = make_loss(
         config.loss,
         mesh,
         config.implementation,
         config.max_logit_scale,
         targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
-        config=GlobalContrastiveConfig(**config.global_contrastive),
+        config=config.global_contrastive,
         # A batch larger than the dataset is an error of `training_data`, which names both sizes.
         steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
-        optimizer=OptimizerConfig(**config.optimizer),
+        optimizer=config.optimizer,
     )
-    distill = DistillConfig(**config.distill)
+    distill = config.distill
     if distill.teacher is not None:
         one = DistilledLoss.wrap(one, distill.weight, 1.0 if teacher_scale is None else teacher_scale)
     return MatryoshkaLoss.wrap(one, _prefixes(config)) if config.matryoshka else one
 
 
-def _prefixes(config: ConfigDict) -> tuple[int, ...]:
+def _prefixes(config: RunConfig) -> tuple[int, ...]:
     """Return the prefix sizes of a run.
 
     Raises:
       ValueError: the sizes are not increasing, or larger than the features of the model.
     """
-    dims, size = checked_dims("matryoshka", tuple(config.matryoshka)), read_model_config(config).embed_dim
+    dims, size = checked_dims("matryoshka", config.matryoshka), read_model_config(config).embed_dim
     if dims and dims[-1] > size:
         raise ValueError(f"expected matryoshka with sizes of at most {size}, the features of the model, got {dims}")
     return dims
 
 
-def _optimizer(config: ConfigDict, source: Source | None) -> optax.GradientTransformation:
+def _optimizer(config: RunConfig, source: Source | None) -> optax.GradientTransformation:
     """Create the optimizer of a run, and check that its rules fit the model."""
-    settings = OptimizerConfig(**config.optimizer)
+    settings = config.optimizer
     check_optimizer(settings, parameter_shapes(build_model(read_any_model(config))))
     return make_optimizer(settings, total_steps(config, source))
 
 
-def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> TrainState:
+def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -> TrainState:
     """Initialize parameters, moving averages, optimizer state and sample state on the devices.
 
     The sample state is sharded over the devices.
@@ -159,10 +149,11 @@ def initial_state(config: ConfigDict, mesh: Mesh, source: Source | None = None) 
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
+    config = make_config(config)
     return state_init(config, mesh, source).create()
 
 
-def state_init(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> StateInit:
+def state_init(config: RunConfig, mesh: Mesh, source: Source | None = None) -> StateInit:
     """Return the initialization of a run's state; for arguments and errors see `initial_state`."""
     model = read_any_model(config)
     sizes = model.vision.image_size if isinstance(model, CLIPConfig) else 0, model.text.context_length
@@ -174,8 +165,8 @@ def state_init(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> 
         mesh,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
-        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
-        ema=ema_config(config),
+        unlocked_groups=config.unlocked_groups,
+        ema=config.ema,
     )
     if not isinstance(model, CLIPConfig):
         return init
@@ -185,7 +176,7 @@ def state_init(config: ConfigDict, mesh: Mesh, source: Source | None = None) -> 
 
 
 def workload(
-    config: ConfigDict,
+    config: AnyConfig,
     devices: int,
     memory_limit: int | None = None,
     implementation: str | None = None,
@@ -211,27 +202,28 @@ def workload(
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
+    config = make_config(config)
     model, loss_fn = read_any_model(config), loss(config, None, source)
     sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
     samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
     best = implementation or best_implementation()
     chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
-    cache = dict(config.grad_cache)
-    if stores_most := cache["keep"] == _STORE_MOST:
-        cache["keep"] = 0
+    cache = config.grad_cache
+    if stores_most := cache.keep == KEEP_MOST:
+        cache = dataclasses.replace(cache, keep=0)
     unresolved = Workload(
         model=model,
         optimizer=_optimizer(config, source),
         batch_size=config.batch_size,
         devices=devices,
-        cache=GradCacheConfig(**cache),
+        cache=cache,
         implementation=chosen,
         loss=config.loss,
-        ema=ema_config(config) is not None,
+        ema=config.ema is not None,
         sample_bytes=tree_bytes(samples) // devices,
         parameter_sharding=config.parameter_sharding,
         frozen=config.frozen,
-        unlocked_groups=UnlockedGroups(**config.unlocked_groups),
+        unlocked_groups=config.unlocked_groups,
         precomputed=precomputed_towers(config),
         passages=1 if isinstance(model, CLIPConfig) else 1 + config.text_retrieval.hard_negatives,
         teacher=teacher,

@@ -4,7 +4,6 @@ import contextlib
 
 import jax
 from jax.sharding import use_abstract_mesh
-from ml_collections import ConfigDict
 
 from infcl_jax import run
 from infcl_jax.planner import (
@@ -25,13 +24,13 @@ from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.teacher import load_teacher
 from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.settings import with_total_steps
+from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 
 _LARGEST_TARGET = 1024
 
 
 def plan(
-    config: ConfigDict,
+    config: AnyConfig,
     *,
     device: str | None = None,
     devices: int | None = None,
@@ -69,6 +68,7 @@ def plan(
             raise ValueError(f"expected --{name} > 0, got {value}")
     if target is not None and (device is None or not 1 <= target <= _LARGEST_TARGET):
         raise ValueError(f"expected --target from 1 to {_LARGEST_TARGET} with --device, got {target}")
+    config = make_config(config)
     source = run.sample_source(config)
     config = with_total_steps(config, source)
     gpu = None if device is None else device_named(device)

@@ -9,7 +9,6 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax.data import Source, TowerInput, cache_features, feature_key
 from infcl_jax.data.parallelism import usable_cores
@@ -21,6 +20,7 @@ from infcl_jax.planner import TeacherMemory
 from infcl_jax.run.frozen_features import FEATURES_FOLDER, IN_WORKDIR
 from infcl_jax.runtime.mesh import flat_mesh, to_host
 from infcl_jax.runtime.processes import local_processes
+from infcl_jax.settings import RunConfig
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.step import TrainStep
 from infcl_jax.training.teacher import TeacherTowers
@@ -37,7 +37,7 @@ class Teacher:
     """
 
     encoder: Encoder
-    config: ConfigDict
+    config: RunConfig
     mesh: Mesh
 
     @property
@@ -112,7 +112,7 @@ class Teacher:
         return TeacherFeatures(stores)
 
 
-def load_teacher(config: ConfigDict, mesh: Mesh) -> Teacher | None:
+def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
     """Load the teacher of a run; None without one.
 
     Args:

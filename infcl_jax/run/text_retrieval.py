@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax.data import (
     Corpus,
@@ -31,15 +30,15 @@ from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import flat_mesh
-from infcl_jax.settings import check_model_overrides, model_changes
-from infcl_jax.training import TextRetrievalConfig, TrainState
+from infcl_jax.settings import RunConfig, check_model_overrides, model_changes
+from infcl_jax.training import TrainState
 from infcl_jax.training.ema import initial_ema
 
 # Entries of a batch that the step takes.
 BATCH = ("query", "passage", "passage_mask")
 
 
-def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
+def read_text_pair(config: RunConfig) -> TextPairConfig | None:
     """Return the model configuration of a run of text retrieval.
 
     It includes the overrides. The result is None for other runs.
@@ -57,13 +56,13 @@ def read_text_pair(config: ConfigDict) -> TextPairConfig | None:
     return change_config(base, **overrides)
 
 
-def pair_texts(config: ConfigDict, tokenizer: Tokenizer) -> PairTexts:
+def pair_texts(config: RunConfig, tokenizer: Tokenizer) -> PairTexts:
     """Return the tokenization of queries and passages.
 
     Raises:
       ValueError: queries have more tokens than the context length.
     """
-    settings = TextRetrievalConfig(**config.text_retrieval)
+    settings = config.text_retrieval
     if settings.query_length is not None and settings.query_length > tokenizer.context_length:
         raise ValueError(
             f"expected text_retrieval.query_length <= text.context_length={tokenizer.context_length}, got "
@@ -72,13 +71,13 @@ def pair_texts(config: ConfigDict, tokenizer: Tokenizer) -> PairTexts:
     return PairTexts(cast(BaseTokenizer, tokenizer), settings.query_length, settings.separator)
 
 
-def pair_data(config: ConfigDict, source: QuerySource, tokenizer: Tokenizer) -> TrainIterator:
+def pair_data(config: RunConfig, source: QuerySource, tokenizer: Tokenizer) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
     Raises:
       ValueError: see `pair_iterator` and `pair_texts`.
     """
-    settings = TextRetrievalConfig(**config.text_retrieval)
+    settings = config.text_retrieval
     return pair_iterator(
         source,
         pair_texts(config, tokenizer),
@@ -96,7 +95,7 @@ def pair_data(config: ConfigDict, source: QuerySource, tokenizer: Tokenizer) -> 
 
 
 def pair_suite(
-    config: ConfigDict, model: TextPairConfig, mesh: Mesh, tokenizer: Tokenizer, check: Callable[[], None] | None
+    config: RunConfig, model: TextPairConfig, mesh: Mesh, tokenizer: Tokenizer, check: Callable[[], None] | None
 ) -> TextRetrievalSuite:
     """Open the corpus and the questions of a run; see `infcl_jax.run.evaluation_suite`.
 
@@ -104,7 +103,7 @@ def pair_suite(
       FileNotFoundError: a file does not exist.
       ValueError: a file is damaged, or see `TextRetrievalSuite` and `pair_texts`.
     """
-    settings = TextRetrievalConfig(**config.text_retrieval)
+    settings = config.text_retrieval
     suite = TextRetrievalSuite(build_model(model), pair_texts(config, tokenizer), flat_mesh(mesh))
     if settings.corpus is None or settings.questions is None:
         return suite

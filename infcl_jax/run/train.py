@@ -1,14 +1,13 @@
 """Training of a run: what `infcl_jax.train` and `experiments.train` call."""
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
@@ -22,7 +21,7 @@ from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.frozen_features import cached_features
-from infcl_jax.run.initialization import InitConfig, initialize
+from infcl_jax.run.initialization import initialize
 from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.model import DEFAULT_MODEL, save_base_model
 from infcl_jax.run.parts import state_init
@@ -38,6 +37,8 @@ from infcl_jax.runtime.processes import is_lead
 from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import (
     SETTINGS,
+    AnyConfig,
+    RunConfig,
     changed_settings,
     check_config,
     check_fixed,
@@ -68,9 +69,7 @@ from infcl_jax.training.compiled_step import StepMemory, compile_ahead, device_m
 from infcl_jax.training.writers import check_writers
 
 
-def train(
-    config: ConfigDict | Mapping[str, Any], workdir: str | Path, callbacks: Sequence[Callback] = ()
-) -> dict[str, float]:
+def train(config: AnyConfig, workdir: str | Path, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
     """Train all steps of a run, from its latest checkpoint if there is one.
 
     The same as the command `experiments.train`, for notebooks and scripts. Ctrl-C, or the stop button of a notebook,
@@ -107,6 +106,7 @@ def train(
     """
     check_guard()
     config = make_config(config)
+    check_config(config)  # also of a `RunConfig`
     hooks = Callbacks(callbacks)
     preemption = Preemption(config.stop_timeout, workdir, interactive=True)
     try:
@@ -121,17 +121,16 @@ def train(
         sys.exit(f"error: {printable(str(error))}")  # only scripts are at fault, so no traceback
 
 
-def train_process(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+def train_process(config: RunConfig, workdir: str | Path) -> dict[str, float]:
     """Train a run as the only task of this process, for the command.
 
     Stop signals end the process, see `infcl_jax.training.Preemption`. For the rest see `train`.
     """
-    check_config(config)
     with Preemption(config.stop_timeout, workdir) as preemption:
         return _train(config, workdir, preemption, Callbacks())
 
 
-def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption, callbacks: Callback) -> dict[str, float]:
+def _train(config: RunConfig, workdir: str | Path, preemption: Preemption, callbacks: Callback) -> dict[str, float]:
     """Train all steps of the run while stop signals are handled; see `train`."""
     mesh = start_devices(config, workdir)
     preemption.joined()
@@ -141,7 +140,7 @@ def _train(config: ConfigDict, workdir: str | Path, preemption: Preemption, call
 
 def _train_on(
     mesh: Mesh,
-    config: ConfigDict,
+    config: RunConfig,
     workdir: str | Path,
     preemption: Preemption,
     callbacks: Callback,
@@ -176,9 +175,9 @@ def _train_on(
         config = with_total_steps(config, source)
         if recorded is not None:
             config = keep_recorded(recorded, config)
-        config.precision = resolved_precision(config.precision, config.model_overrides)
+        config = dataclasses.replace(config, precision=resolved_precision(config.precision, config.model_overrides))
         if config.model is None and config.init.model is None:
-            config.model = DEFAULT_MODEL
+            config = dataclasses.replace(config, model=DEFAULT_MODEL)
         changed = {} if recorded is None else changed_settings(recorded, config)
         fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
         check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
@@ -201,7 +200,7 @@ def _train_on(
         if not resumed:
             pair = read_text_pair(config)
             if pair is None:
-                state = initialize(InitConfig(**config.init), run.read_model_config(config), state)
+                state = initialize(config.init, run.read_model_config(config), state)
             elif config.init.text is not None:
                 state = initialize_pair(config.init.text, pair, state)
             state = state.with_limited_scale(loss_fn.max_logit_scale)
@@ -320,7 +319,7 @@ def _train_on(
     return results
 
 
-def recorded_config(workdir: Path) -> ConfigDict | None:
+def recorded_config(workdir: Path) -> RunConfig | None:
     """Return the settings of a resumed run; None without a `config.json`."""
     return run.saved_config(workdir) if (workdir / CONFIG_FILE).is_file() else None
 
@@ -337,7 +336,7 @@ def explained_out_of_memory(workload: Workload, memory_limit: int | None) -> Ite
 
 
 def announce(
-    config: ConfigDict, mesh: Mesh, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator
+    config: RunConfig, mesh: Mesh, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator
 ) -> None:
     """Print a summary of the run, the memory of its compiled step and how it reads data."""
     platform = mesh.devices.flat[0].platform

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
@@ -17,8 +16,8 @@ from infcl_jax.models import CLIPConfig, ResNetConfig, towers_of
 from infcl_jax.run.model import read_any_model
 from infcl_jax.run.parts import initial_state, loss
 from infcl_jax.runtime.mesh import shard_batch
-from infcl_jax.settings import parse_overrides
-from infcl_jax.training import GradCacheConfig, TrainState, make_train_step
+from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
+from infcl_jax.training import TrainState, make_train_step
 from infcl_jax.training.frozen import merge, module_modes, partition
 from infcl_jax.training.step import encode_rows, evaluate_loss, loss_inputs, model_output
 from infcl_jax.verification import Report, verify
@@ -32,7 +31,7 @@ _STEPS = 1000  # of the learning rate schedule
 _TEACHER_WIDTH, _TEACHER_SCALE = 24, 20.0
 
 
-def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
+def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
     """Compare the training step of a configuration with the undivided loss, at small shapes.
 
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
@@ -56,13 +55,13 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
     """
     if jax.process_count() > 1:
         raise ValueError(f"expected one process, got {jax.process_count()}; simulate devices with cpu_devices")
-    small = small_config(config, _ROWS_PER_DEVICE * mesh.size)
+    small = small_config(make_config(config), _ROWS_PER_DEVICE * mesh.size)
     source = range(2 * small.batch_size)
     state = initial_state(small, mesh, source)  # type: ignore[arg-type]
     batch = _random_batch(small)
     set_up = _Run(small, mesh, state, loss(small, mesh, source, _TEACHER_SCALE))  # type: ignore[arg-type]
-    reference = small.copy_and_resolve_references()
-    reference.implementation = "dense" if "dense" in set_up.loss.implementations else None
+    dense = "dense" if "dense" in set_up.loss.implementations else None
+    reference = dataclasses.replace(small, implementation=dense)
     names = towers_of(state.params)
     with jax.default_matmul_precision("highest"):
         return verify(
@@ -79,7 +78,7 @@ def verify_run(config: ConfigDict, mesh: Mesh, rtol: float = 1e-3) -> Report:
         )
 
 
-def small_config(config: ConfigDict, rows: int) -> ConfigDict:
+def small_config(config: RunConfig, rows: int) -> RunConfig:
     """Return the settings of a run at small shapes.
 
     Args:
@@ -89,33 +88,32 @@ def small_config(config: ConfigDict, rows: int) -> ConfigDict:
     Raises:
       ValueError: a setting is wrong.
     """
-    small = config.copy_and_resolve_references()
     overrides = parse_overrides(config.model_overrides) | _small_model(config)
-    small.update(
-        model_overrides=",".join(f"{name}={value!r}" for name, value in overrides.items()),
-        precision="auto",  # the overrides have a dtype
-        batch_size=rows,
-        total_steps=_STEPS,
-        samples_seen=None,
-        epochs=None,
-    )
-    small.optimizer.warmup_steps = 0
+    changes = {
+        "model_overrides": ",".join(f"{name}={value!r}" for name, value in overrides.items()),
+        "precision": "auto",  # the overrides have a dtype
+        "batch_size": rows,
+        "total_steps": _STEPS,
+        "samples_seen": None,
+        "epochs": None,
+        "optimizer.warmup_steps": 0,
+    }
     if config.grad_cache.chunk_size is not None:
         # Replayed chunks differ from those in host memory by their source alone, which is random data here.
         residency = "device" if config.grad_cache.residency == "device" else "host"
         chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
         if config.grad_cache.passage_chunk_size is not None:
             chunk["passage_chunk_size"] = rows * _passages(config) // _PASSAGE_CHUNKS
-        small.grad_cache.update(chunk)
-    return small
+        changes["grad_cache"] = chunk
+    return with_changes(config, changes)
 
 
-def _passages(config: ConfigDict) -> int:
+def _passages(config: RunConfig) -> int:
     """Return the number of passages of a query."""
     return 1 + config.text_retrieval.hard_negatives
 
 
-def _small_model(config: ConfigDict) -> dict[str, Any]:
+def _small_model(config: RunConfig) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
     model = read_any_model(config)
     size = _HEAD_DIM * -(-max(config.matryoshka, default=1) // _HEAD_DIM)
@@ -131,7 +129,7 @@ def _small_model(config: ConfigDict) -> dict[str, Any]:
     return values | dtypes | {"embed_dim": size}
 
 
-def _random_batch(config: ConfigDict) -> dict[str, np.ndarray]:
+def _random_batch(config: RunConfig) -> dict[str, np.ndarray]:
     """Draw the entries of a batch: encoders' inputs, sample indices, repeating ids and features of a teacher.
 
     The passages of a query are `[p, t]`, the positive first, which is never masked.
@@ -177,7 +175,7 @@ class _Run:
       loss: loss on the mesh.
     """
 
-    config: ConfigDict
+    config: RunConfig
     mesh: Mesh
     state: TrainState
     loss: Loss
@@ -189,7 +187,7 @@ class _Run:
 
     def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
         """Run the step with an optimizer that stores the gradients."""
-        cache, host = GradCacheConfig(**self.config.grad_cache), _flat_passages(jax.device_get(dict(batch)))
+        cache, host = self.config.grad_cache, _flat_passages(jax.device_get(dict(batch)))
         step = make_train_step(self.loss, self.config.seed, cache, self.mesh, self.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))

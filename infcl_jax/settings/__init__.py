@@ -1,9 +1,12 @@
-"""Settings of a run: one table, from which defaults, checks, help and documentation come."""
+"""Settings of a run: one tree, from which defaults, checks, help and documentation come."""
 
+from infcl_jax.schema import Range, Setting, as_integer, type_name
 from infcl_jax.settings.config import (
+    AnyConfig,
     changed_settings,
     check_config,
     check_fixed,
+    config_dict,
     default_config,
     flattened,
     format_changes,
@@ -13,18 +16,21 @@ from infcl_jax.settings.config import (
     scaled_learning_rate,
     with_changes,
 )
+from infcl_jax.settings.init_config import InitConfig
 from infcl_jax.settings.length import total_steps, with_total_steps
 from infcl_jax.settings.names import closest_setting
 from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
-from infcl_jax.settings.precision import model_changes, resolved_precision, without_contradiction
-from infcl_jax.settings.setting import Range, Setting, as_integer, type_name
-from infcl_jax.settings.table import SECTIONS, SETTINGS
+from infcl_jax.settings.precision import model_changes, precision_of_overrides, resolved_precision
+from infcl_jax.settings.run_config import SECTIONS, SETTINGS, RunConfig
 from infcl_jax.settings.text import format_entry, format_help, format_markdown, format_python
 
 __all__ = [
     "SECTIONS",
     "SETTINGS",
+    "AnyConfig",
+    "InitConfig",
     "Range",
+    "RunConfig",
     "Setting",
     "as_integer",
     "changed_settings",
@@ -32,6 +38,7 @@ __all__ = [
     "check_fixed",
     "check_model_overrides",
     "closest_setting",
+    "config_dict",
     "default_config",
     "flattened",
     "format_changes",
@@ -44,11 +51,11 @@ __all__ = [
     "model_changes",
     "name_changes",
     "parse_overrides",
+    "precision_of_overrides",
     "resolved_precision",
     "scaled_learning_rate",
     "total_steps",
     "type_name",
     "with_changes",
     "with_total_steps",
-    "without_contradiction",
 ]

@@ -1,6 +1,7 @@
-"""Defaults, checks and comparison of configurations."""
+"""From what a user writes to a `RunConfig`, and comparison of configurations."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
 from infcl_jax.ops.common.checks import check_positive_int
+from infcl_jax.schema import as_integer
 from infcl_jax.settings.consistency import check_consistency
 from infcl_jax.settings.names import closest_setting
-from infcl_jax.settings.precision import without_contradiction
-from infcl_jax.settings.setting import Setting, as_integer
-from infcl_jax.settings.table import SETTINGS
+from infcl_jax.settings.precision import precision_of_overrides
+from infcl_jax.settings.run_config import SETTINGS, RunConfig
+
+type AnyConfig = RunConfig | ConfigDict | Mapping[str, Any]  # what `make_config` takes
 
 
 class SettingsDict(ConfigDict):
@@ -39,7 +42,7 @@ class SettingsDict(ConfigDict):
 
 
 def default_config() -> ConfigDict:
-    """Return the defaults of the table, locked.
+    """Return the defaults, locked, for a configuration file such as `configs/digits.py` to change.
 
     Each group of names, such as "optimizer.", is a nested `ConfigDict`.
 
@@ -47,22 +50,32 @@ def default_config() -> ConfigDict:
       >>> default_config().optimizer.name
       'adamw'
     """
-    config = SettingsDict()
-    for setting in SETTINGS.values():
-        group, _, field = setting.name.rpartition(".")
-        if group and group not in config:
-            config[group] = SettingsDict()
-        owner = config[group] if group else config
+    return config_dict(RunConfig())
+
+
+def config_dict(config: RunConfig) -> ConfigDict:
+    """Return settings that can be changed, for configuration files and `--config.NAME=VALUE`."""
+    values = SettingsDict()
+    for name, setting in SETTINGS.items():
+        group, _, field = name.rpartition(".")
+        if group and group not in values:
+            values[group] = SettingsDict()
+        owner, value = values[group] if group else values, config[name]
         kind = tuple if get_origin(setting.base_type) else setting.base_type  # a generic type is no field type
-        owner[field] = placeholder(kind) if setting.default is None else setting.default
-    return config.lock()
+        if setting.optional:
+            owner[field] = placeholder(kind)
+        if value is not None:
+            owner[field] = value
+    return values.lock()
 
 
-def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+def with_changes(config: RunConfig | ConfigDict, changes: Mapping[str, Any]) -> RunConfig:
     """Return a copy of a configuration with changed settings.
 
+    Settings that limit each other are checked within their group only, see `check_config`.
+
     Examples:
-      >>> config = with_changes(default_config(), {"optimizer.name": "lamb"})
+      >>> config = with_changes(make_config({}), {"optimizer.name": "lamb"})
       >>> config.optimizer.name
       'lamb'
 
@@ -74,25 +87,26 @@ def with_changes(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     Raises:
       ValueError: a name is unknown, or a value has another type or is out of range.
     """
-    changed = config.copy_and_resolve_references()
+    if isinstance(config, ConfigDict):
+        return with_changes(RunConfig(), _dotted(_resolved(config)) | _dotted(changes))
+    changed: dict[str, dict[str, Any]] = {}
     for name, value in _dotted(changes).items():
         if name not in SETTINGS:
             close = closest_setting(str(name))
             advice = f"did you mean {close!r}?" if close else "docs/settings.md lists them"
             raise ValueError(f"expected names of settings, got {name!r}; {advice}")
-        if SETTINGS[name].base_type is int:
-            value = as_integer(value)
-        SETTINGS[name].check(value)
-        changed.update_from_flattened_dict({name: value})
-    return changed
+        group, _, field = name.rpartition(".")
+        changed.setdefault(group, {})[field] = value
+    own = changed.pop("", {})
+    return dataclasses.replace(config, **own, **{g: dataclasses.replace(config[g], **v) for g, v in changed.items()})
 
 
-def make_config(changes: ConfigDict | Mapping[str, Any]) -> ConfigDict:
-    """Return the defaults with changed settings, checked alone and together.
+def make_config(changes: AnyConfig) -> RunConfig:
+    """Return the settings of a run: the defaults with changed settings, checked alone and together.
 
     Args:
       changes: values by name, see `with_changes`. A `ConfigDict` has the values of its references, and the defaults of
-        settings that it lacks.
+        settings that it lacks. A `RunConfig` is returned as it is.
 
     Raises:
       ValueError: `changes` is no mapping, a name is unknown, or see `check_config`.
@@ -102,13 +116,18 @@ def make_config(changes: ConfigDict | Mapping[str, Any]) -> ConfigDict:
       >>> config.optimizer.learning_rate
       0.0001
     """
-    if isinstance(changes, ConfigDict):
-        changes = changes.copy_and_resolve_references().to_dict()
-    elif not isinstance(changes, Mapping):
+    if isinstance(changes, RunConfig):
+        return changes
+    if not isinstance(changes, ConfigDict | Mapping):
         raise ValueError(f"expected settings as a mapping or ConfigDict, got {changes!r}; call get_config() of a file")
-    config = with_changes(default_config(), changes)
-    check_config(config)
+    config = with_changes(RunConfig(), _resolved(changes) if isinstance(changes, ConfigDict) else changes)
+    check_consistency(config)
     return config
+
+
+def _resolved(config: ConfigDict) -> dict[str, Any]:
+    """Return the values of a configuration, those of its references included."""
+    return config.copy_and_resolve_references().to_dict()
 
 
 def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +155,8 @@ def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_si
       ValueError: `base_batch_size` is not positive.
 
     Examples:
-      >>> config = make_config({"batch_size": 4096})
+      >>> config = default_config()
+      >>> config.batch_size = 4096
       >>> config.optimizer.learning_rate = scaled_learning_rate(config, 5e-4, 32_768)
       >>> config.optimizer.learning_rate
       6.25e-05
@@ -147,30 +167,21 @@ def scaled_learning_rate(config: ConfigDict, learning_rate: float, base_batch_si
     return config.get_ref("batch_size").to_float() * (learning_rate / base_batch_size)
 
 
-def setting_values(config: ConfigDict) -> Iterator[tuple[Setting, Any]]:
-    """Iterate over the settings of the table with their values in `config`."""
-    for name, setting in SETTINGS.items():
-        group, _, field = name.rpartition(".")
-        yield setting, (config[group] if group else config)[field]
-
-
-def check_config(config: ConfigDict) -> None:
+def check_config(config: RunConfig | ConfigDict) -> None:
     """Check the values of the settings, alone and together.
 
     Examples:
-      >>> config = make_config({"dataset": "photos"})
+      >>> config = default_config()
       >>> config.batch_size = 100
       >>> check_config(config)
 
     Raises:
       ValueError: a value has another type, is out of range or not among the choices, or contradicts another one.
     """
-    for setting, value in setting_values(config):
-        setting.check(value)
-    check_consistency(config)
+    check_consistency(config if isinstance(config, RunConfig) else with_changes(config, {}))
 
 
-def flattened(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
+def flattened(config: AnyConfig) -> dict[str, Any]:
     """Return values by dotted name, such as `{"optimizer.name": "adamw"}`.
 
     A round trip through JSON turns tuples into lists, so that a new configuration compares with a saved one.
@@ -179,37 +190,33 @@ def flattened(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
       config: settings of a run, or the content of its `config.json`.
 
     Examples:
-      >>> flattened(default_config())["optimizer.name"]
+      >>> flattened(make_config({}))["optimizer.name"]
       'adamw'
     """
     return _dotted(config if isinstance(config, Mapping) else json.loads(json.dumps(config.to_dict())))
 
 
-def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
+def changed_settings(old: RunConfig | ConfigDict, new: RunConfig | ConfigDict) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ as (old, new), such as `{"batch_size": (256, 512)}`.
 
     Examples:
-      >>> changed_settings(default_config(), make_config({"seed": 7}))
+      >>> changed_settings(make_config({}), make_config({"seed": 7}))
       {'seed': (0, 7)}
     """
     after = flattened(new)
     return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
 
 
-def keep_recorded(old: ConfigDict, new: ConfigDict) -> ConfigDict:
+def keep_recorded(old: RunConfig, new: RunConfig) -> RunConfig:
     """Return the settings of a resumed run: recorded values in place of defaults that are chosen once, at its start.
 
     Args:
       old: settings of the run, from `infcl_jax.run.saved_config`.
       new: settings with which it is resumed.
     """
-    resumed, recorded = new.copy_and_resolve_references(), {s.name: value for s, value in setting_values(old)}
-    for setting, value in setting_values(new):
-        if setting.resolved_once and value == setting.default:
-            resumed.update_from_flattened_dict({setting.name: recorded[setting.name]})
-    if new.precision == "auto":
-        without_contradiction(resumed)
-    return resumed
+    chosen = (name for name, setting in SETTINGS.items() if setting.resolved_once and new[name] == setting.default)
+    changes = {name: old[name] for name in chosen}
+    return with_changes(new, changes | (precision_of_overrides(new.model_overrides) if "precision" in changes else {}))
 
 
 def check_fixed(

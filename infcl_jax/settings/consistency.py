@@ -2,39 +2,24 @@
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from infcl_jax.data.transforms import Augmentation
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import TOWERS, text_pair_config
 from infcl_jax.settings.length import total_steps
 from infcl_jax.settings.precision import check_precision
-from infcl_jax.training import (
-    DistillConfig,
-    EMAConfig,
-    GlobalContrastiveConfig,
-    GradCacheConfig,
-    OptimizerConfig,
-    TextRetrievalConfig,
-    UnlockedGroups,
-    learning_rate_schedule,
-)
+from infcl_jax.settings.run_config import RunConfig
+from infcl_jax.training import learning_rate_schedule
 from infcl_jax.training.frozen import check_frozen
 from infcl_jax.training.losses import loss_class
 
 
-def check_consistency(config: ConfigDict) -> None:
-    """Check the settings that limit each other.
-
-    The type and range of each setting must be right, see `infcl_jax.settings.Setting.check`.
+def check_consistency(config: RunConfig) -> None:
+    """Check the settings that limit each other, across the groups.
 
     Raises:
       ValueError: settings contradict each other, or have no effect without another one.
     """
     if (limit := config.max_bad_records) is not None and limit >= 1 and limit != int(limit):
         raise ValueError(f"expected max_bad_records below 1, or a whole number, got {limit}")
-    Augmentation(**config.augmentation)
-    GlobalContrastiveConfig(**config.global_contrastive)
     check_precision(config.precision, config.model_overrides)
     _check_text_retrieval(config)
     _check_targets(config)
@@ -43,29 +28,17 @@ def check_consistency(config: ConfigDict) -> None:
     _check_outputs(config)
     _check_matryoshka(config)
     _check_distill(config)
-    optimizer = OptimizerConfig(**config.optimizer)
+    optimizer = config.optimizer
     if optimizer.final_learning_rate > optimizer.learning_rate:
         raise ValueError(
             f"expected optimizer.final_learning_rate <= optimizer.learning_rate={optimizer.learning_rate}, got "
             f"{optimizer.final_learning_rate}; lower it"
         )
-    ema_config(config)
+    if config.ema_warmup and config.ema_decay is None:
+        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
     lengths = [name for name in ("total_steps", "samples_seen", "epochs") if config[name] is not None]
     if lengths != ["epochs"]:  # whose steps depend on the data
         learning_rate_schedule(optimizer, total_steps(config))
-
-
-def ema_config(config: ConfigDict) -> EMAConfig | None:
-    """Return the settings of the moving averages; None without them.
-
-    Raises:
-      ValueError: `ema_warmup` is set without `ema_decay`.
-    """
-    if config.ema_decay is not None:
-        return EMAConfig(decay=config.ema_decay, warmup=config.ema_warmup)
-    if config.ema_warmup:
-        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
-    return None
 
 
 # Settings that text retrieval does not support, with the values that leave them out.
@@ -83,15 +56,15 @@ _IMAGES_ONLY: dict[str, Any] = {
 }
 
 
-def _check_text_retrieval(config: ConfigDict) -> None:
+def _check_text_retrieval(config: RunConfig) -> None:
     """Check that loss, model and the other settings are all of text retrieval, or none is."""
-    is_pair, settings = text_pair_config(config.model) is not None, TextRetrievalConfig(**config.text_retrieval)
+    is_pair = text_pair_config(config.model) is not None
     if is_pair != (config.loss == "retrieval"):
         expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
         raise ValueError(f"expected {expected}, got model={config.model!r} and loss={config.loss!r}")
     if not is_pair:
         passages = {
-            "text_retrieval.corpus": settings.corpus,
+            "text_retrieval.corpus": config.text_retrieval.corpus,
             "grad_cache.passage_chunk_size": config.grad_cache.passage_chunk_size,
         }
         for name, value in passages.items():
@@ -99,15 +72,13 @@ def _check_text_retrieval(config: ConfigDict) -> None:
                 raise ValueError(f"expected {name}=None with loss={config.loss!r}, got {value!r}")
         return
     for name, default in _IMAGES_ONLY.items():
-        group, _, field = name.rpartition(".")
-        value = (config[group] if group else config)[field]
-        if (tuple(value) if isinstance(default, tuple) else value) != default:
+        if (value := config[name]) != default:
             raise ValueError(f"expected {name}={default!r} with loss 'retrieval', got {value!r}")
     if config.grad_cache.residency == "replay":
         raise ValueError("expected grad_cache.residency 'device' or 'host' with loss 'retrieval', got 'replay'")
 
 
-def _check_targets(config: ConfigDict) -> None:
+def _check_targets(config: RunConfig) -> None:
     """Check that the loss has the targets that are set."""
     by_id = config.positives != "pair"
     if by_id and config.loss not in ("clip", "siglip"):
@@ -127,38 +98,37 @@ def _check_targets(config: ConfigDict) -> None:
         raise ValueError("expected other positives than 'label' with cached image features, got 'label'")
 
 
-def _check_frozen(config: ConfigDict) -> None:
+def _check_frozen(config: RunConfig) -> None:
     """Check that at least one tower is trained."""
-    unlocked = UnlockedGroups(**config.unlocked_groups)
-    check_frozen(config.frozen, unlocked)
+    check_frozen(config.frozen, config.unlocked_groups)
     locked = [name for name in TOWERS if name in config.frozen and not config.unlocked_groups[name]]
     if len(locked) == len(TOWERS):
         raise ValueError(
-            f"expected a tower to train, got frozen={tuple(config.frozen)}; leave one out, or set unlocked_groups"
+            f"expected a tower to train, got frozen={config.frozen}; leave one out, or set unlocked_groups"
         )
     if len(set(config.frozen)) < len(config.frozen):
-        raise ValueError(f"expected each tower once in frozen, got {tuple(config.frozen)}; leave one out")
+        raise ValueError(f"expected each tower once in frozen, got {config.frozen}; leave one out")
 
 
-def _check_outputs(config: ConfigDict) -> None:
+def _check_outputs(config: RunConfig) -> None:
     """Check the writers of metrics and the steps of the profile."""
-    writers, steps = tuple(config.writers), tuple(config.profile)
+    writers, steps = config.writers, config.profile
     if len(set(writers)) < len(writers):
         raise ValueError(f"expected each writer once in writers, got {writers}; leave one out")
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         raise ValueError(f"expected profile=(first step, last step), got {steps}; give two steps such as (100, 110)")
 
 
-def _check_matryoshka(config: ConfigDict) -> None:
+def _check_matryoshka(config: RunConfig) -> None:
     """Check that the loss can be summed over increasing prefixes."""
-    checked_dims("matryoshka", tuple(config.matryoshka))
+    checked_dims("matryoshka", config.matryoshka)
     if config.matryoshka and (config.loss == "retrieval" or loss_class(config.loss).inputs):
         raise ValueError(f"expected loss clip or siglip with matryoshka, got {config.loss}")
 
 
-def _check_distill(config: ConfigDict) -> None:
+def _check_distill(config: RunConfig) -> None:
     """Check that the loss and the batches allow a teacher."""
-    distill = DistillConfig(**config.distill)
+    distill = config.distill
     if distill.teacher is None:
         return
     if config.loss == "retrieval" or loss_class(config.loss).inputs:
@@ -172,11 +142,10 @@ def _check_distill(config: ConfigDict) -> None:
         )
 
 
-def _check_grad_cache(config: ConfigDict) -> None:
+def _check_grad_cache(config: RunConfig) -> None:
     """Check the chunks of gradient caching against the batch."""
-    cache = dict(config.grad_cache)
-    size, keep = cache["chunk_size"], max(0, cache["keep"])  # -1: as many as fit
-    GradCacheConfig(**cache | {"keep": keep}).check_batch(config.batch_size, 1)
+    config.grad_cache.check_batch(config.batch_size, 1)
+    size, keep = config.grad_cache.chunk_size, config.grad_cache.keep
     if size is not None and keep > (chunks := -(-config.batch_size // size)):
         raise ValueError(
             f"expected grad_cache.keep <= {chunks}, the chunks of a batch of {config.batch_size}, got {keep}; lower it"

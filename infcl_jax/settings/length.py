@@ -1,15 +1,16 @@
 """Length of a run in steps, samples or epochs."""
 
+import dataclasses
 from collections.abc import Sized
 
-from ml_collections import ConfigDict
+from infcl_jax.settings.run_config import RunConfig
 
 _LENGTHS = ("total_steps", "samples_seen", "epochs")
 _DEFAULT_STEPS = 1000  # without any of them
 _MOST_STEPS = 2**31 - 1  # the step is an int32
 
 
-def total_steps(config: ConfigDict, source: Sized | None = None) -> int:
+def total_steps(config: RunConfig, source: Sized | None = None) -> int:
     """Count the training steps of a run.
 
     `samples_seen` gives `samples_seen // batch_size` steps. Each of the `epochs` has `samples // batch_size` steps, in
@@ -46,7 +47,7 @@ def total_steps(config: ConfigDict, source: Sized | None = None) -> int:
     return steps
 
 
-def with_total_steps(config: ConfigDict, source: Sized | None = None) -> ConfigDict:
+def with_total_steps(config: RunConfig, source: Sized | None = None) -> RunConfig:
     """Return a copy of the configuration whose only length is `total_steps`.
 
     Args:
@@ -56,6 +57,5 @@ def with_total_steps(config: ConfigDict, source: Sized | None = None) -> ConfigD
     Raises:
       ValueError: see `total_steps`.
     """
-    resolved = config.copy_and_resolve_references()
-    resolved.update(dict.fromkeys(_LENGTHS) | {"total_steps": total_steps(config, source)})
-    return resolved
+    lengths = dict.fromkeys(_LENGTHS) | {"total_steps": total_steps(config, source)}
+    return dataclasses.replace(config, **lengths)

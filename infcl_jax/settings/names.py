@@ -2,7 +2,7 @@
 
 import difflib
 
-from infcl_jax.settings.table import SETTINGS
+from infcl_jax.settings.run_config import SETTINGS
 
 # Usual names of other libraries and of papers, by setting.
 _OTHER_NAMES = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from infcl_jax.models import CLIPConfig, TextPairConfig
-from infcl_jax.settings.setting import is_a
+from infcl_jax.schema import is_a
 
 
 def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from infcl_jax.ops.common.gpu import target_device
 from infcl_jax.settings.overrides import parse_overrides
 
@@ -40,10 +38,9 @@ def resolved_precision(precision: str, overrides: str) -> str:
     return "fp32" if target_device().platform == "cpu" else "bf16"
 
 
-def without_contradiction(config: ConfigDict) -> None:
-    """Set a recorded precision to "auto" where a dtype in `model_overrides` takes its place."""
-    if "dtype" in parse_overrides(config.model_overrides):
-        config.precision = "auto"
+def precision_of_overrides(overrides: str) -> dict[str, str]:
+    """Return the change of the precision to "auto", where a dtype in `overrides` takes its place; else none."""
+    return {"precision": "auto"} if "dtype" in parse_overrides(overrides) else {}
 
 
 def model_changes(precision: str, overrides: str) -> dict[str, Any]:

@@ -3,10 +3,7 @@
 import textwrap
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from infcl_jax.settings.config import setting_values
-from infcl_jax.settings.table import SECTIONS
+from infcl_jax.settings.run_config import SECTIONS, RunConfig
 
 _WIDTH = 120  # characters per line of help
 _INDENT = " " * 6  # before a meaning in the help
@@ -54,12 +51,11 @@ def format_markdown() -> str:
     return "\n".join(lines)
 
 
-def format_python(config: ConfigDict) -> str:
+def format_python(config: RunConfig) -> str:
     """Format a configuration as a Python file with `get_config()`.
 
     A comment marks each value that differs from the default.
     """
-    values = {setting.name: value for setting, value in setting_values(config)}
     lines = [
         '"""Settings of a run."""',
         "",
@@ -73,7 +69,7 @@ def format_python(config: ConfigDict) -> str:
     for title, section in SECTIONS.items():
         lines += ["", f"    # {title}"]
         for setting in section:
-            value = values[setting.name]
+            value = config[setting.name]
             changed = "" if value == setting.default else f"  # default: {setting.default!r}"
             lines.append(f"    config.{setting.name} = {value!r}{changed}")
     return "\n".join([*lines, "", "    return config"])

@@ -21,6 +21,7 @@ from infcl_jax.models import TOWERS, towers_of
 from infcl_jax.models.depth import distances_to_output
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.runtime.mesh import data_mesh
+from infcl_jax.schema import Range, Section, setting
 
 _SEPARATOR = "/"
 
@@ -50,7 +51,7 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnlockedGroups:
+class UnlockedGroups(Section, prefix="unlocked_groups.", shapes=True):
     """Number of trained groups at the end of each frozen tower, see `parameter_groups`.
 
     Examples:
@@ -59,21 +60,22 @@ class UnlockedGroups:
       >>> "visual/proj/kernel" in names, "visual/conv1/kernel" in names
       (False, True)
 
-    Attributes:
-      image: groups of the image tower, as `--lock-image-unlocked-groups` of OpenCLIP; all if it has fewer.
-      text: groups of the text tower, as `--lock-text-unlocked-layers` of OpenCLIP; all if it has fewer.
+    A tower with fewer groups is trained as a whole.
 
     Raises:
       ValueError: a number is negative.
     """
 
-    image: int = 0
-    text: int = 0
-
-    def __post_init__(self) -> None:
-        for name, count in dataclasses.asdict(self).items():
-            if count < 0:
-                raise ValueError(f"expected unlocked_groups.{name} >= 0, got {count}")
+    image: int = setting(
+        0,
+        "last groups of the frozen image tower that are trained, as --lock-image-unlocked-groups of OpenCLIP",
+        Range(0),
+    )
+    text: int = setting(
+        0,
+        "last groups of the frozen text tower that are trained, as --lock-text-unlocked-layers of OpenCLIP",
+        Range(0),
+    )
 
 
 ALL_LOCKED = UnlockedGroups()

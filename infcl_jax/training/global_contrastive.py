@@ -13,13 +13,15 @@ from infcl_jax.losses.base import ONE_POSITIVE, SAMPLE_INPUTS, Targets
 from infcl_jax.losses.variants import MODES, VARIANTS, Variant
 from infcl_jax.models import CLIPOutput
 from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.schema import Range, Section, setting
 from infcl_jax.training.optimizer_config import OptimizerConfig
 
 GAMMA_SCHEDULES = ("constant", "cosine")
+_DECAY, _EPS = Range(0, 1, below=True), Range(0, 1, above=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlobalContrastiveConfig:
+class GlobalContrastiveConfig(Section, prefix="global_contrastive.", shapes=True):
     """Settings of SogCLR, iSogCLR and FastCLIP.
 
     The loss is `infcl_jax.global_contrastive_loss`.
@@ -28,56 +30,39 @@ class GlobalContrastiveConfig:
       >>> config = GlobalContrastiveConfig(gamma_schedule="constant", gamma_min=0.8)
       >>> loss = make_loss("fastclip_v3", mesh, config=config, steps_per_epoch=100, optimizer=OptimizerConfig())
 
-    Attributes:
-      mode: "published" follows the papers, "reference" the authors' code.
-      gamma_schedule: schedule of gamma, the inner learning rate; gamma is constant within an epoch. "cosine": from 1 in
-        the first epoch to `gamma_min` in epoch `gamma_epochs`. "constant": 1 in the first epoch and `gamma_min`
-        afterwards. None: the schedule of the variant, constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et
-        al. 2024, section 4).
-      gamma_min: final gamma, in [0, 1].
-      gamma_epochs: epochs until the cosine reaches `gamma_min`.
-      rho: weight of the temperature regularizer; ignored by variants without one.
-      eps: constant added to u, the moving average of a sample's mean exponential, inside its logarithm.
-      temperature_learning_rate: Adam's learning rate for per-sample temperatures. Other variants have one temperature,
-        the inverse of the model's logit scale, whose learning rate `OptimizerConfig` sets.
-      temperature_beta1: Adam's beta1 for per-sample temperatures. None: beta1 of the run's optimizer in mode
-        "reference", as in FastCLIP's code, and 0.9 in mode "published".
-      temperature_beta2: Adam's beta2 for per-sample temperatures. None: beta2 of the run's optimizer in mode
-        "reference", and 0.999 in mode "published".
-      temperature_eps: Adam's eps for per-sample temperatures. None: eps of the run's optimizer in mode "reference", and
-        1e-8 in mode "published".
+    Gamma, the inner learning rate, is constant within an epoch. Its schedule "cosine" falls from 1 in the first epoch
+    to `gamma_min` in epoch `gamma_epochs`. "constant" is 1 in the first epoch and `gamma_min` afterwards. The default
+    is constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et al. 2024, section 4).
+
+    Variants without a temperature regularizer ignore `rho`. `eps` is added to u, the moving average of a sample's mean
+    exponential, inside its logarithm. Variants with one temperature, the inverse of the model's logit scale, take its
+    learning rate from `OptimizerConfig`. Mode "reference" takes Adam's betas and eps for per-sample temperatures from
+    the run's optimizer, as FastCLIP's code does.
 
     Raises:
       ValueError: a value is out of range.
     """
 
-    mode: str = "published"
-    gamma_schedule: str | None = None
-    gamma_min: float = 0.2
-    gamma_epochs: int = 18
-    rho: float = 6.5
-    eps: float = 1e-14
-    temperature_learning_rate: float = 1e-2
-    temperature_beta1: float | None = None
-    temperature_beta2: float | None = None
-    temperature_eps: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("global_contrastive.mode", self.mode, MODES)
-        if self.gamma_schedule is not None:
-            check_choice("global_contrastive.gamma_schedule", self.gamma_schedule, GAMMA_SCHEDULES)
-        if not 0 <= self.gamma_min <= 1:
-            raise ValueError(f"expected 0 <= global_contrastive.gamma_min <= 1, got {self.gamma_min}")
-        for name in ("gamma_epochs", "eps", "temperature_learning_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"expected global_contrastive.{name} > 0, got {getattr(self, name)}")
-        if not self.rho >= 0:
-            raise ValueError(f"expected global_contrastive.rho >= 0, got {self.rho}")
-        for name in ("temperature_beta1", "temperature_beta2"):
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"expected 0 <= global_contrastive.{name} < 1 or None, got {getattr(self, name)}")
-        if self.temperature_eps is not None and not self.temperature_eps > 0:
-            raise ValueError(f"expected global_contrastive.temperature_eps > 0 or None, got {self.temperature_eps}")
+    mode: str = setting("published", '"published": loss of the papers; "reference": loss of the authors\' code', MODES)
+    gamma_schedule: str | None = setting(
+        None, "schedule of gamma, the inner learning rate; None: default of the loss", GAMMA_SCHEDULES
+    )
+    gamma_min: float = setting(0.2, "final gamma; the initial one is 1", Range(0, 1))
+    gamma_epochs: int = setting(18, "epochs of the gamma schedule", Range(1, 10**6))
+    rho: float = setting(6.5, "weight of the temperature regularizer", Range(0, 1e4))
+    eps: float = setting(1e-14, "constant added to the sample state u", _EPS)
+    temperature_learning_rate: float = setting(
+        1e-2, "learning rate of per-sample temperatures", Range(0, 1e4, above=True)
+    )
+    temperature_beta1: float | None = setting(
+        None, 'beta1 of Adam for per-sample temperatures; None: optimizer.beta1 in mode "reference", else 0.9', _DECAY
+    )
+    temperature_beta2: float | None = setting(
+        None, 'beta2 of Adam for per-sample temperatures; None: optimizer.beta2 in mode "reference", else 0.999', _DECAY
+    )
+    temperature_eps: float | None = setting(
+        None, 'eps of Adam for per-sample temperatures; None: optimizer.eps in mode "reference", else 1e-8', _EPS
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,48 +5,53 @@ from typing import Any
 
 from infcl_jax.grad_cache import RESIDENCIES
 from infcl_jax.models import RESIDUAL
-from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.schema import Range, Section, setting
 
 BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
+KEEP_MOST = -1  # value of `keep`: the planner stores as many chunks as fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradCacheConfig:
+class GradCacheConfig(Section, prefix="grad_cache."):
     """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
     Examples:
       >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
 
-    Attributes:
-      chunk_size: pairs whose activations are in memory at a time, over all devices; None: no gradient caching.
-      passage_chunk_size: passages of a text retrieval model in memory at a time; None: `chunk_size`, which then counts
-        queries and passages alike.
-      keep: number of chunks whose activations are stored in the first pass instead of recomputed in the second.
-        `infcl_jax.cached_value_and_grad` describes the memory cost.
-      keep_residual: whether the other chunks store their transformers' residual streams, from which the second pass
-        recomputes the remaining activations.
-      residency: where the batch is stored. "device": device memory. "host": host memory, copied to the devices chunk by
-        chunk. "replay": not stored; chunks are read again in the second pass (see `replayed`).
+    `infcl_jax.cached_value_and_grad` describes the memory that `keep` costs. With `keep_residual` the other chunks
+    store the residual streams of their transformers, from which the second pass recomputes the remaining activations.
+    The batch is stored in device memory ("device"), in host memory and copied chunk by chunk ("host"), or not at all
+    ("replay", see `replayed`).
 
     Raises:
       ValueError: a value is out of range, or has no effect without caching.
     """
 
-    chunk_size: int | None = None
-    passage_chunk_size: int | None = None
-    keep: int = 0
-    keep_residual: bool = False
-    residency: str = "device"
+    chunk_size: int | None = setting(
+        None, "pairs encoded at a time, over all devices; None: no gradient caching", Range(1)
+    )
+    passage_chunk_size: int | None = setting(
+        None,
+        "passages of text retrieval encoded at a time, over all devices; None: as many as queries, "
+        "grad_cache.chunk_size",
+        Range(1),
+    )
+    keep: int = setting(
+        0, "number of chunks whose activations are stored instead of recomputed; -1: as many as fit", Range(KEEP_MOST)
+    )
+    keep_residual: bool = setting(
+        False, "store the residual streams of the other chunks; keep = -1 turns this on unless all chunks fit"
+    )
+    residency: str = setting(
+        "device",
+        'memory that stores the batch; "replay": none, images are read again in the second pass',
+        BATCH_RESIDENCIES,
+    )
 
-    def __post_init__(self) -> None:
-        check_choice("grad_cache.residency", self.residency, BATCH_RESIDENCIES)
-        if self.keep < 0:
-            raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"expected grad_cache.chunk_size >= 1 or None, got {self.chunk_size}")
-        if self.passage_chunk_size is not None and self.passage_chunk_size < 1:
-            raise ValueError(f"expected grad_cache.passage_chunk_size >= 1 or None, got {self.passage_chunk_size}")
-        if self.chunk_size is None and (changes := self.changes()):
+    def check(self) -> None:
+        """Check that a change has an effect."""
+        changes = {name: value for name, value in self.changes().items() if (name, value) != ("keep", KEEP_MOST)}
+        if self.chunk_size is None and changes:
             settings = " and ".join(f"{name}={value!r}" for name, value in changes.items())
             raise ValueError(
                 f"expected grad_cache.chunk_size with {settings}, got None, which is training without gradient caching"
@@ -58,8 +63,7 @@ class GradCacheConfig:
 
     def changes(self, base: "GradCacheConfig | None" = None) -> dict[str, Any]:
         """Return the settings that differ from `base`; None: from the defaults."""
-        # `GradCacheConfig()` as the default would recurse through `__post_init__`.
-        old = dataclasses.asdict(base) if base else {f.name: f.default for f in dataclasses.fields(self)}
+        old = dataclasses.asdict(base) if base else {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in dataclasses.asdict(self).items() if value != old[name]}
 
     def check_batch(self, batch_size: int, devices: int) -> None:
@@ -89,7 +93,13 @@ class GradCacheConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `infcl_jax.cached_value_and_grad`."""
+        """Keyword arguments of `infcl_jax.cached_value_and_grad`.
+
+        Raises:
+          ValueError: `keep` is -1, which only the planner resolves.
+        """
+        if self.keep < 0:
+            raise ValueError(f"expected grad_cache.keep >= 0, got {self.keep}")
         return {
             "chunk_size": self.chunk_size,
             "keep": self.keep,

@@ -7,44 +7,58 @@ import jax.numpy as jnp
 
 from infcl_jax.losses import Loss, retrieval_loss
 from infcl_jax.losses.base import LossOutput
-from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.schema import Range, Section, setting
 
 SELECTIONS = ("first", "random")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextRetrievalConfig:
+class TextRetrievalConfig(Section, prefix="text_retrieval."):
     """Settings of dense text retrieval.
 
     Examples:
       >>> TextRetrievalConfig(hard_negatives=7, positive="random").query_length is None
       True
 
-    Attributes:
-      hard_negatives: hard negatives of each query in a batch; those that a query lacks are masked.
-      positive: positive and hard negatives of a query: the "first" ones of the file, or drawn at "random".
-      query_length: tokens of a query; None: those of a passage.
-      separator: text between the title and the text of a passage.
-      corpus: path of the passages to search in evaluations; None: no evaluation.
-      questions: path of the questions of evaluations.
-      judgments: path of the relevance judgments; None: questions have answers.
-
     Raises:
       ValueError: a value is out of range, or `corpus` and `questions` are not set together.
     """
 
-    hard_negatives: int = 1
-    positive: str = "first"
-    query_length: int | None = None
-    separator: str = " "
-    corpus: str | None = None
-    questions: str | None = None
-    judgments: str | None = None
+    hard_negatives: int = setting(
+        1,
+        "hard negatives of each query in a batch, also negatives of the other queries; those that a query lacks are "
+        "masked",
+        Range(0, 1024),
+        fixed=True,
+    )
+    positive: str = setting(
+        "first",
+        'positive and hard negatives of a query: the "first" ones of the file, or drawn at "random" in every epoch',
+        SELECTIONS,
+        fixed=True,
+    )
+    query_length: int | None = setting(
+        None, "tokens of a query; None: as many as of a passage, text.context_length", Range(3, 2**16)
+    )
+    separator: str = setting(
+        " ", 'text between the title and the text of a passage; " [SEP] " with tokenizers of BERT, as in DPR'
+    )
+    corpus: str | None = setting(
+        None, "passages to search in evaluations, .tsv or .jsonl; None: no evaluation", evaluated=True
+    )
+    questions: str | None = setting(
+        None,
+        "questions of evaluations with answers, or queries with text_retrieval.judgments",
+        evaluated=True,
+    )
+    judgments: str | None = setting(
+        None,
+        "relevant passages of the queries, in the columns of TREC or BEIR; None: questions have answers",
+        evaluated=True,
+    )
 
-    def __post_init__(self) -> None:
-        check_choice("text_retrieval.positive", self.positive, SELECTIONS)
-        if self.hard_negatives < 0:
-            raise ValueError(f"expected text_retrieval.hard_negatives >= 0, got {self.hard_negatives}")
+    def check(self) -> None:
+        """Check that corpus and questions belong together."""
         if (self.corpus is None) != (self.questions is None):
             raise ValueError("expected text_retrieval.corpus and text_retrieval.questions together, got one; set both")
         if self.judgments is not None and self.corpus is None:

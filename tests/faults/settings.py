@@ -24,12 +24,9 @@ from ml_collections import ConfigDict, config_flags
 from configs import base
 from experiments import command
 from infcl_jax import run
-from infcl_jax.data import Augmentation
-from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.evaluation.tasks import load_tasks
 from infcl_jax.models import TOWERS
-from infcl_jax.settings import SETTINGS, Range, check_config, with_total_steps
-from infcl_jax.settings.setting import Setting
+from infcl_jax.settings import SETTINGS, Range, Setting, make_config, with_total_steps
 
 MEMORY = 2**34  # bytes of the planned device
 TINY = {
@@ -169,12 +166,11 @@ def refusal(case: Draw) -> str | None:
     except (flags.Error, LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
         return command._message(error)  # as the commands format it
     try:
-        check_config(config)
+        config = make_config(config)
         source = _source() if "dataset" not in case.values else run.training_source(config)
         config = with_total_steps(config, source)
         run.text_tokenizer(config)
         workload = run.workload(config, 1, MEMORY, source=source)
-        Augmentation(**config.augmentation), EvaluationConfig(**config.evaluation)
         load_tasks(config.evaluations, config.evaluation.data_dir or config.data_dir)
         if workload.batch_size > len(source):
             raise ValueError("a batch exceeds the source")

@@ -13,10 +13,10 @@ from infcl_jax import run, train
 from infcl_jax.models import BertConfig, model_config, save_pretrained
 from infcl_jax.models.config import config_from_json, config_to_json
 from infcl_jax.models.resnet import ResNetConfig
-from infcl_jax.run.initialization import InitConfig, initialize
+from infcl_jax.run.initialization import initialize
 from infcl_jax.run.model import save_base_model
 from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.settings import keep_recorded
+from infcl_jax.settings import keep_recorded, make_config
 from infcl_jax.training import sharding
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
@@ -34,7 +34,7 @@ def settings(**changes):
 
 
 def initialized(config, state):
-    return initialize(InitConfig(**config.init), run.read_model_config(config), state)
+    return initialize(make_config(config).init, run.read_model_config(config), state)
 
 
 def flat(state):
@@ -170,12 +170,12 @@ def test_a_run_keeps_the_model_of_its_weights_without_them(source, tmp_path):
     before.rename(after)
     saved = run.saved_config(after)
     assert run.read_model_config(saved) == expected
-    assert keep_recorded(saved, config).model == saved.model
+    assert keep_recorded(saved, make_config(config)).model == saved.model
 
 
 def test_a_run_of_the_former_default_model_keeps_it(tmp_path):
     (tmp_path / "config.json").write_text(settings(model="tiny-shapes").to_json_best_effort())
-    assert keep_recorded(run.saved_config(tmp_path), settings(model=None)).model == "tiny-shapes"
+    assert keep_recorded(run.saved_config(tmp_path), make_config(settings(model=None))).model == "tiny-shapes"
     assert run.read_model_config(settings(model=None, model_overrides="")) == model_config("tiny-shapes")
 
 

@@ -8,6 +8,7 @@ import runs
 from configs import base, digits, disco_clip, dpr, fastclip, inf_cl, openclip, quickstart, siglip
 from infcl_jax import run
 from infcl_jax.run.verification import small_config
+from infcl_jax.settings import make_config
 from infcl_jax.training import TrainState
 
 SHIPPED = {
@@ -73,7 +74,7 @@ def standard_promotion():
 
 def test_the_shapes_are_small():
     config = runs.config(**{"matryoshka": (16, 65), "grad_cache.chunk_size": 16, "grad_cache.keep": -1})
-    small = small_config(config, 8)
+    small = small_config(make_config(config), 8)
     assert (small.batch_size, small.grad_cache.chunk_size, small.grad_cache.keep) == (8, 4, 1)
     model = run.read_model_config(small)
     assert (model.embed_dim, model.vision.width, model.vision.heads, model.vision.layers) == (128, 128, 2, 1)

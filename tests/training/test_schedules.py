@@ -200,5 +200,5 @@ def test_a_tower_without_layers_cannot_decay():
 
 @pytest.mark.parametrize("decays", [(0.0, 1.0), (1.0, 1.1), (0.5,), (math.nan, 1.0)])
 def test_layer_decays_out_of_range_are_refused(decays):
-    with pytest.raises(ValueError, match=r"expected optimizer.layer_decay to be two numbers in \(0, 1\], got"):
+    with pytest.raises(ValueError, match=r"^expected .*optimizer.layer_decay (in \(0, 1\]|to be two numbers), got"):
         OptimizerConfig(layer_decay=decays)

@@ -1,7 +1,9 @@
-"""One setting of a run: its type, range and meaning."""
+"""One setting: its type, range and meaning."""
 
 import dataclasses
 import math
+import numbers
+import os
 import types
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
@@ -13,6 +15,7 @@ _SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
 _AS_DEFAULT: Any = object()  # runs without the setting behave like its default
+METADATA = "setting"  # key of a field's `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A setting of a run.
+    """A setting of a run; `setting` declares one as a field.
 
     Attributes:
       name: dotted name, such as "optimizer.beta1".
@@ -102,22 +105,58 @@ class Setting:
             text = choices if self.base_type is str else f"{text} of {choices}"
         return f"{text} or None" if self.optional else text
 
-    def check(self, value: Any) -> None:
-        """Check the type and range of a value.
+    def check(self, value: Any) -> Any:
+        """Check the type and range of a value, and return it in the type of the setting.
+
+        Whole floats become integers, integers of a number floats, paths strings and lists tuples.
 
         Raises:
           ValueError: the value has another type, or is not in `values`.
         """
-        if not is_a(value, self.type):
+        converted = _converted(value, self.base_type)
+        if not is_a(converted, self.type):
             expected = f"{self.name} to be {type_name(self.base_type)}"
         else:
             several = isinstance(value, tuple | list)
             entries = value if several else (value,) if value is not None else ()
             if self.values is None or all(entry in self.values for entry in entries):
-                return
+                return float(converted) if self.base_type is float and value is not None else converted
             choice = self.values if isinstance(self.values, Range) else f"to be one of {tuple(self.values)}"
             expected = f"{'every entry of ' if several else ''}{self.name} {choice}"
         raise ValueError(f"expected {expected}{' or None' if self.optional else ''}, got {value!r}")
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    values: Range | Collection[str] | None = None,
+    *,
+    fixed: bool = False,
+    shapes: bool = False,
+    evaluated: bool = False,
+    before: Any = _AS_DEFAULT,
+) -> Any:
+    """Declare a field of a `Section` as a setting; its annotation is the type.
+
+    Args:
+      default: default value.
+      meaning: see `Setting`, as the other arguments.
+    """
+    declared = Setting("", None, default, meaning, values, fixed, shapes, evaluated, before)
+    return dataclasses.field(default=default, metadata={METADATA: declared})
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Return a value in a type that means the same."""
+    if isinstance(value, tuple | list):
+        return tuple(_converted(entry, None) for entry in value)
+    if isinstance(value, os.PathLike) and kind is str:
+        return os.fspath(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)  # of NumPy too
+    if isinstance(value, np.floating):
+        value = float(value)
+    return as_integer(value) if kind is int else value
 
 
 def is_a(value: Any, kind: Any) -> bool:

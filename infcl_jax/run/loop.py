@@ -16,7 +16,9 @@ from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
 from infcl_jax.run.kept_step import keep_step
+from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.results import say_results
+from infcl_jax.runtime.console import process_prefix
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.outputs import print_line
@@ -28,6 +30,7 @@ from infcl_jax.training import (
     Checkpointer,
     DataWait,
     MetricWriter,
+    Outputs,
     Pauses,
     Preemption,
     Profile,
@@ -44,6 +47,7 @@ from infcl_jax.training.step import Metrics, TrainStep
 
 # Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
 _ADVICE_SECONDS = 1.0
+_STALL_SECONDS = 30.0  # wait for a batch before the first warning, which is repeated after twice the time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,9 @@ class TrainLoop:
       checkpoints: reader and writer of checkpoints.
       writer: writer of metrics.
       preemption: stop requests.
-      safeguards: reactions to non-finite steps, stalls and unwritable files.
+      safeguards: reactions to steps that are not finite and to loss spikes.
+      outputs: handling of files that cannot be written.
+      lost_workers: steps at which data workers were killed.
       callbacks: hooks of the user.
       stages_printed: stages of the data pipeline whose advice is printed.
       console: console of the run.
@@ -80,6 +86,8 @@ class TrainLoop:
     writer: MetricWriter
     preemption: Preemption
     safeguards: Safeguards = dataclasses.field(default_factory=Safeguards)
+    outputs: Outputs = dataclasses.field(default_factory=Outputs)
+    lost_workers: LostWorkers = dataclasses.field(default_factory=LostWorkers)
     callbacks: Callback = dataclasses.field(default_factory=Callback)
     stages_printed: set[str] = dataclasses.field(default_factory=set)
     console: RunConsole = dataclasses.field(default_factory=RunConsole)
@@ -110,7 +118,7 @@ class TrainLoop:
         pending: tuple[int, Metrics] | None = None
         results: dict[str, float] = {}
         for step in range(first, config.total_steps + 1):
-            batch = self.data_wait.batch(lambda: self.safeguards.next_batch(self.next_batch))
+            batch = self.next_batch()
             self.profile.start(step)
             with progress.compiling():
                 state, metrics = self.step_fn(state, batch)
@@ -179,8 +187,13 @@ class TrainLoop:
         return evaluates(self.config) and self.config.keep_best is not None
 
     def next_batch(self) -> dict[str, Any]:
-        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
-        return run.next_batch(self.config, self.data, self.mesh)
+        """Return the batch of the next step, see `infcl_jax.run.next_batch`; a long wait prints a warning."""
+
+        def stall(seconds: float) -> str:
+            return f"warning: {process_prefix()}waiting for data for {seconds:.0f} s: {self.data.awaited()}"
+
+        with self.console.reminder(_STALL_SECONDS, stall):
+            return self.data_wait.batch(lambda: run.next_batch(self.config, self.data, self.mesh))
 
     def finish(self, state: TrainState, record: bool) -> dict[str, float]:
         """Evaluate a finished run.
@@ -216,6 +229,7 @@ class TrainLoop:
         """
         metrics = jax.device_get(metrics)
         self.safeguards.check(step, metrics)
+        self.lost_workers.passed(step)
         if step == first:  # settings that fail at once must not replace those of a good run
             self.save_config()
             self.data_wait.take(1)  # its time includes compilation
@@ -231,7 +245,7 @@ class TrainLoop:
             # Of the lead process; of all processes up to the last checkpoint or evaluation.
             scalars |= {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
             scalars |= measured | waits | self.safeguards.metrics()
-            self.safeguards.outputs.retry()
+            self.outputs.retry()
             self.writer.write(step, scalars)
         return scalars
 
@@ -253,18 +267,17 @@ class TrainLoop:
         stage = limiting_stage(self.data.stats(), self.data.parallelism.readers)
         if waited >= DATA_WAIT_SHOWN * total and total >= _ADVICE_SECONDS and stage not in self.stages_printed:
             self.stages_printed.add(stage)
-            process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
             advice = self.data.parallelism.advice(stage)
             # Every process prints: others only see that the slowest one's steps take longer.
             percent = f"{100 * waited / total:.0f} %"
-            print_line(f"{process}waiting for data: {percent} of the time, {stage}-bound; {advice}")
+            print_line(f"{process_prefix()}waiting for data: {percent} of the time, {stage}-bound; {advice}")
         return {"data/wait_fraction": waited / total}
 
     def save_config(self) -> None:
         """Write `config.json`, on the leading process only."""
         if is_lead():
             settings = self.config.to_dict()
-            self.safeguards.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
+            self.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
 
     def evaluate(self, step: int, state: TrainState, record: bool = True) -> dict[str, float]:
         """Evaluate, print the results and record them, unless the metrics have them.

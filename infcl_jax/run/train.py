@@ -23,6 +23,7 @@ from infcl_jax.run.devices import start_devices
 from infcl_jax.run.frozen_features import cached_features
 from infcl_jax.run.initialization import initialize
 from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
+from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.model import DEFAULT_MODEL, save_base_model
 from infcl_jax.run.parts import state_init
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
@@ -270,9 +271,17 @@ def _train_on(
             settings=config.to_dict(),
         )
         profile = Profile(config.profile, workdir, lead=is_lead() and trains)
-        safeguards = Safeguards.create(config.on_nonfinite, config.max_skipped, workdir, start, data, outputs)
-        data_wait = DataWait(observe=safeguards.slow_steps.update)
-        with writer, contextlib.closing(data), safeguards, data_wait, profile, rare_garbage_collection():
+        safeguards = Safeguards(
+            config.on_nonfinite,
+            limit=config.max_skipped,
+            workdir=workdir,
+            start=start,
+            batch_indices=data.batch_indices,
+            lead=is_lead(),
+            outputs=outputs,
+        )
+        data_wait, closing = DataWait(start), contextlib.closing
+        with writer, closing(data), closing(safeguards), data_wait, profile, rare_garbage_collection():
             loop = TrainLoop(
                 config,
                 workdir,
@@ -285,6 +294,8 @@ def _train_on(
                 writer,
                 preemption,
                 safeguards,
+                outputs,
+                LostWorkers(workdir, outputs),
                 callbacks,
                 console=console,
                 utilization=utilization(workload, mesh.devices.flat[0].device_kind),
@@ -299,7 +310,7 @@ def _train_on(
             except WorkerLost as error:
                 first = data.get_state()["next_batch"] + 1
                 last = min(first + data.batches_ahead(error), config.total_steps)
-                end = safeguards.lost_workers.end(error, first, last)
+                end = loop.lost_workers.end(error, first, last)
                 fail(end)
                 raise end from None
     if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):

@@ -1,9 +1,10 @@
-"""Time that the devices wait for data."""
+"""Time that the devices wait for data, and warnings of slow steps."""
 
 from __future__ import annotations
 
 import collections
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,14 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
+
+from infcl_jax.runtime.console import process_prefix
+from infcl_jax.runtime.outputs import print_line
+
+_WINDOW = 100  # steps whose median is the recent level
+_MIN_STEPS = 20  # steps before the first warning; the median of fewer is noise
+_QUIET_STEPS = 100  # least distance of two warnings
+_SLOW_FACTOR, _SLOW_SECONDS = 5.0, 10.0  # a slow step takes more than both, the factor times the median
 
 
 class _Batch(NamedTuple):
@@ -35,7 +44,8 @@ class DataWait:
     batch is on the devices. A batch that arrives while the previous step runs costs nothing, since dispatch is
     asynchronous.
 
-    A thread waits for the arrays, so the training loop does not.
+    A thread waits for the arrays, so the training loop does not. It prints a warning of a step that takes more than
+    10 s and 5 times the median of the last 100 steps, with what the step waited for.
 
     Examples:
       >>> with DataWait() as wait:
@@ -46,19 +56,14 @@ class DataWait:
       True
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        observe: Callable[[float, float, float], None] = lambda host, data, devices: None,
-    ) -> None:
+    def __init__(self, start: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
         """Start the thread.
 
         Args:
-            clock: monotonic clock, in seconds.
-            observe: function that the thread calls after each step but the first, with the seconds of waiting for the
-                training loop, for data and for the devices, see `infcl_jax.runtime.watchdog.SlowSteps.update`.
+          start: number of completed steps.
+          clock: monotonic clock, in seconds.
         """
-        self._observe = observe
+        self._first = start + 1
         self._clock = clock
         self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
         self._recorded = threading.Condition()
@@ -67,6 +72,8 @@ class DataWait:
         self._start = self._arrived = self._ready = -float("inf")
         self._resumed = -float("inf")  # end of the last pause
         self._host = 0.0  # seconds between the last results and the request for the next batch
+        self._recent: collections.deque[float] = collections.deque(maxlen=_WINDOW)  # seconds of all steps but the first
+        self._quiet_until = 0
         self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
         self._thread.start()
 
@@ -129,9 +136,35 @@ class DataWait:
         else:
             jax.block_until_ready(event)
             self._ready = self._clock()
-            if self._steps:
-                self._observe(self._host, self._arrived - self._start, self._ready - self._arrived)
+            if self._steps:  # the first one includes compilation
+                self._warn_if_slow(
+                    self._first + self._steps,
+                    {
+                        "for the training loop": self._host,
+                        "for data": self._arrived - self._start,
+                        "for the devices": self._ready - self._arrived,
+                    },
+                )
             with self._recorded:
                 self._steps += 1
                 self._recorded.notify_all()
                 self._seconds.append((self._arrived - self._start, self._ready - self._start))
+
+    def _warn_if_slow(self, step: int, waits: dict[str, float]) -> None:
+        """Print a line if a step is slow.
+
+        Args:
+          step: finished step.
+          waits: seconds by what it waited for.
+        """
+        total = sum(waits.values())
+        if len(self._recent) >= _MIN_STEPS and step >= self._quiet_until:
+            median = statistics.median(self._recent)
+            if total > max(_SLOW_FACTOR * median, _SLOW_SECONDS):
+                self._quiet_until = step + _QUIET_STEPS
+                cause = max(waits, key=waits.__getitem__)
+                print_line(
+                    f"warning: {process_prefix()}step {step} took {total:.1f} s (median {median:.2f} s), "
+                    f"{waits[cause]:.1f} s of it waiting {cause}"
+                )
+        self._recent.append(total)

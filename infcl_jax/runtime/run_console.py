@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -21,7 +22,28 @@ LOG_FILE = "run.log"
 
 _LIVE_SECONDS = 0.2  # least time between two updates of the live line, which a terminal over SSH can follow
 _TICK_SECONDS = 1.0  # of the seconds on the live line
-_LONG_SECONDS = 10.0  # after which a plain log says what the run does, and again each time the seconds have doubled
+_LONG_SECONDS = 10.0  # after which a plain log says what the run does
+
+
+@dataclasses.dataclass
+class _Reminder:
+    """Line about what takes long, said again each time the seconds have doubled.
+
+    Attributes:
+      since: clock at the start, in seconds.
+      after: seconds until the next line.
+      say: function that prints the line for a number of seconds.
+    """
+
+    since: float
+    after: float
+    say: Callable[[float], None]
+
+    def tick(self, now: float) -> None:
+        """Say the line if it is due."""
+        if (seconds := now - self.since) >= self.after:
+            self.after *= 2
+            self.say(seconds)
 
 
 class RunConsole:
@@ -59,8 +81,8 @@ class RunConsole:
         self._early: list[bytes] = []  # lines before the log file is open
         self._text = ""  # of the live line
         self._updated = -float("inf")
-        self._doing: tuple[str, float] | None = None  # what the run does, and since when
-        self._reminder = _LONG_SECONDS  # seconds of it until the next line
+        self._doing: tuple[str, _Reminder] | None = None  # what the run does
+        self._reminders: list[_Reminder] = []
         self._contexts = contextlib.ExitStack()
 
     @property
@@ -117,22 +139,38 @@ class RunConsole:
         Args:
           what: phrase such as "reading the dataset"; None: train.
         """
-        with self._lock:
-            self._doing = None if what is None else (what, self._clock())
-            self._reminder = _LONG_SECONDS
 
-    def remind(self) -> None:
-        """Print what the run does, if it takes long and a line is due."""
-        with self._lock:
-            if self._doing is None:
-                return
-            what, since = self._doing
-            if (seconds := self._clock() - since) >= self._reminder:
-                self._reminder *= 2
-                line = f"{what} ... {seconds:.0f} s so far"
+        def say(seconds: float) -> None:
+            line = f"{what} ... {seconds:.0f} s so far"
+            with self._lock:
                 self._write(line)
                 if not self._text:  # the live line has the seconds
                     self._show(line)
+
+        self._doing = None if what is None else (what, _Reminder(self._clock(), _LONG_SECONDS, say))
+
+    @contextlib.contextmanager
+    def reminder(self, after: float, line: Callable[[float], str]) -> Iterator[None]:
+        """Print a line while the body takes long, and again each time its seconds have doubled.
+
+        Args:
+          after: seconds until the first line.
+          line: function from the seconds of the body to the line, called in a thread.
+        """
+        reminder = _Reminder(self._clock(), after, lambda seconds: self.print(line(seconds)))
+        self._reminders.append(reminder)
+        try:
+            yield
+        finally:
+            self._reminders.remove(reminder)
+
+    def tick(self) -> None:
+        """Print the lines about what takes long that are due."""
+        now, doing = self._clock(), self._doing
+        if doing is not None and self._lead:
+            doing[1].tick(now)
+        for reminder in tuple(self._reminders):
+            reminder.tick(now)
 
     def keep(self) -> None:
         """Keep the live line as it is; the next one starts below."""
@@ -197,10 +235,9 @@ class RunConsole:
         logger = logging.getLogger("infcl_jax")
         logger.addHandler(handler)
         self._contexts.callback(logger.removeHandler, handler)
-        if self._lead:
-            stopped = threading.Event()
-            _repeat(self.remind, stopped)
-            self._contexts.callback(stopped.set)
+        stopped = threading.Event()
+        _repeat(self.tick, stopped)
+        self._contexts.callback(stopped.set)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -21,14 +21,14 @@ class Pauses:
 
     Examples:
       >>> pauses = Pauses(total_steps=1000, eval_every=500)
-      >>> pauses.total_steps
-      1000
+      >>> [step for step in (250, 500, 1000) if pauses.evaluated(step)]
+      [500, 1000]
 
     Attributes:
       total_steps: last step of the run, after which it does both.
       eval_every: steps between evaluations; 0: none before the end.
       checkpoint_every: steps between checkpoints; 0: none before the end.
-      saves_evaluated: whether it also saves after each evaluation.
+      saves_evaluated: whether it also saves after each evaluation, if there is anything to evaluate on.
       evaluates: whether there is anything to evaluate on.
     """
 
@@ -37,6 +37,15 @@ class Pauses:
     checkpoint_every: int = 0
     saves_evaluated: bool = False
     evaluates: bool = True
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether the run evaluates after a step."""
+        return step == self.total_steps or _is_multiple(step, self.eval_every)
+
+    def saved(self, step: int) -> bool:
+        """Return whether the run saves after a step."""
+        both = self.saves_evaluated and self.evaluates and self.evaluated(step)
+        return both or step == self.total_steps or _is_multiple(step, self.checkpoint_every)
 
     def left(self, step: int) -> dict[str, int]:
         """Count the evaluations and checkpoints left when a step has finished, its own included."""
@@ -234,6 +243,10 @@ def peak_memory(devices: Iterable[jax.Device]) -> int | None:
     """
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _ratio(amount: float, per: float) -> float | None:

@@ -1,123 +1,157 @@
-"""Safeguards of a training loop: non-finite steps, watchdogs and unwritable outputs."""
+"""Checks of the metrics of each step: steps that are not finite, and loss spikes."""
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import json
+import math
 import os
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import jax
+from infcl_jax.runtime.file_io import LINES_BYTES, read_regular
+from infcl_jax.runtime.outputs import AppendFile, Outputs, print_line
+from infcl_jax.training.nonfinite import check_finite, nonfinite_message, nonfinite_stages
 
-from infcl_jax.runtime.lost_workers import LostWorkers
-from infcl_jax.runtime.outputs import Outputs, print_line
-from infcl_jax.runtime.watchdog import DataStall, LossSpikes, SlowSteps
-from infcl_jax.training.nonfinite import NonfiniteSteps
+SKIPPED_FILE = "skipped_batches.jsonl"
 
-
-class _Data(Protocol):
-    """Data iterator that knows its records, such as `infcl_jax.data.TrainIterator`."""
-
-    def batch_indices(self, number: int) -> list[int]:
-        """Return the sample indices of a global batch."""
-
-    def awaited(self) -> str:
-        """Describe what the next batch waits for."""
+_WINDOW = 100  # steps whose median is the recent level of the loss
+_MIN_STEPS = 20  # steps before the first warning; the median of fewer is noise
+_QUIET_STEPS = 100  # least distance of two warnings
+# A normal distribution has a standard deviation of 1.48 median absolute deviations. Wortsman et al. 2023 (Stable and
+# low-precision training for large-scale vision-language models) call 3.2 standard deviations of the loss a spike.
+_SPIKE_DEVIATIONS = 8.0
+_SPIKE_NATS = 0.2  # least rise: late in training the deviations are tiny
 
 
-@dataclasses.dataclass(frozen=True)
 class Safeguards:
-    """Reactions to faults of one training run.
+    """Reactions to steps that are not finite and to loss spikes, and their counts.
+
+    With "skip", `workdir/skipped_batches.jsonl` gets one line for each skipped step:
+    `{"step": ..., "stage": ..., "loss": ..., "indices": [...]}` with the sample indices of the global batch. A resumed
+    run drops the lines of later steps.
+
+    A loss is a spike if it is above the median of the last 100 steps by more than 8 times their median absolute
+    deviation, and by more than 0.2. A line names at most one spike in 100 steps.
 
     Examples:
       >>> safeguards = Safeguards()
-      >>> safeguards.outputs.failures.total()
-      0
-
-    Attributes:
-      outputs: handling of files that cannot be written.
-      nonfinite: reaction to steps that are not finite.
-      data_stall: warning of a batch that does not arrive.
-      slow_steps: warning of slow steps.
-      loss_spikes: warning of loss spikes.
-      lost_workers: steps at which data workers were killed.
+      >>> safeguards.check(1, {"loss": 4.1, "finite": {"image features": True, "loss": True}})
+      >>> safeguards.metrics()
+      {}
     """
 
-    outputs: Outputs = dataclasses.field(default_factory=Outputs)
-    nonfinite: NonfiniteSteps = dataclasses.field(default_factory=NonfiniteSteps)
-    data_stall: DataStall = dataclasses.field(default_factory=DataStall)
-    slow_steps: SlowSteps = dataclasses.field(default_factory=SlowSteps)
-    loss_spikes: LossSpikes = dataclasses.field(default_factory=LossSpikes)
-    lost_workers: LostWorkers = dataclasses.field(default_factory=LostWorkers)
-
-    @classmethod
-    def create(
-        cls,
-        on_nonfinite: str,
-        max_skipped: int,
-        workdir: str | os.PathLike[str],
-        start: int,
-        data: _Data,
-        outputs: Outputs,
-    ) -> Self:
-        """Create the safeguards of a run.
+    def __init__(
+        self,
+        reaction: str = "stop",
+        *,
+        limit: int = 1,
+        workdir: str | os.PathLike[str] = ".",
+        start: int = 0,
+        batch_indices: Callable[[int], Sequence[int]] = lambda number: (),
+        lead: bool = True,
+        outputs: Outputs | None = None,
+    ) -> None:
+        """Read the skipped steps of a resumed run.
 
         Args:
-          on_nonfinite: "stop" or "skip", as in `make_train_step`.
-          max_skipped: skipped steps in a row after which the run stops.
+          reaction: reaction to a step that is not finite, "stop" or "skip", as in `make_train_step`.
+          limit: skipped steps in a row after which the run stops.
           workdir: directory of the run.
           start: number of completed steps.
-          data: training data.
-          outputs: handling of files that cannot be written.
+          batch_indices: function from the number of a batch, from 0, to its sample indices.
+          lead: whether this process writes and prints.
+          outputs: handling of write errors; None: one of its own.
         """
-        process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-        return cls(
-            outputs,
-            NonfiniteSteps(
-                on_nonfinite,
-                limit=max_skipped,
-                workdir=workdir,
-                start=start,
-                batch_indices=data.batch_indices,
-                lead=jax.process_index() == 0,
-                outputs=outputs,
-            ),
-            DataStall(data.awaited, process=process),
-            SlowSteps(start, process=process),
-            lost_workers=LostWorkers(workdir, outputs),
-        )
-
-    def next_batch(self, read: Callable[[], Any]) -> Any:
-        """Return `read()`, with warnings while it takes long."""
-        return self.data_stall.guard(read)
+        self._reaction, self._limit, self._batch_indices, self._lead = reaction, limit, batch_indices, lead
+        self._skipped = self._in_a_row = 0
+        self._file: AppendFile | None = None
+        if reaction == "skip" and lead:
+            path = Path(workdir) / SKIPPED_FILE
+            lines = _lines_until(path, start)
+            self._skipped = len(lines)
+            self._file = AppendFile(path, outputs or Outputs(), keep=sum(map(len, lines)))
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._spikes = self._quiet_until = 0
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check the metrics of a step.
+        """React to a step.
 
         Args:
           step: training step of the metrics.
           metrics: metrics of a step from `make_train_step`, on the host.
 
         Raises:
-          FloatingPointError: the step is not finite, see `NonfiniteSteps.check`.
+          FloatingPointError: a stage is not finite, with "stop", or in `limit` steps in a row, with "skip". The message
+            names the first such stage.
         """
-        self.nonfinite.check(step, metrics)
-        self.lost_workers.passed(step)
-        line = self.loss_spikes.update(step, float(metrics["loss"]))
-        if line is not None and jax.process_index() == 0:
-            print_line(line)
+        if bad := nonfinite_stages(metrics):
+            self._react(step, bad[0], metrics)
+        else:
+            self._in_a_row = 0
+        self._compare(step, float(metrics["loss"]))
 
     def metrics(self) -> dict[str, int]:
-        """Return the counts for a line of metrics."""
-        return self.nonfinite.metrics() | self.loss_spikes.take()
+        """Return the skipped steps, with "skip", and the spikes since the last call, if there are any."""
+        counts = {} if self._reaction == "stop" else {"skipped_steps": self._skipped}
+        if self._spikes:
+            counts["loss_spikes"], self._spikes = self._spikes, 0
+        return counts
 
-    def __enter__(self) -> Self:
-        """Start the watchdogs."""
-        self.data_stall.__enter__()
-        return self
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stop the watchdogs and close the files."""
-        self.data_stall.__exit__(kind, error, tb)
-        self.nonfinite.close()
+    def _react(self, step: int, stage: str, metrics: Mapping[str, Any]) -> None:
+        """Stop the run, or record the step as skipped."""
+        if self._reaction == "stop":
+            check_finite(step, metrics)
+        self._skipped += 1
+        self._in_a_row += 1
+        if self._file is not None:
+            indices = [int(index) for index in self._batch_indices(step - 1)]
+            line = {"step": step, "stage": stage, "loss": str(float(metrics["loss"])), "indices": indices}
+            self._file.write(json.dumps(line).encode() + b"\n")
+            print_line(
+                f"step {step}: skipped, {stage} became NaN or infinite ({self._in_a_row} in a row, at most "
+                f"{self._limit}); its samples are in {SKIPPED_FILE}"
+            )
+        if self._in_a_row >= self._limit:
+            message = nonfinite_message(step, stage, metrics)
+            raise FloatingPointError(f"{self._in_a_row} skipped steps in a row; {message}")
+
+    def _compare(self, step: int, loss: float) -> None:
+        """Count a loss spike, and print a line unless there was one lately."""
+        if not math.isfinite(loss):
+            return
+        if len(self._losses) >= _MIN_STEPS:
+            median = statistics.median(self._losses)
+            deviation = statistics.median(abs(value - median) for value in self._losses)
+            if loss - median > max(_SPIKE_DEVIATIONS * deviation, _SPIKE_NATS):
+                self._spikes += 1
+                if step >= self._quiet_until and self._lead:
+                    self._quiet_until = step + _QUIET_STEPS
+                    print_line(
+                        f"warning: step {step}: loss {loss:.4f} is far above {median:.4f}, the median of the last "
+                        f"{len(self._losses)} steps"
+                    )
+        self._losses.append(loss)
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """Read the lines of skipped steps up to a step.
+
+    A truncated line ends them.
+    """
+    lines = []
+    for raw in read_regular(path, LINES_BYTES).splitlines(keepends=True) if path.is_file() else ():
+        try:
+            if not raw.endswith(b"\n") or json.loads(raw)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError, RecursionError):
+            break
+        lines.append(raw)
+    return lines

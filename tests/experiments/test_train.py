@@ -26,7 +26,6 @@ from infcl_jax.run.loop import TrainLoop
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import LOG_FILE, METRICS_FILE, Checkpointer, DataWait, Safeguards, WorkdirLock, read_metrics
-from infcl_jax.training.nonfinite import NonfiniteSteps
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -327,8 +326,8 @@ class Recorder:
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
         with DataWait() as data_wait:
             arguments = Data(), data_wait, self.suite, self.step, self, self, self
-            parts = *arguments, Safeguards(**guards), callback or Callback()
-            train_loop = TrainLoop(runs.config(**every), workdir, data_mesh(), *parts)
+            guards = {"callbacks": callback or Callback()} | guards
+            train_loop = TrainLoop(runs.config(**every), workdir, data_mesh(), *arguments, **guards)
             assert train_loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
         return self.events
 
@@ -403,7 +402,7 @@ def test_callbacks_run_while_the_devices_compute_the_next_step(recorder):
 
 def test_a_skipped_step_is_counted_and_the_run_goes_on(recorder, tmp_path):
     recorder.nan_at = 3
-    recorder.run(0, nonfinite=NonfiniteSteps("skip", limit=2, workdir=tmp_path))
+    recorder.run(0, safeguards=Safeguards("skip", limit=2, workdir=tmp_path))
     assert [line["skipped_steps"] for line in recorder.metrics if "loss" in line] == [0, 1, 1]
 
 

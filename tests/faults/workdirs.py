@@ -35,7 +35,7 @@ from infcl_jax.settings import check_config, default_config
 from infcl_jax.training import MetricWriter, read_metrics
 from infcl_jax.training.checkpoint_folder import CheckpointFolder
 from infcl_jax.training.manifest import read_results, write_manifest
-from infcl_jax.training.nonfinite import NonfiniteSteps
+from infcl_jax.training.safeguards import Safeguards
 from infcl_jax.training.writers import CsvFile, Target
 from tests.faults.case import BYTES, choose
 
@@ -202,7 +202,7 @@ def _resume(folder: Path) -> None:
     """Open the files that a resumed run continues."""
     outputs = Outputs(lambda line: None)
     CsvFile(Target(folder, 2, outputs)).close()
-    NonfiniteSteps("skip", workdir=folder, start=2, outputs=outputs).close()
+    Safeguards("skip", workdir=folder, start=2, outputs=outputs).close()
     with MetricWriter(folder, resume_step=2, outputs=outputs):
         pass
 

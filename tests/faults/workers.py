@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from infcl_jax.run.lost_workers import LOST_WORKERS_FILE
 from infcl_jax.runtime.exit_codes import RESUME
-from infcl_jax.runtime.lost_workers import LOST_WORKERS_FILE
 from tests import runs
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)

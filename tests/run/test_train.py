@@ -21,9 +21,9 @@ from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run import training_data
 from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.loop import TrainLoop
+from infcl_jax.run.lost_workers import LOST_WORKERS_FILE
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.lost_workers import LOST_WORKERS_FILE
 from infcl_jax.settings import make_config
 from infcl_jax.training import WorkdirLock
 from infcl_jax.training.manifest import read_results

@@ -1,3 +1,4 @@
+import functools
 import threading
 
 import numpy as np
@@ -26,7 +27,7 @@ class Array:
         return self
 
 
-def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=False, resumes=False, **options):
+def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=False, **options):
     """Seconds of waiting and of all steps in a loop whose batches are in host memory at `batch_ready(n)`."""
     clock, ready = Clock(), 0.0
 
@@ -34,7 +35,7 @@ def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=Fal
         clock.now = max(clock.now, batch_ready(number))
         return {"image": np.zeros(1) if host else Array(clock, clock.now + transfer)}
 
-    with DataWait(clock, **options) as wait:
+    with DataWait(clock=clock, **options) as wait:
         for number in range(steps):
             wait.batch(lambda number=number: next_batch(number))
             previous, ready = ready, max(ready, clock.now + transfer) + step_seconds
@@ -42,8 +43,6 @@ def train(steps, step_seconds, batch_ready, *, transfer=0.0, pause=0.0, host=Fal
             clock.now = max(clock.now, previous)  # reads the metrics of the previous step
             if pause and number == steps // 2:
                 clock.now = ready + pause
-                if resumes:
-                    wait.resume()
         return wait.take(steps)
 
 
@@ -65,13 +64,40 @@ def test_pauses_are_not_part_of_the_time():
     assert train(10, 1.0, lambda n: 0.0, pause=100.0) == train(10, 1.0, lambda n: 0.0) == (0.0, 10.0)
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_every_step_is_observed_with_what_it_waits_for(resumes):
-    observed = []
-    options = {"observe": lambda *seconds: observed.append(seconds), "resumes": resumes}
-    train(4, 1.0, lambda n: 3.0 if n == 1 else 0.0, pause=100.0, **options)
-    expected = [(0.0, 2.0, 1.0), (0.0, 0.0, 1.0), (0.0 if resumes else 100.0, 0.0, 1.0)]
-    assert observed == expected
+@pytest.mark.parametrize(
+    ("batch", "device", "pause", "resumes", "line"),
+    [
+        (30.0, 1.0, 0.0, False, "step 130 took 31.0 s (median 1.00 s), 30.0 s of it waiting for data"),
+        (0.0, 40.0, 0.0, False, "step 130 took 40.0 s (median 1.00 s), 40.0 s of it waiting for the devices"),
+        (0.0, 1.0, 20.0, False, "step 130 took 21.0 s (median 1.00 s), 20.0 s of it waiting for the training loop"),
+        (0.0, 1.0, 20.0, True, None),  # an evaluation
+        (0.0, 9.9, 0.0, False, None),  # more than 5 times the median, but short
+    ],
+)
+def test_a_slow_step_names_what_it_waits_for(capsys, batch, device, pause, resumes, line):
+    clock, ready = Clock(), 0.0
+
+    def next_batch(seconds):
+        clock.now += seconds
+        return {"image": np.zeros(1)}
+
+    with DataWait(100, clock) as wait:
+        for step in range(101, 136):
+            slow = step in (130, 133)  # the second follows too soon
+            clock.now = ready + (pause if slow else 0.0)
+            if slow and resumes:
+                wait.resume()
+            wait.batch(functools.partial(next_batch, batch if slow else 0.0))
+            ready = clock.now + (device if slow else 1.0)
+            wait.step({"loss": Array(clock, ready)})
+        wait.take(35)
+    assert capsys.readouterr().out == ("" if line is None else f"warning: {line}\n")
+
+
+@pytest.mark.parametrize(("usual", "seconds"), [(10.0, 39.0), (0.001, 9.0)])
+def test_a_step_within_the_bounds_is_not_slow(capsys, usual, seconds):
+    train(30, usual, lambda number: 0.0 if number < 28 else 28 * usual + seconds, host=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_an_error_of_the_step_ends_the_measurement_alone():

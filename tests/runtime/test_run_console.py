@@ -151,13 +151,40 @@ def test_a_long_start_has_a_line_at_doubled_times(tmp_path, capsys):
         console.open_log(tmp_path, Outputs())
         console.doing("reading the dataset")
         for now[0] in range(45):
-            console.remind()
+            console.tick()
         with console.busy("evaluation"):
             now[0] += 9
-            console.remind()  # too soon
+            console.tick()  # too soon
         console.doing(None)
         now[0] += 1000
-        console.remind()
+        console.tick()
     lines = [f"reading the dataset ... {seconds} s so far" for seconds in (10, 20, 40)]
     assert [TIME.sub("", line) for line in capsys.readouterr().out.splitlines()] == lines
     assert [STAMP.sub("", line) for line in (tmp_path / LOG_FILE).read_text().splitlines()[1:]] == lines
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_a_body_that_takes_long_is_described_at_doubled_times(lead, capsys):
+    now = [0.0]
+    console = RunConsole(lead=lead, clock=lambda: now[0])
+
+    def wait(seconds):
+        for _ in range(seconds):
+            now[0] += 1.0
+            console.tick()
+
+    with pytest.raises(KeyError), console.reminder(30.0, lambda seconds: f"{seconds:.0f} s: batch 7 in 0003.tar"):
+        wait(250)
+        raise KeyError
+    with console.reminder(30.0, lambda seconds: "again"):
+        wait(29)
+    wait(500)  # nothing waits
+    lines = [TIME.sub("", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [f"{seconds} s: batch 7 in 0003.tar" for seconds in (30, 60, 120, 240)]
+
+
+def test_reminders_come_from_a_thread(monkeypatch):
+    monkeypatch.setattr(run_console, "_TICK_SECONDS", 0.001)
+    said = threading.Event()
+    with RunConsole() as console, console.reminder(0.0, lambda seconds: said.set() or "long"):
+        assert said.wait(30)

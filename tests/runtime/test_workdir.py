@@ -12,7 +12,7 @@ from infcl_jax.evaluation.plots import _save
 from infcl_jax.evaluation.writers import append_csv, write_examples, write_json
 from infcl_jax.runtime.workdir_lock import LOCK_FILE, WorkdirLock
 from infcl_jax.training import LOG_FILE, MetricWriter, Outputs, RunConsole, load_config, prepare_workdir, save_config
-from infcl_jax.training.nonfinite import SKIPPED_FILE, NonfiniteSteps
+from infcl_jax.training.safeguards import SKIPPED_FILE, Safeguards
 
 
 def log(folder):
@@ -43,7 +43,7 @@ WRITERS = {
     LOG_FILE: log,
     "metrics.jsonl": metrics,
     "metrics.csv": metrics,
-    SKIPPED_FILE: lambda folder: NonfiniteSteps("skip", workdir=folder).close(),
+    SKIPPED_FILE: lambda folder: Safeguards("skip", workdir=folder).close(),
     "config.json": lambda folder: save_config(folder, {}),
     "results.csv": lambda folder: append_csv(folder / "results.csv", [], {"model": "tiny"}),
     "results.json": lambda folder: write_json(folder / "results.json", [], {}),

@@ -1,7 +1,5 @@
 """Steps that are not finite: left out on the devices, recorded, and limited in number."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,7 @@ from infcl_jax.training import (
     make_optimizer,
     make_train_step,
 )
-from infcl_jax.training.nonfinite import NonfiniteSteps, state_stages
+from infcl_jax.training.nonfinite import state_stages
 
 BATCH, CHUNK = 16, 8
 STATIC = ("params", "opt_state", "ema", "batch_stats", "samples")
@@ -104,56 +102,6 @@ def test_statistics_must_be_finite_and_logarithms_below_infinity(value, finite):
     expected = (False, False) if finite is np.nan else finite
     assert tuple(map(bool, stages.values())) == expected
     assert state_stages(None, None) == {}
-
-
-def metrics(finite):
-    scalars = dict.fromkeys(("loss", "logit_scale", "grad_norm"), np.float32(1.0))
-    return {**scalars, "finite": {"image features": True, "the loss": finite, "the gradient of text": finite}}
-
-
-def follow(workdir, flags, said=None, **options):
-    """Check steps whose flags are given, after `start`."""
-    said = [] if said is None else said
-    steps = NonfiniteSteps("skip", workdir=workdir, batch_indices=lambda n: [n, n + 1], say=said.append, **options)
-    try:
-        for step, finite in enumerate(flags, start=options.get("start", 0) + 1):
-            steps.check(step, metrics(finite))
-    finally:
-        steps.close()
-    return steps
-
-
-def skipped_lines(workdir):
-    return [json.loads(line) for line in (workdir / "skipped_batches.jsonl").read_text().splitlines()]
-
-
-def test_skipped_steps_are_counted_and_their_samples_written(tmp_path):
-    said = []
-    steps = follow(tmp_path, [True, False, True, False], said, limit=2)
-    assert steps.metrics() == {"skipped_steps": 2}
-    expected = {"step": 2, "stage": "the loss", "loss": "1.0", "indices": [1, 2]}
-    assert skipped_lines(tmp_path) == [expected, {**expected, "step": 4, "indices": [3, 4]}]
-    assert [line.split(",")[0] for line in said] == ["step 2: skipped", "step 4: skipped"]
-
-
-def test_skipped_steps_in_a_row_stop_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"^3 skipped steps in a row; step 6: the loss became NaN[^\n]*$"):
-        follow(tmp_path, [False, False, True, False, False, False, True], limit=3)
-    assert len(skipped_lines(tmp_path)) == 5
-
-
-def test_a_resumed_run_keeps_the_skipped_steps_before_it(tmp_path):
-    follow(tmp_path, [False, False, True, False], limit=9)
-    assert follow(tmp_path, [False], limit=9, start=2).skipped == 3
-    assert [line["step"] for line in skipped_lines(tmp_path)] == [1, 2, 3]
-
-
-def test_with_stop_the_first_step_that_is_not_finite_stops_the_run(tmp_path):
-    steps = NonfiniteSteps(workdir=tmp_path)
-    steps.check(1, metrics(True))
-    with pytest.raises(FloatingPointError, match=r"^step 2: the loss became NaN"):
-        steps.check(2, metrics(False))
-    assert steps.metrics() == {} and list(tmp_path.iterdir()) == []
 
 
 def test_only_skip_changes_the_program():

@@ -7,14 +7,11 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from infcl_jax.data.workers import WorkerLost
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.file_io import read_json, replacing
 from infcl_jax.runtime.outputs import Outputs
-
-if TYPE_CHECKING:  # benchmarks of losses have no packages of the data pipeline
-    from infcl_jax.data.workers import WorkerLost
 
 LOST_WORKERS_FILE = "lost_workers.json"
 

@@ -1,8 +1,8 @@
 import pytest
 
 from infcl_jax.data.workers import WorkerLost
+from infcl_jax.run.lost_workers import LOST_WORKERS_FILE, LostWorkers
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.lost_workers import LOST_WORKERS_FILE, LostWorkers
 
 KILLED = WorkerLost("data worker 1 of 2 was killed (SIGKILL)", killed=True)
 

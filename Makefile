@@ -40,7 +40,7 @@ PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 FIRST := tests/ops tests/losses/test_clip.py
 # Training steps and whole runs, and the examples of the documentation.
 RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
-  tests/run/test_frozen_features.py tests/run/test_initialization.py tests/data/tokenizers/test_runs.py \
+  tests/run/test_frozen_towers.py tests/run/test_initialize.py tests/data/tokenizers/test_runs.py \
   tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
   tests/inference/test_encoder.py tests/repository/test_examples.py tests/repository/test_pages.py tests/planner/test_planner_accuracy.py \
   tests/models/test_convert.py

@@ -17,9 +17,9 @@ from absl import flags
 from experiments import command_line
 from infcl_jax.data import load_source
 from infcl_jax.evaluation.feature_files import check_feature_file
-from infcl_jax.inference.encoder import load_encoder
 from infcl_jax.run.devices import start_processes
 from infcl_jax.run.embed import embed
+from infcl_jax.run.load import load_encoder
 from infcl_jax.runtime.console import say
 
 _MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(

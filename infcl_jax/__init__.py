@@ -11,7 +11,7 @@ from infcl_jax.runtime.printable import escape_log_records
 if TYPE_CHECKING:
     from infcl_jax import data, distributed, evaluation, models, planner, report, run, settings, training, verification
     from infcl_jax.grad_cache import Replay, cached_value_and_grad, chunk_rows, pairwise_scores_lse
-    from infcl_jax.inference.encoder import Encoder, load
+    from infcl_jax.inference.encoder import Encoder
     from infcl_jax.inference.text_encoder import TextEncoder
     from infcl_jax.losses import (
         SampleState,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from infcl_jax.run.embed import embed
     from infcl_jax.run.evaluate import evaluate, evaluate_weights
     from infcl_jax.run.export import export
+    from infcl_jax.run.load import load
     from infcl_jax.run.plan import plan
     from infcl_jax.run.train import train
     from infcl_jax.runtime import exit_codes
@@ -81,7 +82,7 @@ escape_log_records(__name__)
 # Modules of the public names that are not modules themselves.
 _NAMES = {
     "grad_cache": ("Replay", "cached_value_and_grad", "chunk_rows", "pairwise_scores_lse"),
-    "inference.encoder": ("Encoder", "load"),
+    "inference.encoder": ("Encoder",),
     "inference.text_encoder": ("TextEncoder",),
     "losses": (
         "SampleState",
@@ -99,6 +100,7 @@ _NAMES = {
     "run.evaluate": ("evaluate", "evaluate_weights"),
     "run.export": ("export",),
     "run.plan": ("plan",),
+    "run.load": ("load",),
     "run.train": ("train",),
     "verification": ("verify",),
 }

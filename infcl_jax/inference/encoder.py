@@ -5,9 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,157 +16,31 @@ import numpy as np
 from jax.sharding import Mesh
 from PIL import Image
 
-from infcl_jax import run
-from infcl_jax.data import load_tokenizer
 from infcl_jax.data.decode.image_like import ImageLike, decode_image
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
+from infcl_jax.data.transforms import RESIZE_MODES, SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.evaluation.zero_shot import Prompts, class_embeddings
-from infcl_jax.inference.pretrained_tokenizer import check_padding_side, pretrained_tokenizer, save_tokenizer
-from infcl_jax.inference.text_encoder import is_text_run, load_text_encoder
-from infcl_jax.models import CLIP, Certificate, build_model, config_of, save_pretrained, variable_shapes
-from infcl_jax.models.convert import ExportFormat, convert, hugging_face, open_source
-from infcl_jax.models.convert.api import default_config
-from infcl_jax.models.convert.sources import HUB_PREFIX
-from infcl_jax.models.open_clip_config import CONFIG_FILE
+from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
+from infcl_jax.models import CLIP, Certificate, CLIPConfig, config_of, save_pretrained
+from infcl_jax.models.convert import ExportFormat
 from infcl_jax.models.prefix import prefix_model
-from infcl_jax.models.pretrained_tags import hub_repository
-from infcl_jax.runtime.mesh import data_mesh, replicate, to_host
-from infcl_jax.training import CHECKPOINTS, restore_variables
-from infcl_jax.training.restore import replicated_shapes
-
-_logger = logging.getLogger(__name__)
+from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.runtime.mesh import to_host
 
 DEFAULT_TEMPLATES = ("a photo of a {}.",)  # Radford et al. 2021, section 3.1.4
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    model: str | None = None,
-    step: int | None = None,
-    tokenizer: str | BaseTokenizer | None = None,
-    dtype: str | None = None,
-    mesh: Mesh | None = None,
-    batch_size: int = 256,
-    dim: int | None = None,
-) -> Encoder | Any:  # Any, because a type checker cannot tell runs from their paths
-    """Load a model to encode and classify images and texts, or to encode queries and passages.
-
-    Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
-    own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
-    `tokenizer`, with their options, or CLIP's for a vocabulary of 49,408 ids.
-
-    Args:
-      path: work directory of a run, or a folder, file, Hub name or MODEL:TAG of `infcl_jax.models.load_pretrained`.
-      model: name or OpenCLIP configuration of a file of weights without one, such as "ViT-B-32".
-      step: step of the run's checkpoint; None: the latest.
-      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
-      dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
-      mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
-      batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
-      dim: size of the prefix to which features are cut, for a model trained with `matryoshka`; None: their whole size.
-
-    Returns:
-      An `Encoder`; for a run of text retrieval, a `TextEncoder`.
+def image_resize(model: CLIPConfig) -> Resize:
+    """Return the resize of a model's images in evaluations.
 
     Raises:
-      FileNotFoundError: the run has no such checkpoint, or there is no such Hub repository.
-      ValueError: the path holds no model, or an argument does not fit it.
-      ImportError: a package of the tokenizer or of the Hub is missing.
-
-    Examples:
-      >>> encoder = infcl_jax.load("runs/digits")  # or a model of OpenCLIP or Hugging Face, such as hf-hub:OWNER/NAME
-      >>> encoder.embed_dim
-      16
+      ValueError: the resize is not supported.
     """
-    if model is None and dim is None and is_text_run(Path(path)):
-        return load_text_encoder(Path(path), step, tokenizer, dtype, mesh, batch_size)
-    encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size)
-    return encoder if dim is None else encoder.prefix(dim)
-
-
-def load_encoder(
-    path: str | os.PathLike[str],
-    model: str | None = None,
-    step: int | None = None,
-    tokenizer: str | BaseTokenizer | None = None,
-    dtype: str | None = None,
-    mesh: Mesh | None = None,
-    batch_size: int = 256,
-) -> Encoder:
-    """Load a model of images and texts with its whole features; for arguments and errors see `load`."""
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    mesh = data_mesh() if mesh is None else mesh
-    changes = {} if dtype is None else {"dtype": dtype, "feature_dtype": None}
-    if (Path(path) / CHECKPOINTS).is_dir():
-        if model is not None:
-            raise ValueError(f"expected model=None for a run, which has its own, got {model!r}")
-        return _load_run(Path(path), step, tokenizer, changes, mesh, batch_size)
-    configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
-    files = (Path(path), *(Path(path) / name for name in configs))
-    on_hub = str(path).startswith(HUB_PREFIX) or hub_repository(str(path)) is not None
-    if not on_hub and not any(file.is_file() for file in files):
-        raise ValueError(
-            f"expected the work directory of a run (with {CHECKPOINTS}/), a folder with {' or '.join(configs)}, a file "
-            f"of weights, {HUB_PREFIX}OWNER/NAME, or MODEL:TAG of OpenCLIP, got {path}"
-        )
-    if step is not None:
-        raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
-    return _load_pretrained(path, model, tokenizer, changes, mesh, batch_size)
-
-
-def _load_run(
-    workdir: Path,
-    step: int | None,
-    tokenizer: str | BaseTokenizer | None,
-    changes: Mapping[str, Any],
-    mesh: Mesh,
-    batch_size: int,
-) -> Encoder:
-    """Load a checkpoint of a run."""
-    config = run.saved_config(workdir)
-    settings = dataclasses.replace(run.read_model_config(config), **changes)
-    model = build_model(settings)
-    _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(model), mesh), step)
-    if tokenizer is None:
-        tokenizer = run.text_tokenizer(config, workdir)
-    text, resize = _text_tokenizer(tokenizer, model), run.image_resize(settings)
-    return Encoder(model, variables, text, mesh, batch_size, resize, config.max_image_pixels)
-
-
-def _load_pretrained(
-    path: str | os.PathLike[str],
-    name: str | None,
-    tokenizer: str | BaseTokenizer | None,
-    changes: Mapping[str, Any],
-    mesh: Mesh,
-    batch_size: int,
-) -> Encoder:
-    """Load a model of OpenCLIP or Hugging Face."""
-    source = open_source(str(path))
-    config, variables, certificate = convert(source, changes, default_config(source, name))
-    _logger.info("%s", certificate.summary())
-    model = build_model(config)
-    text = _text_tokenizer(pretrained_tokenizer(source, config) if tokenizer is None else tokenizer, model)
-    return Encoder(model, replicate(mesh, variables), text, mesh, batch_size, run.image_resize(config))
-
-
-def _text_tokenizer(tokenizer: str | BaseTokenizer, model: CLIP) -> BaseTokenizer:
-    """Load a tokenizer for a model, and check that the model embeds its ids."""
-    if not isinstance(tokenizer, BaseTokenizer):
-        tokenizer = load_tokenizer(tokenizer, model.text.context_length)
-    if tokenizer.vocab_size > model.text.vocab_size or tokenizer.context_length > model.text.context_length:
-        raise ValueError(
-            f"expected a tokenizer of at most {model.text.vocab_size} ids and {model.text.context_length} tokens, got "
-            f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
-        )
-    check_padding_side(tokenizer, config_of(model).text)
-    return tokenizer
+    check_choice("resize_mode", model.resize_mode, RESIZE_MODES)
+    return Resize(model.resize_mode, model.interpolation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -115,6 +115,33 @@ def save_tokenizer(folder: Path, tokenizer: BaseTokenizer) -> None:
             shutil.copyfile(saved / name, folder / name)
 
 
+def copy_tokenizer(workdir: Path, folder: Path) -> None:
+    """Copy the tokenizer of a run, if it has one, to the folder of an exported model."""
+    if (copied := workdir / TOKENIZER_FOLDER).is_dir():
+        save_tokenizer(folder, load_tokenizer(copied))
+
+
+def suitable_tokenizer(tokenizer: str | BaseTokenizer, model: CLIPConfig) -> BaseTokenizer:
+    """Load a tokenizer for a model, and check that the model embeds its ids.
+
+    Args:
+      tokenizer: a tokenizer, or a spec of `load_tokenizer`.
+      model: configuration of the model.
+
+    Raises:
+      ValueError: the tokenizer has more ids or longer rows than the model, or pads on another side.
+    """
+    if not isinstance(tokenizer, BaseTokenizer):
+        tokenizer = load_tokenizer(tokenizer, model.text.context_length)
+    if tokenizer.vocab_size > model.text.vocab_size or tokenizer.context_length > model.text.context_length:
+        raise ValueError(
+            f"expected a tokenizer of at most {model.text.vocab_size} ids and {model.text.context_length} tokens, got "
+            f"{tokenizer.kind!r} of {tokenizer.vocab_size} ids and {tokenizer.context_length} tokens; choose another"
+        )
+    check_padding_side(tokenizer, model.text)
+    return tokenizer
+
+
 def check_padding_side(tokenizer: BaseTokenizer, text: TextConfig | BertConfig) -> None:
     """Check that a text tower encodes rows padded on the side of a tokenizer.
 

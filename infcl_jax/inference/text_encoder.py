@@ -15,18 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax import run
-from infcl_jax.data import PairTexts, Passage, load_tokenizer
-from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data import PairTexts, Passage
 from infcl_jax.data.tokenizers.folder_settings import CONFIG_FILE
 from infcl_jax.evaluation.features import TowerEncoder, encode_texts
-from infcl_jax.models import Certificate, TextPairConfig, build_model, text_pair_config, variable_shapes
+from infcl_jax.models import Certificate, TextPairConfig, build_model
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
-from infcl_jax.run.text_retrieval import pair_texts, read_text_pair
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
-from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.training import CHECKPOINTS, restore_variables
-from infcl_jax.training.restore import replicated_shapes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -132,37 +126,6 @@ class TextEncoder:
             return np.zeros((0, self.config.embed_dim), np.float32)
         encode = TowerEncoder(self.model, f"encode_{tower}")
         return encode_texts(encode, self.variables, tokenize, texts, self.mesh, self.batch_size)
-
-
-def is_text_run(workdir: Path) -> bool:
-    """Return whether a folder is the work directory of a run of text retrieval."""
-    return (workdir / CHECKPOINTS).is_dir() and text_pair_config(run.saved_config(workdir).model) is not None
-
-
-def load_text_encoder(
-    workdir: Path,
-    step: int | None = None,
-    tokenizer: str | BaseTokenizer | None = None,
-    dtype: str | None = None,
-    mesh: Mesh | None = None,
-    batch_size: int = 256,
-) -> TextEncoder:
-    """Load a checkpoint of text retrieval, see `infcl_jax.load`."""
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    config = run.saved_config(workdir)
-    model = read_text_pair(config)
-    if model is None:
-        raise ValueError(f"expected a run of text retrieval in {workdir}, got model={config.model!r}")
-    if dtype is not None:
-        model = dataclasses.replace(model, dtype=dtype, feature_dtype=None)
-    mesh = data_mesh() if mesh is None else mesh
-    _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(build_model(model)), mesh), step)
-    if tokenizer is None:
-        tokenizer = run.text_tokenizer(config, workdir)
-    elif not isinstance(tokenizer, BaseTokenizer):
-        tokenizer = load_tokenizer(tokenizer, model.text.context_length)
-    return TextEncoder(model, variables, pair_texts(config, tokenizer), mesh, batch_size)
 
 
 def _checked(name: str, values: Any, is_valid: Callable[[Any], bool]) -> list[Any]:

@@ -19,7 +19,7 @@ from infcl_jax.models.names import CONFIGS
 from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.resnet import ResNet, ResNetConfig
 from infcl_jax.models.text import TextTransformer
-from infcl_jax.models.text_pair import TextPair, TextPairConfig
+from infcl_jax.models.text_pair import TextPair, TextPairConfig, text_pair_config
 from infcl_jax.models.vit import VisionTransformer
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
@@ -97,6 +97,11 @@ def _base_config(name: str) -> CLIPConfig:
         return config_from_json(read_json(name, limit=CONFIG_BYTES))
     if name.endswith(".json") or Path(name).is_dir():
         return read_open_clip_config(name)
+    if text_pair_config(name) is not None:
+        raise ValueError(
+            f"expected a model of images and texts, got model={name!r} of queries and passages; see "
+            "docs/dense_retrieval.md"
+        )
     close = difflib.get_close_matches(key, CONFIGS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(

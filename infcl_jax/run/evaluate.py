@@ -7,8 +7,8 @@ from typing import Any
 
 from infcl_jax import run
 from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, write_results
-from infcl_jax.inference.encoder import load_encoder
 from infcl_jax.run.devices import start_devices, start_processes
+from infcl_jax.run.load import load_encoder
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import replace_text

@@ -3,18 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from infcl_jax import run
-from infcl_jax.data import load_tokenizer
-from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
-from infcl_jax.inference.text_encoder import load_text_encoder
-from infcl_jax.models import Certificate, build_model, save_pretrained, text_pair_config, variable_shapes
-from infcl_jax.models.convert import export_stablehlo
-from infcl_jax.models.prefix import prefix_model
+from infcl_jax.inference.pretrained_tokenizer import copy_tokenizer
+from infcl_jax.models import Certificate, save_pretrained
+from infcl_jax.run.model import read_model_config, saved_config
+from infcl_jax.run.task import task_of
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.training import restore_variables
 
 FOLDER = "exported"  # in the work directory
 FORMATS = ("open_clip", "hf", "stablehlo")
@@ -45,29 +38,7 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
     """
     if format not in (None, *FORMATS):
         raise ValueError(f"expected format to be one of {FORMATS}, got {format!r}")
-    workdir, output, cpu = Path(workdir), Path(output), jax.local_devices(backend="cpu")[0]
-    saved = run.saved_config(workdir)
-    if text_pair_config(saved.model) is not None:
-        if format not in (None, "hf") or dim is not None:
-            raise ValueError(f"expected format 'hf' and no dim for a run of text retrieval, got {format!r} and {dim}")
-        certificate = load_text_encoder(workdir, mesh=data_mesh([cpu])).save(output)
-        say(f"exported {workdir}: {certificate.summary()}")
-        return certificate
-    config, format = run.read_model_config(saved), format or FORMATS[0]
-    device = jax.sharding.SingleDeviceSharding(cpu)
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), variable_shapes(build_model(config))
-    )
-    step, variables = restore_variables(workdir, template)
-    if dim is not None:
-        config, variables = prefix_model(config, variables, dim)
-    if format == "stablehlo":
-        certificate = export_stablehlo(output, config, variables)
-    else:
-        certificate = save_pretrained(output, config, variables, format)  # type: ignore[arg-type]
-    _copy_tokenizer(workdir, output)
-    say(f"exported step {step} of {workdir}: {certificate.summary()}")
-    return certificate
+    return task_of(saved_config(workdir)).export(Path(workdir), Path(output), format, dim)
 
 
 def export_weights(workdir: Path, variables: Any) -> None:
@@ -79,17 +50,11 @@ def export_weights(workdir: Path, variables: Any) -> None:
       workdir: directory of the run, with its `config.json`.
       variables: Flax variables on the host.
     """
-    config, output = run.read_model_config(run.saved_config(workdir)), workdir / FOLDER
+    config, output = read_model_config(saved_config(workdir)), workdir / FOLDER
     try:
         save_pretrained(output, config, variables, compare_features=False)
-        _copy_tokenizer(workdir, output)
+        copy_tokenizer(workdir, output)
     except (OSError, ValueError) as error:
         say(f"warning: the weights were not exported: {error}")
     else:
         say(f"exported the weights to {output}")
-
-
-def _copy_tokenizer(workdir: Path, output: Path) -> None:
-    """Copy the tokenizer of a run, if it has one."""
-    if (tokenizer := workdir / run.TOKENIZER_FOLDER).is_dir():
-        save_tokenizer(output, load_tokenizer(tokenizer))

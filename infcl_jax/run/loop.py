@@ -18,6 +18,7 @@ from infcl_jax.run.export import export_weights
 from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.results import say_results
+from infcl_jax.run.task import task_of
 from infcl_jax.runtime.console import process_prefix
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.mesh import to_host
@@ -178,7 +179,7 @@ class TrainLoop:
             devices=self.mesh.size,
             every=config.log_every,
             utilization=self.utilization,
-            unit="queries" if isinstance(self.suite, TextRetrievalSuite) else "images",
+            unit=task_of(config).unit,
         )
 
     @property

@@ -1,22 +1,14 @@
-"""Settings of an existing run, and the model, image resize and tokenizer of a configuration."""
+"""Settings of an existing run, and models of images and texts."""
 
 import dataclasses
 import json
 from pathlib import Path
 
-from infcl_jax.data import check_vocabulary, load_tokenizer
-from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.data.tokenizers.byte import ByteTokenizer
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
-from infcl_jax.data.transforms import RESIZE_MODES, Resize
-from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side, pretrained_tokenizer
-from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, model_config, text_pair_config
+from infcl_jax.models import CLIPConfig, model_config
 from infcl_jax.models.config import config_to_json
 from infcl_jax.models.convert.api import read_config
 from infcl_jax.models.convert.sources import open_source
 from infcl_jax.models.registry import MODEL_FILE, change_config
-from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.run.text_retrieval import open_bert, read_text_pair
 from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.settings import (
     SETTINGS,
@@ -66,12 +58,13 @@ def saved_config(workdir: str | Path) -> RunConfig:
     return config
 
 
-def run_of(path: Path) -> tuple[Path | None, int | None]:
-    """Return work directory and step of a run or checkpoint, else None."""
-    if (path / CHECKPOINTS).is_dir():
-        return path, None
-    if path.parent.name == CHECKPOINTS and (step := step_of(path.name)) is not None:
-        return path.parents[1], step
+def run_of(path: str) -> tuple[Path | None, int | None]:
+    """Return work directory and step of the run or checkpoint at a path, else None."""
+    folder = Path(path)
+    if (folder / CHECKPOINTS).is_dir():
+        return folder, None
+    if folder.parent.name == CHECKPOINTS and (step := step_of(folder.name)) is not None:
+        return folder.parents[1], step
     return None, None
 
 
@@ -86,7 +79,7 @@ def base_model(config: RunConfig) -> CLIPConfig:
     """
     if config.model is not None or config.init.model is None:
         return model_config(config.model or DEFAULT_MODEL)
-    workdir, _ = run_of(Path(config.init.model))
+    workdir, _ = run_of(config.init.model)
     if workdir is not None:
         model = read_model_config(saved_config(workdir))
     else:
@@ -114,87 +107,15 @@ def read_model_config(config: AnyConfig) -> CLIPConfig:
         passages.
     """
     config = make_config(config)
-    if text_pair_config(config.model) is not None:
-        raise ValueError(
-            f"expected a model of images and texts, got model={config.model!r} of queries and passages; see "
-            "docs/dense_retrieval.md"
-        )
+    return overridden_model(config, base_model(config))
+
+
+def overridden_model(config: RunConfig, base: CLIPConfig) -> CLIPConfig:
+    """Return a model configuration with the precision and the overrides of a run.
+
+    Raises:
+      ValueError: an override is unknown or has the wrong type.
+    """
     overrides = model_changes(config.precision, config.model_overrides)
-    base = base_model(config)
     check_model_overrides(base, overrides)
     return change_config(base, **overrides)
-
-
-def read_any_model(config: RunConfig) -> CLIPConfig | TextPairConfig:
-    """Return the model configuration of a run, also of text retrieval.
-
-    Raises:
-      ValueError: an override is unknown or has the wrong type, see `read_model_config`.
-    """
-    return read_text_pair(config) or read_model_config(config)
-
-
-def image_resize(model: CLIPConfig) -> Resize:
-    """Return the resize of a model's images in evaluations.
-
-    Raises:
-      ValueError: the resize is not supported.
-    """
-    check_choice("resize_mode", model.resize_mode, RESIZE_MODES)
-    return Resize(model.resize_mode, model.interpolation)
-
-
-def text_tokenizer(config: AnyConfig, workdir: str | Path | None = None) -> BaseTokenizer:
-    """Load the tokenizer of a run and check that it fits the model.
-
-    Examples:
-      >>> config = infcl_jax.run.saved_config("runs/digits")
-      >>> infcl_jax.run.text_tokenizer(config)(["a cat"]).shape
-      (1, 36)
-
-    Args:
-      config: settings of the run.
-      workdir: directory of an existing run, whose copy of the vocabulary is read if it has one.
-
-    Raises:
-      ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
-      ImportError: a package is missing, such as clip-anytorch with CLIP's vocabulary.
-    """
-    config = make_config(config)
-    tokenizer = _load_text_tokenizer(config, None if workdir is None else Path(workdir))
-    text = read_any_model(config).text
-    end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
-    check_vocabulary(tokenizer, text.vocab_size, end_token)
-    check_padding_side(tokenizer, text)
-    if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
-        raise ValueError(
-            f"expected text.pad_id={tokenizer.pad_id}, as in the tokenizer {tokenizer.kind!r}, got {text.pad_id}; "
-            "set it in model_overrides, or choose another tokenizer"
-        )
-    return tokenizer
-
-
-def _load_text_tokenizer(config: RunConfig, workdir: Path | None) -> BaseTokenizer:
-    """Load the run's copy of its tokenizer, else the one that is set, that of the weights or that of the vocabulary."""
-    model, clean = read_any_model(config), config.text_cleaning
-    if workdir is not None and (copy := workdir / TOKENIZER_FOLDER).is_dir():
-        return load_tokenizer(str(copy), model.text.context_length, clean=clean)
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, model.text.context_length, clean=clean)
-    pair = text_pair_config(config.model)
-    size = (base_model(config) if pair is None else pair).text.vocab_size
-    spec = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}.get(size)
-    if isinstance(model, TextPairConfig) and config.init.text is not None and spec is None:
-        return pretrained_tokenizer(open_bert(config.init.text, model), model, clean)
-    if isinstance(model, CLIPConfig) and config.init.model is not None and (spec is None or config.model is None):
-        source, _ = run_of(Path(config.init.model))
-        if source is None:
-            return pretrained_tokenizer(open_source(config.init.model), model, clean)
-        if (copy := source / TOKENIZER_FOLDER).is_dir():
-            return load_tokenizer(str(copy), model.text.context_length, clean=clean)
-        return text_tokenizer(saved_config(source))
-    if spec is None:
-        raise ValueError(
-            f"expected a tokenizer for the {size} token ids of the model {config.model!r}, got None; set tokenizer"
-        )
-    return load_tokenizer(spec, model.text.context_length, clean=clean)

@@ -1,29 +1,124 @@
-"""Loss, optimizer, initial state, evaluations and workload of a run."""
+"""Parts of a run, each alone, for training loops and measurements of one's own."""
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import jax
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from infcl_jax.data import Source, Tokenizer
+from infcl_jax.data import FeatureStore, Source, Tokenizer, TrainIterator
+from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
+from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
-from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
-from infcl_jax.losses.base import Targets
-from infcl_jax.losses.matryoshka import checked_dims
-from infcl_jax.models import CLIPConfig, build_model
-from infcl_jax.ops.pairwise_lse.implementations import best_implementation
-from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, store_activations, tree_bytes
-from infcl_jax.planner.activations import parameter_shapes
-from infcl_jax.run.data import num_samples, precomputed_towers
-from infcl_jax.run.model import image_resize, read_any_model, read_model_config, text_tokenizer
-from infcl_jax.run.text_retrieval import pair_suite, read_text_pair
-from infcl_jax.runtime.mesh import flat_mesh
-from infcl_jax.settings import AnyConfig, RunConfig, make_config, total_steps
-from infcl_jax.training import TrainState, check_optimizer, make_loss, make_optimizer
-from infcl_jax.training.grad_cache import KEEP_MOST
-from infcl_jax.training.state import StateInit
+from infcl_jax.losses import Loss
+from infcl_jax.models import build_model
+from infcl_jax.run.build import Run, make_run_loss, make_run_optimizer
+from infcl_jax.run.task import task_of
+from infcl_jax.runtime.mesh import data_mesh
+from infcl_jax.settings import AnyConfig, make_config
+from infcl_jax.training import TrainState, loss_class
+
+if TYPE_CHECKING:
+    from infcl_jax.planner import TeacherMemory, Workload
+
+
+def training_source(config: AnyConfig) -> Source:
+    """Load the training data of a run, for `loss`, `training_data`, `initial_state` and `workload`.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> source = infcl_jax.run.training_source(config)
+      >>> source.name, source.split
+      ('digits', 'train')
+
+    Raises:
+      ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
+    """
+    return task_of(make_config(config)).source()
+
+
+def sample_source(config: AnyConfig) -> Source | None:
+    """Load the training data if the state or the length of the run depends on its size.
+
+    Raises:
+      ValueError, FileNotFoundError: the loss is unknown, or see `infcl_jax.data.load_source`.
+    """
+    config = make_config(config)
+    needed = "samples" in loss_class(config.loss).inputs or config.epochs is not None
+    return training_source(config) if needed else None
+
+
+def training_data(
+    config: AnyConfig,
+    source: Source,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
+    features: Mapping[str, FeatureStore] | None = None,
+    teacher: TeacherTokens | TeacherFeatures | None = None,
+) -> TrainIterator:
+    """Create the endless iterator over this process's rows of training batches.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> data = infcl_jax.run.training_data(config, infcl_jax.run.training_source(config))
+      >>> next(data)["image"].shape
+      (32, 16, 16, 3)
+      >>> data.close()
+
+    Args:
+      config: settings of the run.
+      source: training data.
+      tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
+      mesh: devices over which the batch is sharded; None: all.
+      features: cached features of frozen towers, from `infcl_jax.data.cache_features`.
+      teacher: tokens or cached features of a teacher, see `infcl_jax.data.teacher_inputs`.
+
+    Raises:
+      ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
+    """
+    task = task_of(make_config(config))
+    arguments = tokenizer or task.tokenizer(), data_mesh() if mesh is None else mesh, features, teacher
+    return task.training_data(source, *arguments)  # type: ignore[arg-type]
+
+
+def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+    """Return the batch of the next step in the memory that `grad_cache.residency` names.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> data = infcl_jax.run.training_data(config, infcl_jax.run.training_source(config), mesh=mesh)
+      >>> batch = infcl_jax.run.next_batch(config, data, mesh)
+      >>> batch["image"].shape, batch["image"].sharding.spec
+      ((32, 16, 16, 3), P('data',))
+      >>> data.close()
+
+    Returns:
+      "query", "passage" and "passage_mask" of a run of text retrieval. Of others, "image" (`ColorBatch` if colors are
+      augmented), "text", for losses with sample state "index" (int32 sample indices), and for positives by id "ids"
+      (int32 `[b, 2]`). Towers with cached features have `PrecomputedFeatures`. A run with a teacher has its cached
+      features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values
+      are global arrays on the devices, this process's NumPy arrays, or `Replay`.
+    """
+    return task_of(make_config(config)).next_batch(data, mesh)
+
+
+def text_tokenizer(config: AnyConfig, workdir: str | Path | None = None) -> BaseTokenizer:
+    """Load the tokenizer of a run and check that it fits the model.
+
+    Examples:
+      >>> config = infcl_jax.run.saved_config("runs/digits")
+      >>> infcl_jax.run.text_tokenizer(config)(["a cat"]).shape
+      (1, 36)
+
+    Args:
+      config: settings of the run.
+      workdir: directory of an existing run, whose copy of the vocabulary is read if it has one.
+
+    Raises:
+      ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
+      ImportError: a package is missing, such as clip-anytorch with CLIP's vocabulary.
+    """
+    return task_of(make_config(config)).tokenizer(workdir)
 
 
 def evaluation_suite(
@@ -51,27 +146,9 @@ def evaluation_suite(
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
     """
-    config = make_config(config)
-    if (pair := read_text_pair(config)) is not None:
-        return pair_suite(config, pair, mesh, tokenizer or text_tokenizer(config), check)
-    model = read_model_config(config)
-    return Suite(
-        config.evaluation,
-        build_model(model),
-        tokenizer or text_tokenizer(config),
-        image_size=model.vision.image_size,
-        data_dir=config.data_dir,
-        mesh=flat_mesh(mesh),
-        implementation=config.implementation,
-        train_batch_size=config.batch_size if config.loss == "clip" else None,
-        evaluations=config.evaluations,
-        prefixes=_prefixes(config),
-        resize=image_resize(model),
-        say=say,
-        check=check,
-        max_bad_records=config.max_bad_records,
-        max_image_pixels=config.max_image_pixels,
-    )
+    task = task_of(make_config(config))
+    arguments = build_model(task.model_config), tokenizer or task.tokenizer()
+    return task.suite(*arguments, mesh, say, check)  # type: ignore[arg-type]
 
 
 def loss(
@@ -93,41 +170,7 @@ def loss(
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
-    config = make_config(config)
-    one = make_loss(
-        config.loss,
-        mesh,
-        config.implementation,
-        config.max_logit_scale,
-        targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
-        config=config.global_contrastive,
-        # A batch larger than the dataset is an error of `training_data`, which names both sizes.
-        steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
-        optimizer=config.optimizer,
-    )
-    distill = config.distill
-    if distill.teacher is not None:
-        one = DistilledLoss.wrap(one, distill.weight, 1.0 if teacher_scale is None else teacher_scale)
-    return MatryoshkaLoss.wrap(one, _prefixes(config)) if config.matryoshka else one
-
-
-def _prefixes(config: RunConfig) -> tuple[int, ...]:
-    """Return the prefix sizes of a run.
-
-    Raises:
-      ValueError: the sizes are not increasing, or larger than the features of the model.
-    """
-    dims, size = checked_dims("matryoshka", config.matryoshka), read_model_config(config).embed_dim
-    if dims and dims[-1] > size:
-        raise ValueError(f"expected matryoshka with sizes of at most {size}, the features of the model, got {dims}")
-    return dims
-
-
-def _optimizer(config: RunConfig, source: Source | None) -> optax.GradientTransformation:
-    """Create the optimizer of a run, and check that its rules fit the model."""
-    settings = config.optimizer
-    check_optimizer(settings, parameter_shapes(build_model(read_any_model(config))))
-    return make_optimizer(settings, total_steps(config, source))
+    return make_run_loss(task_of(make_config(config)), mesh, source, teacher_scale)
 
 
 def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -> TrainState:
@@ -149,30 +192,7 @@ def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
-    config = make_config(config)
-    return state_init(config, mesh, source).create()
-
-
-def state_init(config: RunConfig, mesh: Mesh, source: Source | None = None) -> StateInit:
-    """Return the initialization of a run's state; for arguments and errors see `initial_state`."""
-    model = read_any_model(config)
-    sizes = model.vision.image_size if isinstance(model, CLIPConfig) else 0, model.text.context_length
-    init = StateInit.of(
-        build_model(model),
-        _optimizer(config, source),
-        *sizes,
-        config.seed,
-        mesh,
-        parameter_sharding=config.parameter_sharding,
-        frozen=config.frozen,
-        unlocked_groups=config.unlocked_groups,
-        ema=config.ema,
-    )
-    if not isinstance(model, CLIPConfig):
-        return init
-    loss_fn, arguments = loss(config, mesh, source), (num_samples(config, source), model.init_logit_scale)
-    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return init.with_samples(lambda: loss_fn.init_samples(*arguments), rows)
+    return Run(make_config(config), mesh, source).init.create()
 
 
 def workload(
@@ -181,8 +201,8 @@ def workload(
     memory_limit: int | None = None,
     implementation: str | None = None,
     source: Source | None = None,
-    teacher: TeacherMemory | None = None,
-) -> Workload:
+    teacher: "TeacherMemory | None" = None,
+) -> "Workload":
     """Return the settings of a run that determine its memory, for `infcl_jax.planner`.
 
     `grad_cache.keep = -1` becomes the number of stored chunks that fits, see `store_activations`.
@@ -197,40 +217,14 @@ def workload(
       memory_limit: bytes that JAX may use on a device; None if unknown.
       implementation: implementation of the loss if the configuration names none; None: the best on this device.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
-      teacher: memory of the teacher, `infcl_jax.run.teacher.Teacher.memory`; None leaves it out.
+      teacher: memory of the teacher of a run with distillation; None leaves it out.
 
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    config = make_config(config)
-    model, loss_fn = read_any_model(config), loss(config, None, source)
-    sizes = num_samples(config, source), getattr(model, "init_logit_scale", 0.0)
-    samples = jax.eval_shape(lambda: loss_fn.init_samples(*sizes))
-    best = implementation or best_implementation()
-    chosen = config.implementation or (best if best in loss_fn.implementations else "xla")
-    cache = config.grad_cache
-    if stores_most := cache.keep == KEEP_MOST:
-        cache = dataclasses.replace(cache, keep=0)
-    unresolved = Workload(
-        model=model,
-        optimizer=_optimizer(config, source),
-        batch_size=config.batch_size,
-        devices=devices,
-        cache=cache,
-        implementation=chosen,
-        loss=config.loss,
-        ema=config.ema is not None,
-        sample_bytes=tree_bytes(samples) // devices,
-        parameter_sharding=config.parameter_sharding,
-        frozen=config.frozen,
-        unlocked_groups=config.unlocked_groups,
-        precomputed=precomputed_towers(config),
-        passages=1 if isinstance(model, CLIPConfig) else 1 + config.text_retrieval.hard_negatives,
-        teacher=teacher,
-        by_id=loss_fn.targets.by_id,
-    )
-    if not stores_most:
-        return unresolved
-    if memory_limit is None:
-        raise ValueError("expected grad_cache.keep >= 0 on devices that do not report their memory, got -1")
-    return store_activations(unresolved, int(SAFE_SHARE * memory_limit))
+    from infcl_jax.run.memory import run_workload  # the training of a run does not import the planner
+
+    task = task_of(make_config(config))
+    model = build_model(task.model_config)
+    optimizer = make_run_optimizer(task.config, model, source)
+    return run_workload(task, model, optimizer, source, devices, memory_limit, implementation, teacher)

@@ -22,6 +22,7 @@ from infcl_jax.planner import (
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run.devices import start_devices
+from infcl_jax.run.memory import teacher_memory
 from infcl_jax.run.teacher import load_teacher
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
@@ -79,8 +80,7 @@ def plan(
             count, limit = devices or start_devices(config).size, limit or device_memory_limit()
         else:
             count, limit = devices or 1, limit or gpu.memory_limit
-        teacher = load_teacher(config, data_mesh())
-        memory = None if teacher is None else teacher.memory()
+        memory = teacher_memory(load_teacher(config, data_mesh()))
         implementation = None if gpu is None else gpu.implementation
         workload = run.workload(config, count, limit, implementation, source, memory)
         if gpu is None or limit is None:

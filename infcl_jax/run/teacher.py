@@ -1,115 +1,74 @@
-"""Teacher of a run with distillation: its model, its cached features and its memory."""
+"""Teacher of a run with distillation: its model and what a step gets from it."""
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
-from flax.traverse_util import flatten_dict
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from infcl_jax.data import Source, TowerInput, cache_features, feature_key
-from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data import TowerInput
 from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.inference.encoder import Encoder, load_encoder
-from infcl_jax.models import TOWERS
-from infcl_jax.planner import TeacherMemory
-from infcl_jax.run.frozen_features import FEATURES_FOLDER, IN_WORKDIR
-from infcl_jax.runtime.mesh import flat_mesh, to_host
-from infcl_jax.runtime.processes import local_processes
+from infcl_jax.models import CLIP, TOWERS
+from infcl_jax.run.frozen_towers import FeatureCache, on_host
+from infcl_jax.run.load import load_encoder
+from infcl_jax.runtime.mesh import flat_mesh
 from infcl_jax.settings import RunConfig
-from infcl_jax.training.frozen import frozen_encoder, tower_variables
+from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.step import TrainStep
 from infcl_jax.training.teacher import TeacherTowers
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Teacher:
     """Teacher of a run.
 
     Attributes:
-      encoder: its model, with variables and tokenizer.
-      config: settings of the run.
-      mesh: devices over which the batch is sharded.
+      model: its model.
+      variables: its variables on the host; None once all of its features are cached.
+      tokenizer: its tokenizer.
+      scale: inverse temperature of its similarities, at most `max_logit_scale` if that is set.
+      cache: folder of its cached features, or "workdir"; None: it encodes the batch of each step.
     """
 
-    encoder: Encoder
-    config: RunConfig
-    mesh: Mesh
+    model: CLIP
+    variables: Any
+    tokenizer: BaseTokenizer
+    scale: float
+    cache: str | None
 
-    @property
-    def scale(self) -> float:
-        """Inverse temperature of the teacher's similarities, at most `max_logit_scale` if that is set."""
-        limit = self.config.max_logit_scale
-        return self.encoder.logit_scale if limit is None else min(self.encoder.logit_scale, limit)
-
-    def memory(self) -> TeacherMemory:
-        """Return the memory of the teacher on each device, for the planner."""
-        return TeacherMemory(self.encoder.model, cached=self.config.distill.cache is not None)
-
-    def inputs(
-        self, workdir: str | Path, source: Source, tokenizer: BaseTokenizer, say: Callable[[str], None]
-    ) -> TeacherTokens | TeacherFeatures | None:
+    def inputs(self, tokenizer: BaseTokenizer, cache: FeatureCache) -> TeacherTokens | TeacherFeatures | None:
         """Return what the batches of the run need for the teacher.
 
-        With `distill.cache` the features of all samples are computed first, unless the cache has them. All processes
-        must call this function.
+        With a cache, the features of all samples are computed first, unless the cache has them. All processes must
+        call this method.
 
         Args:
-          workdir: directory of the run.
-          source: training data.
           tokenizer: tokenizer of the student.
-          say: function that gets lines of progress.
+          cache: computation of features.
 
         Returns:
           Cached features, or the tokens of a teacher with another tokenizer than the student; else None.
         """
-        if self.config.distill.cache is not None:
-            return self._cached(Path(workdir), source, say)
-        teacher_text, text = (TowerInput("text", 0, t).fingerprint() for t in (self.encoder.tokenizer, tokenizer))
-        return None if teacher_text == text else TeacherTokens(self.encoder.tokenizer)
+        if self.cache is not None:
+            arguments = self.model, self.variables, self.tokenizer, self.cache
+            features = TeacherFeatures(cache.features(tuple(TOWERS), *arguments, "teacher's"))
+            self.variables = None
+            return features
+        theirs, ours = (TowerInput("text", 0, each).fingerprint() for each in (self.tokenizer, tokenizer))
+        return None if theirs == ours else TeacherTokens(self.tokenizer)
 
-    def with_features(self, step: TrainStep) -> TrainStep:
-        """Return the step of a run, which gets the teacher's features of its batch."""
-        if self.config.distill.cache is not None:
+    def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
+        """Return a step that gets the teacher's features of its batch.
+
+        Args:
+          step: training step with the loss of distillation.
+          mesh: devices over which the batch is sharded.
+          cache: gradient caching of the step, whose chunks the teacher encodes.
+        """
+        if self.cache is not None:
             return step
-        cache = self.config.grad_cache
-        variables = _on_host(self.encoder.variables)
-        towers = TeacherTowers(
-            self.encoder.model, variables, self.mesh, cache.chunk_size, on_device=cache.residency == "device"
-        )
-        return towers.with_features(step)
-
-    def _cached(self, workdir: Path, source: Source, say: Callable[[str], None]) -> TeacherFeatures:
-        """Compute the features that the cache lacks, from the central square of each image."""
-        config, encoder, devices = self.config, self.encoder, self.mesh.local_devices
-        folder = workdir / FEATURES_FOLDER if config.distill.cache == IN_WORKDIR else Path(config.distill.cache)
-        shard_rows = (config.grad_cache.chunk_size or config.batch_size) // self.mesh.size
-        model: Any = encoder.model
-        stores = {}
-        for name in TOWERS:
-            variables = tower_variables(_on_host(encoder.variables), name)
-            tower = TowerInput(name, encoder.image_size, encoder.tokenizer, config.max_image_pixels)
-            facts = (getattr(model, TOWERS[name]), model.feature_dtype, model.image_mean, model.image_std)
-            stores[name] = cache_features(
-                source,
-                tower,
-                frozen_encoder(model.apply, variables, name, devices),
-                shard_rows * len(devices),
-                folder,
-                feature_key(source, tower, repr(facts), flatten_dict(variables, sep="/")),
-                threads=config.num_threads or max(1, usable_cores() // local_processes().cores),
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
-                say=say,
-            )
-            say(f"features of the teacher's {name} tower: {len(source)} samples in {stores[name].folder}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("cached features of the teacher")
-        return TeacherFeatures(stores)
+        on_device = cache.residency == "device"
+        return TeacherTowers(self.model, self.variables, mesh, cache.chunk_size, on_device).with_features(step)
 
 
 def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
@@ -124,8 +83,6 @@ def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
     """
     if config.distill.teacher is None:
         return None
-    return Teacher(load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config, mesh)
-
-
-def _on_host(variables: Any) -> Any:
-    return jax.device_get(variables) if jax.process_count() == 1 else to_host(variables)
+    encoder, limit = load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config.max_logit_scale
+    scale = encoder.logit_scale if limit is None else min(encoder.logit_scale, limit)
+    return Teacher(encoder.model, on_host(encoder.variables), encoder.tokenizer, scale, config.distill.cache)

@@ -1,7 +1,6 @@
 """Training of a run: what `infcl_jax.train` and `experiments.train` call."""
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,46 +8,33 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, same_place
 from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
+from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
-from infcl_jax.planner import Workload, explain_out_of_memory, plan_memory, utilization
+from infcl_jax.run.build import Run, build_run, recorded_config
 from infcl_jax.run.callbacks import Callback, Callbacks
-from infcl_jax.run.data import batch_shapes
 from infcl_jax.run.devices import start_devices
-from infcl_jax.run.frozen_features import cached_features
-from infcl_jax.run.initialization import initialize
 from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.lost_workers import LostWorkers
-from infcl_jax.run.model import DEFAULT_MODEL, save_base_model
-from infcl_jax.run.parts import state_init
+from infcl_jax.run.model import save_base_model
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
-from infcl_jax.run.teacher import load_teacher
-from infcl_jax.run.text_retrieval import initialize_pair, read_text_pair
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import fail, failures
 from infcl_jax.runtime.processes import is_lead
-from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import (
-    SETTINGS,
     AnyConfig,
     RunConfig,
-    changed_settings,
     check_config,
-    check_fixed,
     format_changes,
-    keep_recorded,
     make_config,
     name_changes,
-    resolved_precision,
-    with_total_steps,
 )
 from infcl_jax.training import (
     Checkpointer,
@@ -61,7 +47,6 @@ from infcl_jax.training import (
     Safeguards,
     TrainState,
     WorkdirLock,
-    make_train_step,
     parameter_count,
     prepare_workdir,
     rare_garbage_collection,
@@ -171,40 +156,14 @@ def _train_on(
         resumed, own = origin is not None, str(origin) == str(workdir.absolute())
         if is_lead() and not finished:
             check_writers(config.writers)  # before hours of preparation
-        console.doing("reading the dataset")
-        source = run.training_source(config)
-        config = with_total_steps(config, source)
-        if recorded is not None:
-            config = keep_recorded(recorded, config)
-        config = dataclasses.replace(config, precision=resolved_precision(config.precision, config.model_overrides))
-        if config.model is None and config.init.model is None:
-            config = dataclasses.replace(config, model=DEFAULT_MODEL)
-        changed = {} if recorded is None else changed_settings(recorded, config)
-        fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
-        check_fixed(changed, fixed, origin, "keep it, or choose another --workdir")
-        console.doing("preparing the model")
-        tokenizer = run.text_tokenizer(config, origin)
-        teacher = load_teacher(config, mesh)
-        loss_fn = run.loss(config, mesh, source, None if teacher is None else teacher.scale)
-        teacher_memory = None if teacher is None else teacher.memory()
-        workload = run.workload(config, mesh.size, memory_limit, source=source, teacher=teacher_memory)
-        step_fn = make_train_step(
-            loss_fn, config.seed, workload.cache, mesh, config.parameter_sharding, config.on_nonfinite
-        )
-        suite = run.evaluation_suite(config, mesh, tokenizer, check=preemption.check)
-        if config.keep_best is not None and (names := suite.metric_names) and config.keep_best not in names:
-            raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
-        init, batch = state_init(config, mesh, source), batch_shapes(config, mesh, tokenizer)
-        ends = (checkpoints.latest_step() or 0) >= config.total_steps
-        compiled = None if batch is None or ends else compile_ahead(step_fn, init.shapes, batch)
-        state = init.create()
+        built = build_run(config, mesh, origin=origin, check=preemption.check, doing=console.doing)
+        config, source, changed = built.config, built.source, built.changed
+        tokenizer, suite, step_fn = built.tokenizer, built.suite, built.step
+        batch, ends = built.batch_shapes(), (checkpoints.latest_step() or 0) >= config.total_steps
+        compiled = None if batch is None or ends else compile_ahead(step_fn, built.init.shapes, batch)
+        state = built.init.create()
         if not resumed:
-            pair = read_text_pair(config)
-            if pair is None:
-                state = initialize(config.init, run.read_model_config(config), state)
-            elif config.init.text is not None:
-                state = initialize_pair(config.init.text, pair, state)
-            state = state.with_limited_scale(loss_fn.max_logit_scale)
+            state = built.initialized(state)
         console.doing("restoring the checkpoint" if resumed else "preparing the model")
         with name_changes(changed):  # adds the changed settings to an error of shapes
             state = checkpoints.restore_latest(state)
@@ -231,12 +190,7 @@ def _train_on(
             and not (same_place(recorded.dataset, config.dataset) and "split" not in changed),
             indexed=state.samples is not None,
         )
-        features = cached_features(config, workdir, mesh, state, source, tokenizer, say) if trains else {}
-        teacher_inputs = None
-        if teacher is not None and trains:
-            step_fn, teacher_inputs = teacher.with_features(step_fn), teacher.inputs(workdir, source, tokenizer, say)
-        del teacher  # the variables of a teacher with cached features
-        data = run.training_data(config, source, tokenizer, mesh, features, teacher_inputs)
+        data = built.training_data(workdir, state if trains else None, say)
         data.dataset = identity
         if position is not None:
             data.set_state(data.get_state() | {"next_batch": position["next_batch"]} if resized else position)
@@ -244,13 +198,13 @@ def _train_on(
             data.start_prefetch()  # the readers start during the rest of the preparation
         if trains and not own and is_lead():
             # A copy, because the files that `config.tokenizer` names may move or change.
-            folder = workdir / run.TOKENIZER_FOLDER
+            folder = workdir / TOKENIZER_FOLDER
             outputs.attempt(folder, lambda: tokenizer.save(folder))
             outputs.attempt(workdir / MODEL_FILE, lambda: save_base_model(config, workdir))
         memory = None
         if compiled is not None:
             console.doing("compiling the training step")
-            with explained_out_of_memory(workload, memory_limit):
+            with explained_out_of_memory(built, memory_limit):
                 memory = StepMemory.of(compiled.result(), memory_limit)
         if trains:
             components = {} if memory is None else memory.components
@@ -298,14 +252,14 @@ def _train_on(
                 LostWorkers(workdir, outputs),
                 callbacks,
                 console=console,
-                utilization=utilization(workload, mesh.devices.flat[0].device_kind),
+                utilization=built.utilization,
                 profile=profile,
             )
             callbacks.on_chance(suite.chance)
             callbacks.on_start(config, workdir, start)
             console.doing("reading the first batch" if trains else "evaluation")
             try:
-                with explained_out_of_memory(workload, memory_limit):
+                with explained_out_of_memory(built, memory_limit):
                     results = loop.fit(state, start) if trains else loop.finish(state, completes)
             except WorkerLost as error:
                 first = data.get_state()["next_batch"] + 1
@@ -330,20 +284,17 @@ def _train_on(
     return results
 
 
-def recorded_config(workdir: Path) -> RunConfig | None:
-    """Return the settings of a resumed run; None without a `config.json`."""
-    return run.saved_config(workdir) if (workdir / CONFIG_FILE).is_file() else None
-
-
 @contextlib.contextmanager
-def explained_out_of_memory(workload: Workload, memory_limit: int | None) -> Iterator[None]:
+def explained_out_of_memory(run: Run, memory_limit: int | None) -> Iterator[None]:
     """Raise `OutOfMemory`, which says what fits, if the device runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise explain_out_of_memory(error, plan_memory(workload, memory_limit, exact=True)) from error
+        from infcl_jax.planner import explain_out_of_memory, plan_memory
+
+        raise explain_out_of_memory(error, plan_memory(run.workload, memory_limit, exact=True)) from error
 
 
 def announce(

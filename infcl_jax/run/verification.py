@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
-from infcl_jax.models import CLIPConfig, ResNetConfig, towers_of
-from infcl_jax.run.model import read_any_model
-from infcl_jax.run.parts import initial_state, loss
+from infcl_jax.models import ResNetConfig, towers_of
+from infcl_jax.models.clip import row_shapes
+from infcl_jax.run.build import Run, make_run_loss
+from infcl_jax.run.task import Task, task_of
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
 from infcl_jax.training import TrainState, make_train_step
@@ -56,24 +57,24 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
     if jax.process_count() > 1:
         raise ValueError(f"expected one process, got {jax.process_count()}; simulate devices with cpu_devices")
     small = small_config(make_config(config), _ROWS_PER_DEVICE * mesh.size)
-    source = range(2 * small.batch_size)
-    state = initial_state(small, mesh, source)  # type: ignore[arg-type]
-    batch = _random_batch(small)
-    set_up = _Run(small, mesh, state, loss(small, mesh, source, _TEACHER_SCALE))  # type: ignore[arg-type]
-    dense = "dense" if "dense" in set_up.loss.implementations else None
+    source: Any = range(2 * small.batch_size)
+    run = Run(small, mesh, source)
+    step = _Step(run, run.init.create(), make_run_loss(run.task, mesh, source, _TEACHER_SCALE))
+    batch, names = _random_batch(run, step.loss), towers_of(step.state.params)
+    dense = "dense" if "dense" in step.loss.implementations else None
     reference = dataclasses.replace(small, implementation=dense)
-    names = towers_of(state.params)
+    undivided = make_run_loss(task_of(reference), None, source, _TEACHER_SCALE)
     with jax.default_matmul_precision("highest"):
         return verify(
-            set_up.undivided(loss(reference, None, source, _TEACHER_SCALE)),  # type: ignore[arg-type]
-            {name: set_up.encoder(name) for name in names},
-            jax.device_get(state.params),
-            {name: batch[name] for name in (*names, *set_up.inputs) if name in batch},
+            step.undivided(undivided),
+            {name: step.encoder(name) for name in names},
+            jax.device_get(step.state.params),
+            {name: batch[name] for name in (*names, *step.inputs) if name in batch},
             mesh=mesh,
             chunk_size=small.grad_cache.chunk_size,
-            value_and_grad=set_up.value_and_grad,
-            update=set_up.update,
-            frozen=[names[name] for name in state.frozen_towers],
+            value_and_grad=step.value_and_grad,
+            update=step.update,
+            frozen=[names[name] for name in step.state.frozen_towers],
             rtol=rtol,
         )
 
@@ -88,7 +89,8 @@ def small_config(config: RunConfig, rows: int) -> RunConfig:
     Raises:
       ValueError: a setting is wrong.
     """
-    overrides = parse_overrides(config.model_overrides) | _small_model(config)
+    task = task_of(config)
+    overrides = parse_overrides(config.model_overrides) | _small_model(task)
     changes = {
         "model_overrides": ",".join(f"{name}={value!r}" for name, value in overrides.items()),
         "precision": "auto",  # the overrides have a dtype
@@ -103,49 +105,40 @@ def small_config(config: RunConfig, rows: int) -> RunConfig:
         residency = "device" if config.grad_cache.residency == "device" else "host"
         chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
         if config.grad_cache.passage_chunk_size is not None:
-            chunk["passage_chunk_size"] = rows * _passages(config) // _PASSAGE_CHUNKS
+            chunk["passage_chunk_size"] = rows * task.passages // _PASSAGE_CHUNKS
         changes["grad_cache"] = chunk
     return with_changes(config, changes)
 
 
-def _passages(config: RunConfig) -> int:
-    """Return the number of passages of a query."""
-    return 1 + config.text_retrieval.hard_negatives
-
-
-def _small_model(config: RunConfig) -> dict[str, Any]:
+def _small_model(task: Task) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
-    model = read_any_model(config)
-    size = _HEAD_DIM * -(-max(config.matryoshka, default=1) // _HEAD_DIM)
+    model, size = task.model_config, _HEAD_DIM * -(-max(task.prefixes, default=1) // _HEAD_DIM)
     tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
     towers: dict[str, Any] = {"text": tower | {"context_length": min(_TOKENS, model.text.context_length)}}
-    if isinstance(model, CLIPConfig):
-        if isinstance(model.vision, ResNetConfig):
-            towers["vision"] = {"width": 8, "layers": (1, 1, 1, 1), "heads": 4, "image_size": 64}
-        else:
-            towers["vision"] = tower | {"image_size": 2 * model.vision.patch_size, "patch_dropout": 0.0}
+    vision = getattr(model, "vision", None)
+    if isinstance(vision, ResNetConfig):
+        towers["vision"] = {"width": 8, "layers": (1, 1, 1, 1), "heads": 4, "image_size": 64}
+    elif vision is not None:
+        towers["vision"] = tower | {"image_size": 2 * vision.patch_size, "patch_dropout": 0.0}
     values = {f"{name}.{key}": v for name, fields in towers.items() for key, v in fields.items()}
     dtypes = dict.fromkeys(("dtype", "param_dtype", "feature_dtype"), "float32")
     return values | dtypes | {"embed_dim": size}
 
 
-def _random_batch(config: RunConfig) -> dict[str, np.ndarray]:
+def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
     """Draw the entries of a batch: encoders' inputs, sample indices, repeating ids and features of a teacher.
 
     The passages of a query are `[p, t]`, the positive first, which is never masked.
     """
-    model, rng, rows = read_any_model(config), np.random.default_rng(config.seed), config.batch_size
-
-    def tokens(*shape: int) -> np.ndarray:
-        return rng.integers(1, model.text.vocab_size, (*shape, model.text.context_length), dtype=np.int32)
-
-    if not isinstance(model, CLIPConfig):
-        mask = np.arange(_passages(config)) < rng.integers(1, _passages(config), (rows, 1), endpoint=True)
-        return {"query": tokens(rows), "passage": tokens(rows, _passages(config)), "passage_mask": mask}
-    side = model.vision.image_size
-    return {
-        "image": rng.integers(0, 256, (rows, side, side, 3), dtype=np.uint8),
-        "text": tokens(rows),
+    rng, rows, passages = np.random.default_rng(run.config.seed), run.config.batch_size, run.task.passages
+    batch = {}
+    if "passage_mask" in loss.batch_inputs:
+        batch["passage_mask"] = np.arange(passages) < rng.integers(1, passages, (rows, 1), endpoint=True)
+    for name, row in row_shapes(run.model, rows).items():
+        shape = (rows, passages, *row.shape[1:]) if name == "passage" else row.shape
+        low, high = (0, 256) if row.dtype == np.uint8 else (1, run.model_config.text.vocab_size)
+        batch[name] = rng.integers(low, high, shape, dtype=row.dtype)
+    return batch | {
         "index": rng.permutation(2 * rows)[:rows].astype(np.int32),
         "ids": rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32),
         **{name: _random_features(rng, rows) for name in TEACHER_INPUTS},
@@ -163,20 +156,18 @@ def _flat_passages(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _Step:
     """Training step of a run as a function of parameters and batch.
 
     Batch entries have one row for each pair or query: passages are `[b, p, ...]`.
 
     Attributes:
-      config: settings.
-      mesh: devices.
+      run: the run.
       state: state before the step.
       loss: loss on the mesh.
     """
 
-    config: RunConfig
-    mesh: Mesh
+    run: Run
     state: TrainState
     loss: Loss
 
@@ -187,11 +178,11 @@ class _Run:
 
     def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
         """Run the step with an optimizer that stores the gradients."""
-        cache, host = self.config.grad_cache, _flat_passages(jax.device_get(dict(batch)))
-        step = make_train_step(self.loss, self.config.seed, cache, self.mesh, self.config.parameter_sharding)
+        run, host = self.run, _flat_passages(jax.device_get(dict(batch)))
+        step = make_train_step(self.loss, run.config.seed, run.cache, run.mesh, run.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
-        rows = shard_batch(self.mesh, host) if cache.residency == "device" else host
+        rows = shard_batch(run.mesh, host) if run.cache.residency == "device" else host
         state, metrics = step(state, rows)
         return metrics["loss"], merge(jax.tree.map(jnp.zeros_like, params), state.opt_state)
 
@@ -223,8 +214,7 @@ class _Run:
 
     def undivided(self, one_device: Loss) -> Any:
         """Return the loss on one device as a function of parameters and features."""
-        init_logit_scale = getattr(read_any_model(self.config), "init_logit_scale", 0.0)
-        samples = one_device.init_samples(2 * self.config.batch_size, init_logit_scale)
+        samples = one_device.init_samples(2 * self.run.config.batch_size, self.run.task.init_logit_scale)
 
         def value(params: Any, features: Mapping[str, Any]) -> jax.Array:
             scalars = self.state.apply_fn({"params": params}, method="logit_scale_and_bias")

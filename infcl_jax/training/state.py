@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +14,7 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
 
-from infcl_jax.models import MAX_LOGIT_SCALE, TextPair, clamp_logit_scale
+from infcl_jax.models import MAX_LOGIT_SCALE, clamp_logit_scale
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.training.ema import EMAConfig, evaluated_variables, initial_ema, updated_ema
 from infcl_jax.training.frozen import (
@@ -140,8 +140,7 @@ class StateInit:
         cls,
         model: nn.Module,
         tx: optax.GradientTransformation,
-        image_size: int,
-        context_length: int,
+        rows: Sequence[jax.ShapeDtypeStruct],
         seed: int,
         mesh: Mesh,
         parameter_sharding: str = "replicated",
@@ -149,16 +148,25 @@ class StateInit:
         unlocked_groups: UnlockedGroups = ALL_LOCKED,
         ema: EMAConfig | None = None,
     ) -> "StateInit":
-        """Return the initialization of a state on a mesh; for arguments and errors see `create_state`."""
+        """Return the initialization of a state on a mesh.
+
+        Args:
+          model: Flax module.
+          tx: optimizer.
+          rows: shapes of the inputs of the model, see `infcl_jax.models.clip.row_shapes`.
+          seed: seed of the initial parameters.
+          mesh: devices that hold the state.
+          parameter_sharding: see `create_state`, as for the other arguments and the errors.
+          frozen: towers to freeze.
+          unlocked_groups: trained groups of the frozen towers.
+          ema: moving averages.
+        """
         check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
         check_frozen(frozen, unlocked_groups)
 
-        text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
-        first = text if isinstance(model, TextPair) else jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8)
-
         @jax.jit
         def init() -> TrainState:
-            variables = model.lazy_init(jax.random.key(seed), first, text)
+            variables = model.lazy_init(jax.random.key(seed), *rows)
             params, statistics = variables["params"], variables.get("batch_stats")
             fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
             fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
@@ -215,9 +223,9 @@ def create_state(
     Raises:
       ValueError: `parameter_sharding` or a tower is unknown, or `unlocked_groups` names a tower that is not frozen.
     """
-    return StateInit.of(
-        model, tx, image_size, context_length, seed, mesh, parameter_sharding, frozen, unlocked_groups, ema
-    ).create()
+    text = jax.ShapeDtypeStruct((1, context_length), jnp.int32)
+    first = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.uint8) if image_size else text
+    return StateInit.of(model, tx, (first, text), seed, mesh, parameter_sharding, frozen, unlocked_groups, ema).create()
 
 
 def parameter_count(params: Any) -> int:

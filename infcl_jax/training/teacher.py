@@ -46,10 +46,13 @@ class TeacherTowers:
 
         A batch may have "teacher_text", the teacher's token ids; otherwise the teacher reads "text".
         """
-        encode = self._encode_on_devices() if self.on_device else self._encode_from_host()
+
+        @functools.cache
+        def encoder() -> Callable:  # at the first step: a finished run needs no variables on the devices
+            return self._encode_on_devices() if self.on_device else self._encode_from_host()
 
         def distilled(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-            image, text = encode(batch["image"], batch.get("teacher_text", batch["text"]))
+            image, text = encoder()(batch["image"], batch.get("teacher_text", batch["text"]))
             return step(state, {**batch, "teacher_image": image, "teacher_text": text})
 
         return distilled

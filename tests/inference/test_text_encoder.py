@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 import infcl_jax
 from infcl_jax import export
 from infcl_jax.data import PairTexts, Passage, load_tokenizer
-from infcl_jax.inference.encoder import load_encoder
 from infcl_jax.models import text_pair_config
+from infcl_jax.run.load import load_encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "transformers_tokens.npz"
 

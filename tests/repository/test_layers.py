@@ -19,7 +19,6 @@ LAYERS = (  # from the bottom to the top; packages of one layer may import each 
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 # Imports that have to go.
 STILL_UP = {
-    ("inference", "run"),
     ("report", "settings"),
     ("runtime", "data"),
 }

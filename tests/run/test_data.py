@@ -13,6 +13,7 @@ from decoders import StandIn
 from infcl_jax import run
 from infcl_jax.grad_cache import chunk_rows
 from infcl_jax.ops.color import ColorBatch
+from infcl_jax.run import image_text
 from infcl_jax.settings import changed_settings, total_steps, with_total_steps
 
 
@@ -37,9 +38,9 @@ def gpu(monkeypatch):
         opened.append((rows, size))
         return {device: StandIn(device) for device in devices}
 
-    monkeypatch.setattr(run.data, "open_decoders", open_decoders)
+    monkeypatch.setattr(image_text, "open_decoders", open_decoders)
     monkeypatch.setattr(
-        run.data, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
+        image_text, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
     )
     return opened
 
@@ -134,7 +135,7 @@ def test_without_memory_for_the_decoder_the_host_decodes(photographs, gpu, monke
     def refuse(*args):
         raise ValueError("expected 9 GiB")
 
-    monkeypatch.setattr(run.data, "open_decoders", refuse)
+    monkeypatch.setattr(image_text, "open_decoders", refuse)
     with caplog.at_level(logging.WARNING):
         (batch,) = first_batches(photographs(), oracle.mesh_of(1), 1)
     assert "the host decodes images: expected 9 GiB" in caplog.text and isinstance(batch["image"], jax.Array)

@@ -10,7 +10,7 @@ import pytest
 from configs import base, digits, fastclip, quickstart
 from infcl_jax.data import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
-from infcl_jax.run.initialization import InitConfig
+from infcl_jax.run.initialize import InitConfig
 from infcl_jax.settings import SETTINGS, Range, check_config, type_name
 from infcl_jax.training import (
     DistillConfig,

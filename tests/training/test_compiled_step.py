@@ -9,10 +9,9 @@ import pytest
 import runs
 
 from infcl_jax import run, train
-from infcl_jax.run.data import batch_shapes
-from infcl_jax.run.parts import state_init
+from infcl_jax.run.build import Run
 from infcl_jax.runtime.mesh import data_mesh
-from infcl_jax.training import make_train_step
+from infcl_jax.settings import make_config
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
@@ -51,23 +50,20 @@ def promotion():
         yield
 
 
-def prepared(config):
-    mesh, source = data_mesh(), run.training_source(config)
-    cache = run.workload(config, mesh.size, source=source).cache
-    step = make_train_step(run.loss(config, mesh, source), 0, cache, mesh, config.parameter_sharding)
-    return mesh, source, step, state_init(config, mesh, source)
+def built(changes):
+    config = make_config(runs.config(**changes))
+    return Run(config, data_mesh(), run.training_source(config))
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_the_first_step_compiles_nothing(changes):
-    config = runs.config(**changes)
-    mesh, source, step, init = prepared(config)
+    parts = built(changes)
     with step_events() as events:
-        compiled = compile_ahead(step, init.shapes, batch_shapes(config, mesh, run.text_tokenizer(config)))
-        state = init.create()
+        compiled = compile_ahead(parts.step, parts.init.shapes, parts.batch_shapes())
+        state = parts.init.create()
         compiled.result()
-        with contextlib.closing(run.training_data(config, source, mesh=mesh)) as data:
-            state, _ = step(state, run.next_batch(config, data, mesh))
+        with contextlib.closing(parts.training_data()) as data:
+            state, _ = parts.step(state, parts.next_batch(data))
     assert events == ONCE
     assert int(state.step) == 1
 
@@ -80,20 +76,18 @@ def test_a_resumed_run_compiles_ahead_as_well(tmp_path):
 
 
 def test_a_batch_of_other_shapes_is_compiled_as_usual():
-    config = runs.config()
-    mesh, _, step, init = prepared(config)
-    shapes = batch_shapes(config, mesh, run.text_tokenizer(config))
-    compile_ahead(step, init.shapes, shapes | {"text": shapes["text"].update(shape=(32, 7))}).result()
+    parts = built({})
+    shapes = parts.batch_shapes()
+    compile_ahead(parts.step, parts.init.shapes, shapes | {"text": shapes["text"].update(shape=(32, 7))}).result()
     batch = {name: jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding) for name, shape in shapes.items()}
-    assert int(step(init.create(), batch)[0].step) == 1
+    assert int(parts.step(parts.init.create(), batch)[0].step) == 1
 
 
 @pytest.mark.parametrize(
     "changes", [{"grad_cache.chunk_size": 16, "grad_cache.residency": "host"}, {"distill.teacher": "unread"}]
 )
 def test_other_batches_are_not_announced(changes):
-    config = runs.config(**changes)
-    assert batch_shapes(config, data_mesh(), run.text_tokenizer(config)) is None
+    assert Run(make_config(runs.config(**changes)), data_mesh()).batch_shapes() is None
 
 
 def test_the_memory_is_that_of_xla():

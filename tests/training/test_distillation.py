@@ -13,9 +13,10 @@ import infcl_jax
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.planner import TeacherMemory, plan_memory
-from infcl_jax.run.teacher import Teacher, load_teacher
-from infcl_jax.settings import check_config
-from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
+from infcl_jax.run.build import Run
+from infcl_jax.run.teacher import load_teacher
+from infcl_jax.settings import check_config, make_config
+from infcl_jax.training import METRICS_FILE, make_train_step, read_metrics
 
 TOKENIZER = ByteTokenizer(runs.CONTEXT, "none")
 CHUNKS = {"grad_cache.chunk_size": 16}
@@ -41,13 +42,12 @@ def config(workdir, **changes):
 
 def captured(config, teacher, mesh, tmp_path):
     """The batch of the first step as the step gets it, and the batch of the pipeline."""
-    source, batches = run.training_source(config), []
-    inputs = teacher.inputs(tmp_path, source, TOKENIZER, print)
-    step = teacher.with_features(lambda state, batch: (state, batches.append(batch)))
-    with contextlib.closing(run.training_data(config, source, TOKENIZER, mesh, teacher=inputs)) as data:
-        batch = run.next_batch(config, data, mesh)
+    built, batches = Run(make_config(config), mesh, run.training_source(config), teacher=teacher), []
+    step = teacher.with_features(lambda state, batch: (state, batches.append(batch)), mesh, built.cache)
+    with contextlib.closing(built.training_data(tmp_path, built.init.shapes, print)) as data:
+        batch = built.next_batch(data)
         step(None, batch)
-    return batches[0], batch, inputs
+    return batches[0], batch
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def captured(config, teacher, mesh, tmp_path):
 def test_the_batch_has_the_features_of_the_encoder(workdir, tmp_path, devices, changes):
     mesh = oracle.mesh_of(devices)
     settings = config(workdir, **changes)
-    teacher = load_teacher(settings, mesh)
-    got, batch, _ = captured(settings, teacher, mesh, tmp_path)
+    teacher = load_teacher(make_config(settings), mesh)
+    got, batch = captured(settings, teacher, mesh, tmp_path)
     encoder = infcl_jax.load(workdir)
     texts = [TOKENIZER.decode(row) for row in np.asarray(batch["text"])]
     np.testing.assert_allclose(got["teacher_text"], encoder.encode_texts(texts), atol=1e-5)
@@ -76,30 +76,29 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
     """It gets its own tokens, and the pixels of the student at its own size."""
     mesh = oracle.mesh_of(2)
     settings = config(workdir, model_overrides=f"{runs.OVERRIDES},vision.image_size=32")
-    teacher = load_teacher(settings, mesh)
-    other = dataclasses.replace(teacher.encoder, tokenizer=ByteTokenizer(20, "lower"))
-    got, batch, inputs = captured(settings, Teacher(other, settings, mesh), mesh, tmp_path)
+    teacher = load_teacher(make_config(settings), mesh)
+    other = infcl_jax.load(workdir, tokenizer=ByteTokenizer(20, "lower"))
+    got, batch = captured(settings, dataclasses.replace(teacher, tokenizer=other.tokenizer), mesh, tmp_path)
     assert batch["image"].shape[1:] == (32, 32, 3) and batch["teacher_text"].shape[1:] == (20,)
     texts = [TOKENIZER.decode(row) for row in np.asarray(batch["text"])]
     np.testing.assert_allclose(got["teacher_text"], other.encode_texts(texts), atol=1e-5)
     wanted = other.encode_images(list(np.asarray(batch["image"])))  # Pillow, rounded to bytes
     assert (np.asarray(got["teacher_image"]) * wanted).sum(1).min() > 0.999
-    assert inputs.tokenizer is other.tokenizer
 
 
 def test_the_limit_of_the_logit_scale_holds_for_the_teacher(workdir):
-    assert load_teacher(config(workdir, max_logit_scale=2.0), oracle.mesh_of(1)).scale == 2.0
+    assert load_teacher(make_config(config(workdir, max_logit_scale=2.0)), oracle.mesh_of(1)).scale == 2.0
 
 
 def test_a_step_learns_from_the_teacher(workdir, tmp_path):
     """One step changes the divergence as its gradient says, and has its metric."""
     mesh = oracle.mesh_of(2)
     settings = config(workdir, **CHUNKS, **{"distill.weight": 100.0, "optimizer.learning_rate": 1e-3})
-    teacher, source = load_teacher(settings, mesh), run.training_source(settings)
+    teacher, source = load_teacher(make_config(settings), mesh), run.training_source(settings)
     state = run.initial_state(settings, mesh)
     loss = run.loss(settings, mesh, teacher_scale=2 * teacher.scale)
-    step = make_train_step(loss, settings.seed, GradCacheConfig(**settings.grad_cache), mesh)
-    step, divergences = teacher.with_features(step), []
+    cache, divergences = Run(make_config(settings), mesh).cache, []
+    step = teacher.with_features(make_train_step(loss, settings.seed, cache, mesh), mesh, cache)
     with contextlib.closing(run.training_data(settings, source, TOKENIZER, mesh)) as data:
         batch = run.next_batch(settings, data, mesh)
     for _ in range(4):

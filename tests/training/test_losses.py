@@ -10,6 +10,7 @@ from infcl_jax import run, siglip_loss
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.models import CLIPOutput
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
+from infcl_jax.run import image_text
 from infcl_jax.training import LOSSES, make_loss
 
 ROWS = 8
@@ -53,8 +54,8 @@ def test_implementations_are_those_of_the_function():
 
 @pytest.mark.parametrize("loss", ["clip", "isogclr"])
 def test_a_run_loads_its_data_once(loss, monkeypatch):
-    loaded, load = [], run.data.load_source
-    monkeypatch.setattr(run.data, "load_source", lambda *args: loaded.append(args) or load(*args))
+    loaded, load = [], image_text.load_source
+    monkeypatch.setattr(image_text, "load_source", lambda *args: loaded.append(args) or load(*args))
     config, mesh = runs.config(loss=loss), oracle.mesh_of(1)
     source = run.training_source(config)
     run.loss(config, mesh, source)

@@ -13,7 +13,7 @@ from infcl_jax import run, train
 from infcl_jax.models import BertConfig, model_config, save_pretrained
 from infcl_jax.models.config import config_from_json, config_to_json
 from infcl_jax.models.resnet import ResNetConfig
-from infcl_jax.run.initialization import initialize
+from infcl_jax.run.initialize import initialize
 from infcl_jax.run.model import save_base_model
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import keep_recorded, make_config

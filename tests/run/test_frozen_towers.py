@@ -10,13 +10,12 @@ import pytest
 import runs
 
 from infcl_jax import run, train
-from infcl_jax.data import ByteTokenizer
 from infcl_jax.planner import plan_memory
-from infcl_jax.run.frozen_features import cached_features
-from infcl_jax.training import METRICS_FILE, GradCacheConfig, make_train_step, read_metrics
+from infcl_jax.run.build import Run
+from infcl_jax.settings import make_config
+from infcl_jax.training import METRICS_FILE, read_metrics
 
 STEPS = 3
-TOKENIZER = ByteTokenizer(runs.CONTEXT, "none")
 CHUNKS = {"grad_cache.chunk_size": 16}
 
 
@@ -37,16 +36,13 @@ def source():
 
 
 def losses(config, workdir, devices):
-    mesh = oracle.mesh_of(devices)
-    state = run.initial_state(config, mesh)
-    features = cached_features(config, workdir, mesh, state, source(), TOKENIZER, print)
-    step = make_train_step(run.loss(config, mesh), config.seed, GradCacheConfig(**config.grad_cache), mesh)
-    values = []
-    with contextlib.closing(run.training_data(config, source(), TOKENIZER, mesh, features)) as data:
+    built, values = Run(make_config(config), oracle.mesh_of(devices), source()), []
+    state = built.init.create()
+    with contextlib.closing(built.training_data(workdir, state, print)) as data:
         for _ in range(STEPS):
-            state, metrics = step(state, run.next_batch(config, data, mesh))
+            state, metrics = built.step(state, built.next_batch(data))
             values.append(jax.device_get(metrics["loss"]))
-    return np.array(values), features
+    return np.array(values)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +57,10 @@ def losses(config, workdir, devices):
     ids=str,
 )
 def test_losses_have_the_same_bits(tmp_path, frozen, devices, cache):
-    expected, none = losses(config(frozen, **cache), tmp_path, devices)
-    got, stores = losses(config(frozen, cache_frozen="workdir", **cache), tmp_path, devices)
-    assert list(stores) == [frozen] and not none
+    expected = losses(config(frozen, **cache), tmp_path, devices)
+    assert not (tmp_path / "features").exists()
+    got = losses(config(frozen, cache_frozen="workdir", **cache), tmp_path, devices)
+    assert [folder.name.partition("-")[0] for folder in (tmp_path / "features").iterdir()] == [frozen]
     assert len(set(expected.tolist())) == STEPS  # the other tower is trained
     assert got.tobytes() == expected.tobytes()
 

@@ -4,18 +4,16 @@ import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from infcl_jax import run
 from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
 from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
 from infcl_jax.models.registry import change_config
-from infcl_jax.run.model import run_of
+from infcl_jax.run.model import read_model_config, run_of, saved_config
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import InitConfig
 from infcl_jax.training import TrainState, restore_variables
@@ -99,9 +97,9 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
       FileNotFoundError: no such source.
       ValueError: the source has another architecture.
     """
-    workdir, step = run_of(Path(path))
+    workdir, step = run_of(path)
     if workdir is not None:
-        source = run.read_model_config(run.saved_config(workdir))
+        source = read_model_config(saved_config(workdir))
         template = variable_shapes(build_model(source))
         variables = restore_variables(workdir, template, step)[1]
     else:

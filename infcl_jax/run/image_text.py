@@ -1,0 +1,306 @@
+"""Training on images with their texts."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from infcl_jax.data import (
+    BadRecordError,
+    FeatureStore,
+    Source,
+    TrainIterator,
+    check_deterministic,
+    load_source,
+    load_tokenizer,
+    train_iterator,
+)
+from infcl_jax.data.decode import choose_decoder
+from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.evaluation import Suite
+from infcl_jax.inference.encoder import Encoder, image_resize
+from infcl_jax.inference.pretrained_tokenizer import (
+    TOKENIZER_FOLDER,
+    copy_tokenizer,
+    pretrained_tokenizer,
+    suitable_tokenizer,
+)
+from infcl_jax.losses.distilled import TEACHER_INPUTS
+from infcl_jax.losses.matryoshka import checked_dims
+from infcl_jax.models import CLIP, Certificate, CLIPConfig, build_model, save_pretrained, variable_shapes
+from infcl_jax.models.convert import export_stablehlo, open_source
+from infcl_jax.models.prefix import prefix_model
+from infcl_jax.ops.color import ColorBatch, with_colors
+from infcl_jax.run.initialize import initialize
+from infcl_jax.run.model import base_model, overridden_model, run_of, saved_config
+from infcl_jax.run.tokenizer import load_run_tokenizer
+from infcl_jax.runtime.console import say
+from infcl_jax.runtime.mesh import flat_mesh, shard_batch
+from infcl_jax.runtime.processes import local_processes
+from infcl_jax.settings import RunConfig
+from infcl_jax.training import TrainState, loss_class, replayed, restore_variables
+from infcl_jax.training.frozen import PrecomputedFeatures
+from infcl_jax.training.restore import replicated_shapes
+
+_PREFETCHED = 1  # decoded batches that wait in the memory of the devices
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageTextTask:
+    """Contrastive training of a `CLIP` model, see `infcl_jax.run.task`.
+
+    Attributes:
+      config: settings of the run.
+      unit: name of the rows of a batch.
+      passages: rows of the second tower for each row of the first.
+    """
+
+    config: RunConfig
+
+    unit: ClassVar[str] = "images"
+    passages: ClassVar[int] = 1
+
+    @functools.cached_property
+    def base_model(self) -> CLIPConfig:
+        """Model configuration without overrides, see `infcl_jax.run.model.base_model`."""
+        return base_model(self.config)
+
+    @functools.cached_property
+    def model_config(self) -> CLIPConfig:
+        """Model configuration with overrides, see `infcl_jax.run.read_model_config`."""
+        return overridden_model(self.config, self.base_model)
+
+    @property
+    def init_logit_scale(self) -> float:
+        """Initial parameter of the model, the logarithm of the inverse temperature."""
+        return self.model_config.init_logit_scale
+
+    @functools.cached_property
+    def prefixes(self) -> tuple[int, ...]:
+        """Sizes of the feature prefixes to train and evaluate.
+
+        Raises:
+          ValueError: the sizes are not increasing, or larger than the features of the model.
+        """
+        dims, size = checked_dims("matryoshka", self.config.matryoshka), self.model_config.embed_dim
+        if dims and dims[-1] > size:
+            raise ValueError(f"expected matryoshka with sizes of at most {size}, the features of the model, got {dims}")
+        return dims
+
+    @functools.cached_property
+    def precomputed(self) -> tuple[str, ...]:
+        """Frozen towers whose features are cached.
+
+        Raises:
+          ValueError: `cache_frozen` is set without a frozen tower, or the images are augmented at random.
+        """
+        config = self.config
+        if config.cache_frozen is None:
+            return ()
+        towers = tuple(name for name in config.frozen if not config.unlocked_groups[name])
+        if not towers:
+            raise ValueError(
+                "expected a frozen tower without unlocked groups with cache_frozen="
+                f"{config.cache_frozen!r}, got frozen={config.frozen}; freeze one, or set cache_frozen to None"
+            )
+        if "image" in towers:
+            check_deterministic(config.augmentation)
+        return towers
+
+    def tokenizer(self, workdir: str | Path | None = None) -> BaseTokenizer:
+        """Load the tokenizer, see `load_run_tokenizer`."""
+        of_weights = None if self.config.init.model is None else self._tokenizer_of_weights
+        size = self.base_model.text.vocab_size
+        return load_run_tokenizer(self.config, self.model_config, size, of_weights, workdir)
+
+    def _tokenizer_of_weights(self) -> BaseTokenizer:
+        workdir, _ = run_of(self.config.init.model)
+        if workdir is None:
+            source = open_source(self.config.init.model)
+            return pretrained_tokenizer(source, self.model_config, self.config.text_cleaning)
+        if (copied := workdir / TOKENIZER_FOLDER).is_dir():
+            length = self.model_config.text.context_length
+            return load_tokenizer(str(copied), length, clean=self.config.text_cleaning)
+        return ImageTextTask(saved_config(workdir)).tokenizer()
+
+    def source(self) -> Source:
+        """Open the training data, see `infcl_jax.data.load_source`."""
+        return load_source(self.config.dataset, self.config.split, self.config.data_dir)
+
+    def training_data(
+        self,
+        source: Source,
+        tokenizer: BaseTokenizer,
+        mesh: Mesh,
+        features: Mapping[str, FeatureStore] | None = None,
+        teacher: TeacherTokens | TeacherFeatures | None = None,
+    ) -> TrainIterator:
+        """Create the endless iterator over this process's rows of training batches.
+
+        Args:
+          source: training data.
+          tokenizer: tokenizer of the captions.
+          mesh: devices over which the batch is sharded.
+          features: cached features of frozen towers, by tower.
+          teacher: tokens or cached features of a teacher.
+        """
+        config = self.config
+        decoders = None if features and "image" in features else self._device_decoders(source, mesh)
+        local = local_processes()
+        return train_iterator(
+            source,
+            tokenizer=tokenizer,
+            image_size=self.model_config.vision.image_size,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_workers=config.num_workers,
+            max_bad_records=config.max_bad_records,
+            max_image_pixels=config.max_image_pixels,
+            num_threads=config.num_threads,
+            prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
+            cores=max(1, usable_cores() // local.cores),
+            processes_per_host=local.host,
+            augmentation=config.augmentation,
+            decoders=decoders,
+            sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+            features=features,
+            positives=config.positives,
+            teacher=teacher,
+        )
+
+    def _device_decoders(self, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+        """Create the decoder of each device of this process; None if the host decodes."""
+        config = self.config
+        if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
+            return None
+        with contextlib.suppress(BadRecordError):
+            if not isinstance(source[0]["image"], bytes):
+                return None
+        size = self.model_config.vision.image_size
+        try:
+            return open_decoders(mesh.local_devices, config.batch_size // mesh.size, size)
+        except ValueError as error:
+            if config.decode == "nvimgcodec":
+                raise
+            _logger.warning("the host decodes images: %s", error)
+            return None
+
+    def next_batch(self, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
+        config, cache, precomputed = self.config, self.config.grad_cache, self.precomputed
+        if cache.residency == "replay":
+            return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)
+        batch = next(data)
+        pairs = {"image": with_colors(batch), "text": batch["text"]}
+        pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
+        if "index" in loss_class(config.loss).inputs:
+            pairs["index"] = batch["index"].astype(np.int32)
+        if config.positives != "pair":
+            pairs["ids"] = batch["ids"]
+        pairs |= {name: batch[name] for name in TEACHER_INPUTS if name in batch}
+        if cache.residency == "host":
+            return pairs
+        return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
+
+    def batch_shapes(self, tokenizer: BaseTokenizer, mesh: Mesh) -> dict[str, Any] | None:
+        """Return the shape, dtype and sharding of each array of a batch, to compile the step before the first one.
+
+        None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
+        """
+        config = self.config
+        if config.grad_cache.residency != "device" or self.precomputed or config.distill.teacher is not None:
+            return None
+        side, sharding = self.model_config.vision.image_size, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+        def array(dtype: Any, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct((config.batch_size, *shape), dtype, sharding=sharding)
+
+        image = array(np.uint8, side, side, 3)
+        if config.augmentation.adjusts_colors:
+            image = ColorBatch(image, array(np.float32, 7))
+        shapes = {"image": image, "text": array(np.int32, tokenizer.context_length)}
+        if "index" in loss_class(config.loss).inputs:
+            shapes["index"] = array(np.int32)
+        if config.positives != "pair":
+            shapes["ids"] = array(np.int32, 2)
+        return shapes
+
+    def suite(
+        self,
+        model: CLIP,
+        tokenizer: BaseTokenizer,
+        mesh: Mesh,
+        say: Callable[[str], None] | None,
+        check: Callable[[], None] | None,
+    ) -> Suite:
+        """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""
+        config = self.config
+        return Suite(
+            config.evaluation,
+            model,
+            tokenizer,
+            image_size=self.model_config.vision.image_size,
+            data_dir=config.data_dir,
+            mesh=flat_mesh(mesh),
+            implementation=config.implementation,
+            train_batch_size=config.batch_size if config.loss == "clip" else None,
+            evaluations=config.evaluations,
+            prefixes=self.prefixes,
+            resize=image_resize(self.model_config),
+            say=say,
+            check=check,
+            max_bad_records=config.max_bad_records,
+            max_image_pixels=config.max_image_pixels,
+        )
+
+    def initialize(self, state: TrainState) -> TrainState:
+        """Return a state with the parameters of the settings `init`, see `infcl_jax.run.initialize`."""
+        return initialize(self.config.init, self.model_config, state)
+
+    def load(
+        self,
+        workdir: Path,
+        step: int | None,
+        tokenizer: str | BaseTokenizer | None,
+        dtype: str | None,
+        mesh: Mesh,
+        batch_size: int,
+    ) -> Encoder:
+        """Load the encoder of a checkpoint, see `infcl_jax.load`."""
+        config = self.model_config
+        if dtype is not None:
+            config = dataclasses.replace(config, dtype=dtype, feature_dtype=None)
+        model = build_model(config)
+        _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(model), mesh), step)
+        text = suitable_tokenizer(self.tokenizer(workdir) if tokenizer is None else tokenizer, config)
+        return Encoder(model, variables, text, mesh, batch_size, image_resize(config), self.config.max_image_pixels)
+
+    def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> Certificate:
+        """Write the latest checkpoint for other programs, see `infcl_jax.export`."""
+        config, device = self.model_config, SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        shapes = variable_shapes(build_model(config))
+        template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
+        step, variables = restore_variables(workdir, template)
+        if dim is not None:
+            config, variables = prefix_model(config, variables, dim)
+        if format == "stablehlo":
+            certificate = export_stablehlo(output, config, variables)
+        else:
+            certificate = save_pretrained(output, config, variables, format or "open_clip")  # type: ignore[arg-type]
+        copy_tokenizer(workdir, output)
+        say(f"exported step {step} of {workdir}: {certificate.summary()}")
+        return certificate

@@ -20,7 +20,7 @@ RELEASE_CHECKS := docs test-notebooks
 HOSTILE := $(addprefix faults-,weights inputs workdirs starts workers evaluations)
 FAULTS := $(addprefix faults-,bit_flips kills signals lost_process settings disks soak) $(HOSTILE)
 
-.PHONY: quickstart digits check test test-runs test-slow test-full oldest test-oldest test-newest test-gpu faults faults-hostile $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
+.PHONY: quickstart digits check test test-runs test-slow test-all test-full oldest test-oldest test-newest test-gpu faults faults-hostile $(FAULTS) release-check reproduce-tiny docs notebooks test-notebooks lint format clean
 
 quickstart: $(STAMP)  ## Built-in data, training on 4 simulated devices, evaluation, plots: about 5 minutes on 2 cores
 	$(BIN)/python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=$(DATA)
@@ -36,23 +36,19 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 # A crashed worker ends the tests: `--dist loadfile` would give its files to a new worker and never end.
 PYTEST := -m pytest -q -n 2 --max-worker-restart 0
 
-# The longest files first, so that both workers end at about the same time.
-FIRST := tests/ops tests/losses/test_clip.py
-# Training steps and whole runs, and the examples of the documentation.
-RUNS := tests/grad_cache tests/experiments tests/training tests/run tests/faults tests/verification \
-  tests/run/test_frozen_towers.py tests/run/test_initialize.py tests/data/tokenizers/test_runs.py \
-  tests/data/test_prepare_tokenizer.py tests/data/test_prepare_data.py tests/data/sources/test_training.py \
-  tests/inference/test_encoder.py tests/repository/test_examples.py tests/repository/test_pages.py tests/planner/test_planner_accuracy.py \
-  tests/models/test_convert.py
+# The marks of pyproject.toml: `test` and `test-runs` share what is neither slow nor full.
+QUICK := not slow and not full and not gpu
 
-test: $(TRITON)  ## Tests of losses, kernels, models, data and evaluation on the CPU
-	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RUNS)) $(FIRST) tests
+test: $(TRITON)  ## Losses, kernels, models, data and evaluation on the CPU, and every command once
+	$(BIN)/python $(PYTEST) --dist loadfile -m "not runs and $(QUICK)"
 
-test-runs: $(TRITON)  ## Tests of training steps, of every command, with stops and faults, of verification and of examples
-	$(BIN)/python $(PYTEST) --dist loadfile --no-loadscope-reorder $(RUNS)
+test-runs: $(TRITON)  ## Training steps, whole runs with stops and faults, processes, plans, verification, examples
+	$(BIN)/python $(PYTEST) --dist loadfile -m "runs and $(QUICK)"
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results: about 17 minutes on 2 cores
-	$(BIN)/python $(PYTEST) -m slow --dist worksteal tests/experiments/test_quickstart.py tests
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results
+	$(BIN)/python $(PYTEST) --dist worksteal -m slow
+
+test-all: test test-runs test-slow  ## Everything that CI tests on the newest JAX
 
 test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
 	$(BIN)/python $(PYTEST) -m full
@@ -62,7 +58,7 @@ oldest: .venv-oldest.txt  ## The environment of test-oldest
 
 test-oldest: oldest  ## Lowering, exactness and a training run on the oldest supported JAX
 	.venv-oldest/bin/python $(PYTEST) -k "lower or matches_oracle or float64 or compile or curve" \
-	  tests/ops tests/losses/test_clip.py tests/ops/test_jax_residuals.py tests/experiments/test_train.py \
+	  tests/ops tests/losses/test_clip.py tests/experiments/test_train.py \
 	  tests/losses/test_gradient_order.py::test_random_programs_match_float64
 
 test-newest:  ## The test suite on the newest releases and pre-releases, to see early what the next JAX breaks

@@ -4,7 +4,7 @@
 
 Files count whether committed or not. A module's test file is the one of its name. Without one, all tests of the
 module's folder run. Changed test files run themselves. A changed helper such as `tests/oracle.py` selects nothing;
-`make test test-runs` runs everything.
+`make test-all` runs everything.
 """
 
 import subprocess

@@ -20,6 +20,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # smaller programs compile faster
 
+# Packages whose tests train whole runs, call commands or start processes.
+RUNS = {"experiments", "faults", "grad_cache", "inference", "planner", "run", "runtime", "training", "verification"}
+
 # Checks the shapes in the signatures of ops and models while the tests call them. Public functions raise ValueError for
 # bad input, which this must not hide; repository/test_signatures.py checks their signatures against calls.
 install_import_hook(BACKENDS, "signatures.checked_backend")
@@ -60,6 +63,12 @@ def pytest_configure(config):
     for name, value in cache.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
+
+
+def pytest_itemcollected(item):
+    """Mark the tests of `RUNS`, which `make test` leaves to `make test-runs`."""
+    if RUNS.intersection(item.path.relative_to(item.config.rootpath / "tests").parts[:1]):
+        item.add_marker(pytest.mark.runs)
 
 
 def pytest_collection_finish():

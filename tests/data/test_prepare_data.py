@@ -11,6 +11,8 @@ import tensorflow_datasets as tfds
 
 from infcl_jax.data import load_source, prepare
 
+pytestmark = pytest.mark.runs
+
 
 def start(*flags, output=subprocess.PIPE):
     command = [sys.executable, "-m", "experiments.prepare_data", *flags]

@@ -12,6 +12,8 @@ import runs
 from infcl_jax import train
 from infcl_jax.data import load_tokenizer, prepare_tokenizer
 
+pytestmark = pytest.mark.runs
+
 WORDS = ("red", "blue", "cat", "lighthouse")
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 

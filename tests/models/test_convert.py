@@ -20,6 +20,8 @@ from infcl_jax.models.timm_names import TIMM_SIZES
 from infcl_jax.training import OptimizerConfig
 from infcl_jax.training.optimizers import decay_factors
 
+pytestmark = pytest.mark.runs
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(
     path.stem for pattern in ("open_clip_*", "hugging_face_*") for path in GOLDEN.glob(f"{pattern}.safetensors")

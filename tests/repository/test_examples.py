@@ -25,6 +25,8 @@ from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import make_config
 
+pytestmark = pytest.mark.runs
+
 # The page docs/api/index.md says that the examples import these.
 PACKAGES = (
     "infcl_jax",

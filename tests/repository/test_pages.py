@@ -19,6 +19,8 @@ from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
 from infcl_jax.training import LOSSES, make_loss, save_config
 
+pytestmark = pytest.mark.runs
+
 DOCS = runs.ROOT / "docs"
 PAGES = [runs.ROOT / "README.md", runs.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", "")

@@ -9,6 +9,8 @@ import pytest
 
 from infcl_jax.data import BadRecordError, ByteTokenizer, eval_batches, load_source, train_iterator
 
+pytestmark = pytest.mark.runs
+
 TOKENIZER = ByteTokenizer(context_length=24)
 DAMAGED = (17, 61, 62, 340, 499)  # 1 % of the samples
 REPLACED = {18: 1, 63: 2, 341: 1, 0: 1}  # by how many damaged ones each sample is read once more

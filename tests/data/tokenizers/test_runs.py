@@ -13,6 +13,8 @@ from infcl_jax import evaluate, run, train
 from infcl_jax.data import ByteTokenizer, eval_batches, load_tokenizer
 from infcl_jax.data.pipeline import TRUNCATED
 
+pytestmark = pytest.mark.runs
+
 TEXTS = ["a red cat", "The &amp; cat on a house, " * 20]
 
 

@@ -105,9 +105,7 @@ def test_other_errors_are_not_taken_for_missing_memory(tmp_path, monkeypatch):
         benchmark_loss.measure_all(SMALL, oracle.mesh_of(1), tmp_path)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("pairs", [2**26, 3 * 48])
+@pytest.mark.parametrize(("devices", "dtype", "pairs"), [(1, "bfloat16", 2**26), (4, "float32", 3 * 48)])
 def test_the_exact_gradients_are_those_of_the_oracle(devices, dtype, pairs, monkeypatch):
     monkeypatch.setattr("experiments.benchmarks.exact_loss._PAIRS", pairs)  # one slice, or three rows at a time
     mesh = oracle.mesh_of(devices)
@@ -123,9 +121,8 @@ def test_the_exact_gradients_are_those_of_the_oracle(devices, dtype, pairs, monk
     assert wrong == pytest.approx({"loss": 0, "image": 0.5, "text": 0, "scale": 0}, abs=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_the_exact_gradients_of_the_sigmoid_loss_are_those_of_the_oracle(devices):
-    mesh = oracle.mesh_of(devices)
+def test_the_exact_gradients_of_the_sigmoid_loss_are_those_of_the_oracle():
+    mesh = oracle.mesh_of(4)
     case = Case.draw(48, 33, Settings((), (), (), "float32", scale=14.5, samples=7, loss="siglip", bias=-9.0), mesh)
     exact = exact_siglip.exact_gradients(mesh, *case.operands, case.rows)
     loss, (d_image, d_text, *scalars) = oracle.siglip(*map(np.asarray, case.operands[:2]), 14.5, -9.0)
@@ -160,8 +157,7 @@ def test_the_distillation_loss_is_measured(tmp_path):
     assert all(record[name] <= most for name, most in ERRORS.items())
 
 
-@pytest.mark.parametrize("multi_positive", ["mean", "any"])
-@pytest.mark.parametrize("kind", ["unique", "1%", "8"])
+@pytest.mark.parametrize(("kind", "multi_positive"), [("unique", "mean"), ("1%", "any"), ("8", "mean"), ("8", "any")])
 def test_the_exact_gradients_by_id_are_those_of_the_oracle(kind, multi_positive):
     mesh = oracle.mesh_of(2)
     settings = Settings((), (), (), "float32", scale=14.5, samples=7, multi_positive=multi_positive)
@@ -185,18 +181,11 @@ def test_features_are_unit_vectors_with_pairs_of_every_angle():
 COMMAND = ("--implementations=xla", "--batch=64", "--features=32", "--repeats=1")
 MISTAKES = {
     "no output": ((), "expected --output"),
-    "unknown implementation": (("--output={tmp}", "--implementations=xla,fast"), "among dense, .*got 'fast'"),
     "another loss": (("--output={tmp}", "--loss=siglip", "--implementations=dense"), "among ring, .*dense"),
     "ids with a teacher": (("--output={tmp}", "--loss=distillation", "--ids=8"), "--ids=none with --loss=distillation"),
-    "no implementation": (("--output={tmp}", "--implementations="), "expected --implementations"),
     "no number": (("--output={tmp}", "--batch=64,many"), "--batch to be positive integers .*'64,many'"),
-    "no width": (("--output={tmp}", "--features=0"), "--features to be positive integers"),
     "uneven batch": (("--output={tmp}", "--batch=64,65", "--devices=2"), "multiples of the 2 devices, got 65"),
-    "too many devices": (("--output={tmp}", "--devices=3"), "--devices from 1 to 2.* got 3"),
-    "no repeats": (("--output={tmp}", "--repeats=-1"), "repeats"),
-    "unknown dtype": (("--output={tmp}", "--dtype=int8"), "dtype.*bfloat16"),
     "misspelt flag": (("--output={tmp}", "--bacth=64"), "bacth"),
-    "words beside the flags": (("--output={tmp}", "xla"), "--name=value.*xla"),
     "output below a file": (("--output={tmp}/file/new",), "file/new"),
 }
 
@@ -223,16 +212,9 @@ def test_the_command_over_two_processes(tmp_path):
     assert_picture(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("module", "missing"),
-    [
-        (MODULE, ("ml_collections", "grain", "tensorflow_datasets")),
-        ("experiments.benchmarks.attention", ("ml_collections", "grain", "tensorflow_datasets")),
-    ],
-)
-def test_needs_no_package_of_the_data_pipeline(module, missing, tmp_path):
+def test_needs_no_package_of_the_data_pipeline(tmp_path):
+    missing = ("ml_collections", "grain", "tensorflow_datasets")
     blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in missing)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{blocked}")
-    process = runs.start(module, PYTHONPATH=str(tmp_path))
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = runs.start(MODULE, PYTHONPATH=str(tmp_path)).communicate(timeout=120)
     assert stderr.startswith("error: expected --output"), stderr

@@ -20,7 +20,6 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 # Imports that have to go.
 STILL_UP = {
     ("report", "settings"),
-    ("runtime", "data"),
 }
 
 

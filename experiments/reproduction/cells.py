@@ -14,6 +14,7 @@ from experiments.benchmarks.harness import is_out_of_memory
 from experiments.reproduction.measurements import MEASUREMENTS
 from experiments.reproduction.target import Cell
 from infcl_jax.runtime.console import say
+from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.runtime.processes import is_lead
 
 CELLS = "cells"
@@ -91,11 +92,8 @@ def _measure(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record atomically: a killed process leaves no half of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")  # targets in parallel may share the cell
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    replace_text(path, json.dumps(record, indent=1) + "\n")  # targets in parallel may share the cell
 
 
 def _short(values: dict[str, Any]) -> str:

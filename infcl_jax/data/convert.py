@@ -26,7 +26,7 @@ from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
 from infcl_jax.data.sources.base import BadRecordError, Example, Source, dropped_samples, format_counts
 from infcl_jax.data.sources.splits import parse_split
-from infcl_jax.runtime.file_io import read_json, replace_text, replacing
+from infcl_jax.runtime.file_io import read_json, remove_unfinished, replace_text, replacing
 from infcl_jax.runtime.progress import Progress
 
 FILE_FORMATS = ("tar", "array_record")
@@ -136,8 +136,7 @@ def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range
     missing = [path for path in paths if not path.exists()]
     done = len(shards) - len(missing)
     progress = Progress(f"{source.name}: wrote", len(shards), "tar files", _logger.info, done=done)
-    for rest in output.glob(f".{split}-{'?' * 5}.{'?' * 32}.tar"):  # of a killed conversion
-        rest.unlink()
+    remove_unfinished(output / f"{split}-?????.tar")
     for path in missing:
         _write_shard(path, source, paths[path], limits)
         progress.add()

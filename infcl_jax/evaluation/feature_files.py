@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -133,28 +132,19 @@ def merge_shards(path: str | os.PathLike[str], shards: Sequence[Path]) -> tuple[
     shapes = [_shapes(shard) for shard in shards]
     rows, width = sum(shape["feature"][0] for shape in shapes), shapes[0]["feature"][1]
     if path.suffix == ".parquet":
-        with _merging(path, shards) as temporary:
+        with replacing(path, shards[0].parent) as temporary:
             _write_parquet(temporary, shards, width)
     elif path.suffix == ".npy":
         # The features come last: where they exist, the keys are complete.
-        with _merging(keys_path(path), shards) as temporary:
+        with replacing(keys_path(path), shards[0].parent) as temporary:
             _write_parquet(temporary, shards, None)
-        with _merging(path, shards) as temporary:
+        with replacing(path, shards[0].parent) as temporary:
             _write_npy(temporary, shards, rows, width)
     else:
         sizes = {name: (sum(shape[name][0] for shape in shapes), *shapes[0][name][1:]) for name in shapes[0]}
-        with _merging(path, shards) as temporary:
+        with replacing(path, shards[0].parent) as temporary:
             _write_safetensors(temporary, shards, sizes)
     return rows, width
-
-
-@contextlib.contextmanager
-def _merging(path: Path, shards: Sequence[Path]) -> Iterator[Path]:
-    """Write a file in the folder of the shards, then rename it."""
-    merged = shards[0].with_name(f"merged{path.suffix}")
-    with replacing(merged) as temporary:
-        yield temporary
-    os.replace(merged, path)
 
 
 def _shapes(shard: Path) -> dict[str, tuple[int, ...]]:

@@ -11,12 +11,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax.losses.matryoshka import prefix
 from infcl_jax.runtime.mesh import shard_batch, to_host
+from infcl_jax.runtime.processes import gather
 
 Encode = Callable[[Any, jax.Array], jax.Array]
 Batch = Mapping[str, np.ndarray]
@@ -201,8 +201,7 @@ def encode_caption_rows(
 
     def encoded() -> Iterator[dict[str, jax.Array]]:
         # Processes have different numbers of captions but must run the same number of steps.
-        longest = np.max(multihost_utils.process_allgather(np.int32(len(captions["text"]))))
-        for start in range(0, int(longest), rows):
+        for start in range(0, max(gather(len(captions["text"]))), rows):
             text, index = (captions[key][start : start + rows] for key in _TEXT_KEYS)
             device = _shard({"text": text, "index": index, "mask": np.ones(len(text), np.bool_)}, rows, mesh)
             yield {"feature": encode_sharded(encode_text, mesh, params, device.pop("text")), **device}

@@ -136,22 +136,27 @@ def parse_json(text: bytes | str, name: str | os.PathLike[str], kind: type = dic
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     """Replace a file atomically.
 
-    Yields the path of a new empty file in the same folder, with the same suffix. If the body succeeds, the new file
-    gets the name `path`; otherwise it is removed. A link at `path` is replaced, not followed.
+    Yields the path of a new empty file with the same suffix. If the body succeeds, the new file gets the name `path`;
+    otherwise it is removed. A link at `path` is replaced, not followed. `remove_unfinished` removes what a killed
+    process leaves.
 
     Examples:
       >>> with replacing("runs/notes.txt") as temporary:
       ...     temporary.write_text("one line")
       8
 
+    Args:
+      path: file to replace.
+      folder: folder of the new file, on the same file system; by default that of `path`.
+
     Raises:
       OSError: the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
+    temporary = Path(path.parent if folder is None else folder, f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
     try:
         yield temporary
@@ -165,3 +170,13 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file atomically by text in UTF-8, see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove the files that killed processes left in `replacing`.
+
+    Args:
+      path: path of the file to replace; its stem may be a pattern of `Path.glob`.
+    """
+    for file in path.parent.glob(f".{path.stem}.{'[0-9a-f]' * 32}{path.suffix}"):
+        file.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ import jax
 
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_writable
-from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.printable import write_last_line
 from infcl_jax.runtime.processes import Channel, channel
 from infcl_jax.runtime.signals import STOP_SIGNALS, nothing_to_save, unignored
 
@@ -239,7 +239,7 @@ class Preemption:
                 self.interrupted = False
                 self._ask(number.name)
         elif now - self._first_signal > _REPEAT:
-            os.write(sys.stderr.fileno(), f"left at once: second signal ({number.name})\n".encode())
+            write_last_line(f"left at once: second signal ({number.name})")
             os._exit(128 + number)
 
     def _watch_processes(self, channel: Channel) -> None:
@@ -287,7 +287,7 @@ class Preemption:
         self._leaving = True
 
         def farewell() -> None:
-            os.write(sys.stderr.fileno(), f"{printable(line)}\n".encode())
+            write_last_line(line)
             if stacks:
                 with open(open_writable(self._stacks, os.O_WRONLY | os.O_TRUNC), "w") as file:
                     faulthandler.dump_traceback(file)

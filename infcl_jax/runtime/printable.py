@@ -1,7 +1,9 @@
 """Text of files and datasets for terminals and logs."""
 
 import logging
+import os
 import re
+import sys
 import warnings
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, which
@@ -25,6 +27,18 @@ def printable(line: str) -> str:
 def one_line(error: BaseException) -> str:
     """Format the message of an error as one escaped line."""
     return printable(" ".join(str(error).split()))
+
+
+def write_last_line(line: str, descriptor: int | None = None) -> None:
+    """Write an escaped line at once, from any thread of a process that ends.
+
+    Python's buffers are left out, and other processes cannot interrupt the line.
+
+    Args:
+      line: one line, without its end.
+      descriptor: file descriptor; by default that of `sys.stderr`.
+    """
+    os.write(sys.stderr.fileno() if descriptor is None else descriptor, f"{printable(line)}\n".encode())
 
 
 def escape_log_records(package: str) -> None:

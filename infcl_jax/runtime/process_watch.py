@@ -25,7 +25,7 @@ import jax
 
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_regular, open_writable
-from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.printable import one_line, printable, write_last_line
 from infcl_jax.runtime.processes import Channel
 
 LOGS = "logs"  # folder of the native logs, in the work directory
@@ -101,7 +101,7 @@ class ProcessWatch:
         if self._channel is not None and _is_collective(error):
             self._await_report()
         self._failing, self._status = True, RESUME if isinstance(error, Interrupted) else 1
-        message = " ".join(str(error).split())[:1000] or type(error).__name__
+        message = one_line(error)[:1000] or type(error).__name__
         if self._status != RESUME:  # a run that is to be resumed may start while this process still uses the port
             self._note(f"process {self._rank} {_LEFT}: {_FAILED}: {message}")
         if self._channel is not None:
@@ -225,7 +225,7 @@ class ProcessWatch:
 
     def _say(self, line: str) -> None:
         """Print a line in one write, which other processes cannot interrupt."""
-        os.write(self._terminal, f"{printable(f'process {self._rank}: {line}')}\n".encode())
+        write_last_line(f"process {self._rank}: {line}", self._terminal)
 
     def _note(self, line: str) -> None:
         with contextlib.suppress(OSError), self._open_log() as file:

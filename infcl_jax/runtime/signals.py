@@ -2,10 +2,10 @@
 
 import os
 import signal
-import sys
 from types import FrameType
 
 from infcl_jax.runtime.exit_codes import RESUME
+from infcl_jax.runtime.printable import write_last_line
 
 # SIGTERM of schedulers, SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGUSR1 of SLURM's --signal=USR1@SECONDS.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -37,5 +37,5 @@ def nothing_to_save(reason: str, again: str = "command") -> str:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(sys.stderr.fileno(), f"{nothing_to_save(signal.Signals(number).name)}\n".encode())
+    write_last_line(nothing_to_save(signal.Signals(number).name))
     os._exit(RESUME)

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.file_io import open_regular, open_writable
-from infcl_jax.runtime.printable import printable
+from infcl_jax.runtime.printable import write_last_line
 from infcl_jax.runtime.processes import is_lead
 
 LOCK_FILE = ".lock"
@@ -181,7 +180,7 @@ class WorkdirLock:
             if text is not None and text != self._text:
                 taker = _parse(text) or "another process"
                 line = f"workdir {self._workdir} was taken over by {taker}; ended this run"
-                os.write(sys.stderr.fileno(), f"{printable(line)}\n".encode())
+                write_last_line(line)
                 os._exit(RESUME)
             with contextlib.suppress(OSError):  # a file system that fails now may work at the next beat
                 os.utime(self._file)

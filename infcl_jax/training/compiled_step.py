@@ -5,9 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from infcl_jax.runtime.processes import gather
 from infcl_jax.training.step import TrainStep
 
 THREAD = "compile the training step"
@@ -113,7 +112,4 @@ def device_memory_limit() -> int | None:
       unlimited
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None or jax.process_count() == 1:
-        return limit
-    # In MiB: JAX without x64 would truncate a number of bytes to 32 bits.
-    return int(multihost_utils.process_allgather(np.int32(limit // _MIB)).min()) * _MIB
+    return None if limit is None else min(gather(limit))

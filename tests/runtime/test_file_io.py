@@ -3,7 +3,15 @@ import socket
 
 import pytest
 
-from infcl_jax.runtime.file_io import open_regular, open_writable, parse_json, read_json, read_regular, replacing
+from infcl_jax.runtime.file_io import (
+    open_regular,
+    open_writable,
+    parse_json,
+    read_json,
+    read_regular,
+    remove_unfinished,
+    replacing,
+)
 
 
 def special(folder, kind):
@@ -100,3 +108,17 @@ def test_only_a_regular_file_is_opened_for_writing(kind, tmp_path):
 def test_a_file_is_created_with_the_given_permissions(tmp_path):
     os.close(open_writable(tmp_path / "lock", os.O_RDWR, 0o600))
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_killed_writer_leaves_is_removed(tmp_path, inside):
+    path, folder = tmp_path / "part-001.tar", tmp_path / "folder"
+    folder.mkdir()
+    others = [tmp_path / name for name in (".part-001.tar", ".part-001.aside.tar", "part-002.tar", ".part-001.tar.idx")]
+    for other in others:
+        other.touch()
+    writer = replacing(path, folder if inside else None)
+    temporary = writer.__enter__()  # never left, as by SIGKILL
+    assert temporary.parent == (folder if inside else tmp_path)
+    remove_unfinished(temporary.with_name("part-???.tar"))
+    assert not temporary.exists() and all(other.exists() for other in others)

@@ -1,7 +1,6 @@
 """Train state of CLIP models: parameters, optimizer state and step."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -9,9 +8,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from flax.training import train_state
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from infcl_jax.models import MAX_LOGIT_SCALE, clamp_logit_scale
@@ -26,7 +28,6 @@ from infcl_jax.training.frozen import (
     merge,
     partition,
 )
-from infcl_jax.training.run_by_result import run_by_result
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS, shardings
 
 _SCALE_TOLERANCE = 1.001  # files store log 100 rounded to 4.6052, a scale of 100.003
@@ -164,24 +165,42 @@ class StateInit:
         check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
         check_frozen(frozen, unlocked_groups)
 
-        @jax.jit
-        def init() -> TrainState:
-            variables = model.lazy_init(jax.random.key(seed), *rows)
+        def with_optimizer(variables: Any) -> TrainState:
             params, statistics = variables["params"], variables.get("batch_stats")
             fields = {"tx": tx, "batch_stats": statistics, "ema_config": ema}
             fields["frozen"] = frozen_parameters(params, frozen, unlocked_groups)
             return TrainState.create(apply_fn=model.apply, params=params, **fields)
 
-        traced = init.trace()
-        shapes = traced.out_info
+        drawn = jax.jit(lambda: model.lazy_init(jax.random.key(seed), *rows)).trace()
+        shapes = jax.eval_shape(with_optimizer, drawn.out_info)
         sharded = shardings(shapes, mesh, parameter_sharding)
         placed = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, sharded)
-        return cls(placed, functools.partial(run_by_result, traced, sharded))
+
+        def create() -> TrainState:
+            variables = jax.tree.map(_place, _draw(drawn), shardings(drawn.out_info, mesh, parameter_sharding))
+            return jax.jit(with_optimizer, out_shardings=sharded)(variables)
+
+        return cls(placed, create)
 
     def with_samples(self, init_samples: Callable[[], Any], sharding: NamedSharding) -> "StateInit":
         """Add the sample state that a function returns, with the sharding of its arrays."""
         shapes = jax.tree.map(lambda shape: shape.update(sharding=sharding), jax.eval_shape(init_samples))
         return StateInit(self.shapes.replace(samples=shapes), lambda: self.create().replace(samples=init_samples()))
+
+
+def _draw(traced: Any) -> Any:
+    """Evaluate a traced initialization on the default device.
+
+    A single program would compile each of its hundreds of draws. Op by op, draws of equal shape share a program.
+    """
+    live, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))  # without the forward pass
+    leaves = jaxpr_as_fun(traced.jaxpr.replace(jaxpr=live))()
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
+
+
+def _place(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Place an array that every process has."""
+    return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
 
 
 def create_state(

@@ -8,7 +8,8 @@ import pytest
 import runs
 from oracle import mesh_of
 
-from infcl_jax.training import create_state, make_loss, parameter_count
+from infcl_jax.models.clip import row_shapes
+from infcl_jax.training import EMAConfig, create_state, make_loss, parameter_count, sharding
 
 
 def fresh(devices, seed=0):
@@ -30,6 +31,46 @@ def test_every_device_holds_all_of_it(state):
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_fully_replicated
         assert len(leaf.sharding.device_set) == 8
+
+
+@pytest.mark.parametrize("parameter_sharding", ["replicated", "fsdp"])
+def test_a_state_is_that_of_one_program_with_buffers_of_its_own(monkeypatch, parameter_sharding):
+    monkeypatch.setattr(sharding, "MIN_SIZE", 16)
+    model, optimizer = runs.model(), optax.adam(1e-3)
+    arguments = model, optimizer, runs.SIDE, runs.CONTEXT, 0, mesh_of(4), parameter_sharding
+    state = create_state(*arguments, ema=EMAConfig(decay=0.9))
+
+    @jax.jit
+    def program():
+        params = model.lazy_init(jax.random.key(0), *row_shapes(model, 1).values())["params"]
+        return params, optimizer.init(params), params
+
+    assert runs.equal_bits((state.params, state.opt_state, state.ema["params"]), program())
+    leaves = jax.tree.leaves(state)
+    expected = jax.tree.leaves(sharding.shardings(state, mesh_of(4), parameter_sharding))
+    assert [leaf.sharding for leaf in leaves] == expected
+    assert len({leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+def test_draws_of_equal_shape_compile_once():
+    programs = []
+
+    def listen(event, _seconds, **_):
+        if event.endswith("/backend_compile_duration"):
+            programs.append(event)
+
+    counts = []
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for layers in (2, 4):
+            jax.clear_caches()
+            programs.clear()
+            model = runs.model(**{"text.layers": layers})
+            create_state(model, optax.adam(1e-3), runs.SIDE, runs.CONTEXT, 0, mesh_of(2))
+            counts.append(len(programs))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert counts[0] == counts[1] > 0
 
 
 def test_another_seed_gives_other_parameters(state):

@@ -17,12 +17,10 @@ from infcl_jax.runtime import console
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import (
     SETTINGS,
-    changed_settings,
     check_config,
     make_config,
     parse_overrides,
     scaled_learning_rate,
-    with_changes,
 )
 
 
@@ -86,49 +84,6 @@ def parsed(*arguments, config=None):
     return config.value
 
 
-OPTIONAL = {
-    "compilation_cache": "folder",
-    "mesh": "flat",
-    "num_workers": "1",
-    "num_threads": "1",
-    "prefetch_batches": "1",
-    "max_bad_records": "0.05",
-    "model": "tiny",
-    "tokenizer": "bytes",
-    "text_cleaning": "lower",
-    "cache_frozen": "folder",
-    "init.model": "folder",
-    "init.image": "folder",
-    "init.text": "folder",
-    "evaluation.data_dir": "folder",
-    "distill.teacher": "folder",
-    "distill.cache": "folder",
-    "implementation": "xla",
-    "max_logit_scale": "50.5",
-    "keep_best": "zero_shot/top1",
-    "global_contrastive.gamma_schedule": "cosine",
-    "global_contrastive.temperature_beta1": "0.5",
-    "global_contrastive.temperature_beta2": "0.5",
-    "global_contrastive.temperature_eps": "0.5",
-    "grad_cache.chunk_size": "32",
-    "grad_cache.passage_chunk_size": "32",
-    "text_retrieval.query_length": "32",
-    "text_retrieval.corpus": "folder",
-    "text_retrieval.questions": "folder",
-    "text_retrieval.judgments": "folder",
-    "total_steps": "1000",
-    "samples_seen": "256000",
-    "epochs": "3",
-    "ema_decay": "0.5",
-    "optimizer.temperature_learning_rate": "0.5",
-    "optimizer.weight_decay_rules": "(('.*', 1.0),)",
-    "optimizer.clip_norm": "0.5",
-    "evaluation.retrieval_dataset": "digits",
-    "evaluation.gallery": "50",
-    "evaluation.zero_shot_dataset": "digits",
-}
-
-
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [
@@ -143,18 +98,6 @@ def test_a_scaled_learning_rate_follows_the_batch_size(flags, rate):
     scaled = parsed(*flags, config=config)
     assert make_config(scaled).optimizer.learning_rate == pytest.approx(rate)
     assert scaled.to_dict()["optimizer"]["learning_rate"] == pytest.approx(rate)
-
-
-def test_none_is_a_value_of_every_optional_setting():
-    default = parsed()
-    given = parsed(*(f"--config.{name}={value}" for name, value in OPTIONAL.items()))
-    assert list(changed_settings(default, given)) == sorted(OPTIONAL, key=list(runs.flat(default)).index)
-    none = parsed(*(f"--config.{name}=None" for name in OPTIONAL))
-    assert changed_settings(default, none) == {}
-    check_config(none)
-    with_changes(given, {})
-    assert set(OPTIONAL) == {name for name, value in runs.flat(default).items() if value is None}
-    assert set(OPTIONAL) == {name for name, setting in SETTINGS.items() if setting.optional}
 
 
 @pytest.mark.parametrize(("text", "value"), [("12.8e9", 12_800_000_000), ("1E6", 1_000_000), ("1_000", 1000)])

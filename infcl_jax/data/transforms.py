@@ -197,12 +197,12 @@ class Augmentation(Section, prefix="augmentation."):
     By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
     `infcl_jax.ops.color`; their settings are those of OpenCLIP's `--aug-cfg`.
 
-    Examples:
-      >>> augmentation = Augmentation(scale=(0.5, 1.0), flip=0.5)
-
     The factors of brightness, contrast and saturation are uniform in [1 - range, 1 + range], the shift of the hue in
     [-range, range] turns. Their order is random. Gray images follow it. The range `ratio` of the crop's width over
     height, log-uniform, is no setting of a run.
+
+    Examples:
+      >>> augmentation = Augmentation(scale=(0.5, 1.0), flip=0.5)
 
     Raises:
       ValueError: a range is empty or out of bounds, `shift` is negative, a probability is not in [0, 1], or color

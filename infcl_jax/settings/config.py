@@ -69,7 +69,7 @@ def config_dict(config: RunConfig) -> ConfigDict:
     return values.lock()
 
 
-def with_changes(config: RunConfig | ConfigDict, changes: Mapping[str, Any]) -> RunConfig:
+def with_changes(config: RunConfig | ConfigDict, changes: AnyConfig) -> RunConfig:
     """Return a copy of a configuration with changed settings.
 
     Settings that limit each other are checked within their group only, see `check_config`.
@@ -88,7 +88,7 @@ def with_changes(config: RunConfig | ConfigDict, changes: Mapping[str, Any]) -> 
       ValueError: a name is unknown, or a value has another type or is out of range.
     """
     if isinstance(config, ConfigDict):
-        return with_changes(RunConfig(), _dotted(_resolved(config)) | _dotted(changes))
+        return with_changes(RunConfig(), _dotted(config) | _dotted(changes))
     changed: dict[str, dict[str, Any]] = {}
     for name, value in _dotted(changes).items():
         if name not in SETTINGS:
@@ -120,20 +120,15 @@ def make_config(changes: AnyConfig) -> RunConfig:
         return changes
     if not isinstance(changes, ConfigDict | Mapping):
         raise ValueError(f"expected settings as a mapping or ConfigDict, got {changes!r}; call get_config() of a file")
-    config = with_changes(RunConfig(), _resolved(changes) if isinstance(changes, ConfigDict) else changes)
+    config = with_changes(RunConfig(), changes)
     check_consistency(config)
     return config
 
 
-def _resolved(config: ConfigDict) -> dict[str, Any]:
-    """Return the values of a configuration, those of its references included."""
-    return config.copy_and_resolve_references().to_dict()
-
-
-def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested mappings by dotted name."""
+def _dotted(config: AnyConfig) -> dict[str, Any]:
+    """Return values by dotted name, those of references included."""
     flat: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in (config if isinstance(config, Mapping) else config.to_dict()).items():
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
     return flat
 

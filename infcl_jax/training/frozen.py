@@ -54,13 +54,13 @@ def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
 class UnlockedGroups(Section, prefix="unlocked_groups.", shapes=True):
     """Number of trained groups at the end of each frozen tower, see `parameter_groups`.
 
+    A tower with fewer groups is trained as a whole.
+
     Examples:
       >>> unlocked = UnlockedGroups(image=1)  # the projection
       >>> names = frozen_parameters(variables["params"], ["image"], unlocked)
       >>> "visual/proj/kernel" in names, "visual/conv1/kernel" in names
       (False, True)
-
-    A tower with fewer groups is trained as a whole.
 
     Raises:
       ValueError: a number is negative.

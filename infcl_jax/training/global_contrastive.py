@@ -26,10 +26,6 @@ class GlobalContrastiveConfig(Section, prefix="global_contrastive.", shapes=True
 
     The loss is `infcl_jax.global_contrastive_loss`.
 
-    Examples:
-      >>> config = GlobalContrastiveConfig(gamma_schedule="constant", gamma_min=0.8)
-      >>> loss = make_loss("fastclip_v3", mesh, config=config, steps_per_epoch=100, optimizer=OptimizerConfig())
-
     Gamma, the inner learning rate, is constant within an epoch. Its schedule "cosine" falls from 1 in the first epoch
     to `gamma_min` in epoch `gamma_epochs`. "constant" is 1 in the first epoch and `gamma_min` afterwards. The default
     is constant for SogCLR and iSogCLR and cosine for FastCLIP (Wei et al. 2024, section 4).
@@ -38,6 +34,10 @@ class GlobalContrastiveConfig(Section, prefix="global_contrastive.", shapes=True
     exponential, inside its logarithm. Variants with one temperature, the inverse of the model's logit scale, take its
     learning rate from `OptimizerConfig`. Mode "reference" takes Adam's betas and eps for per-sample temperatures from
     the run's optimizer, as FastCLIP's code does.
+
+    Examples:
+      >>> config = GlobalContrastiveConfig(gamma_schedule="constant", gamma_min=0.8)
+      >>> loss = make_loss("fastclip_v3", mesh, config=config, steps_per_epoch=100, optimizer=OptimizerConfig())
 
     Raises:
       ValueError: a value is out of range.

@@ -15,13 +15,13 @@ KEEP_MOST = -1  # value of `keep`: the planner stores as many chunks as fit
 class GradCacheConfig(Section, prefix="grad_cache."):
     """Settings of gradient caching (`infcl_jax.cached_value_and_grad`).
 
-    Examples:
-      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
-
     `infcl_jax.cached_value_and_grad` describes the memory that `keep` costs. With `keep_residual` the other chunks
     store the residual streams of their transformers, from which the second pass recomputes the remaining activations.
     The batch is stored in device memory ("device"), in host memory and copied chunk by chunk ("host"), or not at all
     ("replay", see `replayed`).
+
+    Examples:
+      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
 
     Raises:
       ValueError: a value is out of range, or has no effect without caching.

@@ -1,17 +1,71 @@
-"""Settings of the optimizer."""
+"""Optimizers by name, and their settings."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
 
 from infcl_jax.schema import Range, Section, setting
 from infcl_jax.training.rules import Rules, check_rules
 
-OPTIMIZERS = ("adamw", "lamb", "lion", "sgd", "adafactor")
 SCHEDULES = ("cosine", "linear", "rsqrt", "constant")
 WARMUP_STARTS = ("zero", "one_step")
 TEMPERATURE_SCHEDULES = ("cosine", "constant", "threshold")
 
 _STEPS = 2**31 - 1  # the step is an int32
 _DECAY, _EPS, _RATE = Range(0, 1, below=True), Range(0, 1, above=True), Range(0, 1e4, above=True)
+# Adafactor factors the second moments of matrices whose dimensions both have at least this size, as in big_vision.
+_MIN_FACTORED_SIZE = 32
+
+
+def _adam(config: "OptimizerConfig") -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+
+
+def _lion(config: "OptimizerConfig") -> optax.GradientTransformation:
+    return optax.scale_by_lion(config.beta1, config.beta2)
+
+
+def _sgd(config: "OptimizerConfig") -> optax.GradientTransformation:
+    return optax.trace(config.beta1)
+
+
+def _adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
+    def decay(step: jax.Array, exponent: float) -> jax.Array:
+        return jnp.minimum(1.0 - (step + 1.0) ** -exponent, config.beta2)
+
+    return optax.chain(
+        optax.scale_by_factored_rms(decay_rate_fn=decay, min_dim_size_to_factor=_MIN_FACTORED_SIZE),
+        optax.clip_by_block_rms(1.0),
+        _bfloat16_mean(config.beta1),
+    )
+
+
+def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
+    """Average updates in fp32 without bias correction, and store the mean in bf16."""
+    # `optax.ema` with a bf16 accumulator also computes the product with the decay in bf16.
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+
+    def update(updates: Any, mean: Any, params: Any = None) -> tuple[Any, Any]:
+        mean = jax.tree.map(lambda m, u: decay * m.astype(u.dtype) + (1 - decay) * u, mean, updates)
+        return mean, jax.tree.map(lambda m: m.astype(jnp.bfloat16), mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+# Transformations of the gradient, before weight decay and learning rate.
+OPTIMIZERS: dict[str, Callable[["OptimizerConfig"], optax.GradientTransformation]] = {
+    "adamw": _adam,
+    "lamb": _adam,
+    "lion": _lion,
+    "sgd": _sgd,
+    "adafactor": _adafactor,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +85,6 @@ class OptimizerConfig(Section, prefix="optimizer.", shapes=True):
 
     Weight decay is decoupled from the gradient: `p <- p - rate (update + weight_decay p)`.
 
-    Examples:
-      >>> config = OptimizerConfig(learning_rate=5e-4, warmup_steps=2000, clip_norm=1.0)
-      >>> config.name, config.schedule
-      ('adamw', 'cosine')
-
     The rules are ordered pairs (regular expression, factor). The expression matches whole parameter names such as
     "visual/proj/kernel", and the first match applies. The factors of `layer_decay`, see
     `infcl_jax.training.rules.layer_decay_factors`, multiply those of `learning_rate_rules`. Without
@@ -53,6 +102,13 @@ class OptimizerConfig(Section, prefix="optimizer.", shapes=True):
     `beta1` is the decay of the momentum of "sgd" and "adafactor", and the weight of the momentum in the update of
     "lion". `beta2` is the decay of the momentum of "lion", and for "adafactor" the upper limit of the decay
     `1 - t^-0.8` at step t = 1, 2, ...; "sgd" ignores it. Only "adamw" and "lamb" use `eps`.
+
+    `docs/settings.md` explains the fields. Its defaults are those of a run, whose `warmup_steps` are 100.
+
+    Examples:
+      >>> config = OptimizerConfig(learning_rate=5e-4, warmup_steps=2000, clip_norm=1.0)
+      >>> config.name, config.schedule
+      ('adamw', 'cosine')
 
     Raises:
       ValueError: a value is out of range.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from infcl_jax.training.optimizer_config import OptimizerConfig
+from infcl_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 from infcl_jax.training.rules import (
     check_layer_decay,
     check_matches,
@@ -21,8 +21,6 @@ from infcl_jax.training.schedules import learning_rate_schedule
 _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
 _DECAYING_VECTORS = ("/attn_pool/probe",)  # of `infcl_jax.models.pooling.MapPool`
-# Adafactor factors the second moments of matrices whose dimensions both have at least this size, as in big_vision.
-_MIN_FACTORED_SIZE = 32
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
@@ -39,7 +37,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     """
     clipping = () if config.clip_norm is None else (optax.clip_by_global_norm(config.clip_norm),)
     trust = (_trust_ratio(config),) if config.name == "lamb" else ()
-    transforms = (_direction(config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
+    transforms = (OPTIMIZERS[config.name](config), _add_decay(config), *trust, _scale_by_rates(config, total_steps))
     return optax.chain(*clipping, *transforms)
 
 
@@ -60,42 +58,6 @@ def check_optimizer(config: OptimizerConfig, params: Any) -> None:
     for name in ("learning_rate_rules", "weight_decay_rules"):
         check_matches(f"optimizer.{name}", getattr(config, name) or (), params)
     check_layer_decay(config.layer_decay, params)
-
-
-def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Create the transformation that precedes weight decay and learning rate."""
-    if config.name == "lion":
-        return optax.scale_by_lion(config.beta1, config.beta2)
-    if config.name == "sgd":
-        return optax.trace(config.beta1)
-    if config.name == "adafactor":
-        return _scale_by_adafactor(config.beta1, config.beta2)
-    return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-
-
-def _scale_by_adafactor(momentum: float, largest_decay: float) -> optax.GradientTransformation:
-    def decay(step: jax.Array, exponent: float) -> jax.Array:
-        return jnp.minimum(1.0 - (step + 1.0) ** -exponent, largest_decay)
-
-    return optax.chain(
-        optax.scale_by_factored_rms(decay_rate_fn=decay, min_dim_size_to_factor=_MIN_FACTORED_SIZE),
-        optax.clip_by_block_rms(1.0),
-        _bfloat16_mean(momentum),
-    )
-
-
-def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
-    """Average updates in fp32 without bias correction, and store the mean in bf16."""
-    # `optax.ema` with a bf16 accumulator also computes the product with the decay in bf16.
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
-
-    def update(updates: Any, mean: Any, params: Any = None) -> tuple[Any, Any]:
-        mean = jax.tree.map(lambda m, u: decay * m.astype(u.dtype) + (1 - decay) * u, mean, updates)
-        return mean, jax.tree.map(lambda m: m.astype(jnp.bfloat16), mean)
-
-    return optax.GradientTransformation(init, update)
 
 
 def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:

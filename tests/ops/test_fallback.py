@@ -110,8 +110,10 @@ WIDTHS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "width"), WIDTHS)
+@pytest.mark.parametrize(
+    ("op", "width"),
+    [pytest.param(*case, marks=pytest.mark.full if n % 4 else pytest.mark.slow) for n, case in enumerate(WIDTHS)],
+)
 def test_every_supported_width_lowers(op, width):
     shape = FEWEST_ROWS, width
     for dtype in ("bfloat16", "float16", "float32"):

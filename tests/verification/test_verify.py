@@ -151,7 +151,7 @@ def mean_of_chunks(chunks):
     return sum(chunks) / len(chunks)
 
 
-slow = pytest.mark.slow
+slow, full = pytest.mark.slow, pytest.mark.full
 MISTAKES = [
     ("mean_over_chunks", *on_chunks(merge=mean_of_chunks)),
     ("low_precision", *on_chunks(cast=lambda f: f.astype(jnp.bfloat16))),
@@ -160,20 +160,20 @@ MISTAKES = [
     ("psum_too_few", *on_devices(reduce=mean)),
     ("missing_axis_name", *on_devices(axis_name=(), reduce=mean)),
     ("batch_statistics", {"chunk_size": CHUNK, "encoders": {**ENCODERS, "image": centered}}, None),
-    pytest.param("missing_axis_name", *on_devices(axis_name=(), reduce=summed), marks=slow),
-    pytest.param("missing_axis_name", *on_devices(axis_name=(), check_vma=False, reduce=mean), marks=slow),
-    pytest.param("psum_too_few", *on_devices(reduce=first_of), marks=slow),
+    pytest.param("missing_axis_name", *on_devices(axis_name=(), reduce=summed), marks=full),
+    pytest.param("missing_axis_name", *on_devices(axis_name=(), check_vma=False, reduce=mean), marks=full),
+    pytest.param("psum_too_few", *on_devices(reduce=first_of), marks=full),
     pytest.param(
-        "mean_over_chunks", {"chunk_size": CHUNK, "devices": 2}, on_chunks(merge=mean_of_chunks)[1], marks=slow
+        "mean_over_chunks", {"chunk_size": CHUNK, "devices": 2}, on_chunks(merge=mean_of_chunks)[1], marks=full
     ),
     pytest.param(
         "psum_too_few",
         {"devices": 2, "chunk_size": CHUNK},
         functools.partial(inside, reduce=mean, devices=2),
-        marks=slow,
+        marks=full,
     ),
     pytest.param(
-        "batch_statistics", {"devices": DEVICES, "encoders": {**ENCODERS, "image": centered}}, None, marks=slow
+        "batch_statistics", {"devices": DEVICES, "encoders": {**ENCODERS, "image": centered}}, None, marks=full
     ),
     pytest.param("chunk_overwritten", {"chunk_size": CHUNK}, overwritten, marks=slow),
     pytest.param("chunk_losses", {"chunk_size": CHUNK}, accumulated, marks=slow),
@@ -182,12 +182,12 @@ MISTAKES = [
     pytest.param("scaled", *on_chunks(merge=lambda chunks: 0.7 * sum(chunks)), marks=slow),
     pytest.param("unknown", {"chunk_size": CHUNK}, nearly, marks=slow),
     # Below the rounding error of fp32, to which the set-up casts.
-    pytest.param("low_precision", {"chunk_size": CHUNK, "rtol": 1e-12}, on_chunks(cast=to_fp32)[1], marks=slow),
+    pytest.param("low_precision", {"chunk_size": CHUNK, "rtol": 1e-12}, on_chunks(cast=to_fp32)[1], marks=full),
     pytest.param(
         "mean_over_chunks",
         {"chunk_size": CHUNK, "rtol": 1e-12},
         on_chunks(cast=to_fp32, merge=mean_of_chunks)[1],
-        marks=slow,
+        marks=full,
     ),
 ]
 
@@ -214,8 +214,8 @@ RIGHT = [
     ({"chunk_size": CHUNK}, with_default),
     ({"devices": DEVICES, "chunk_size": CHUNK, "rng": RNG}, None),
     pytest.param(*on_devices(reduce=summed_gradients), marks=slow),
-    pytest.param({"devices": 8, "chunk_size": CHUNK}, None, marks=slow),
-    pytest.param({}, None, marks=slow),
+    pytest.param({"devices": 8, "chunk_size": CHUNK}, None, marks=full),
+    pytest.param({}, None, marks=full),
 ]
 
 
@@ -271,9 +271,14 @@ LIBRARY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", available_implementations())
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pytest.param(name, implementation, marks=slow if implementation == "xla" or name == "clip" else full)
+        for name in LIBRARY
+        for implementation in available_implementations()
+    ],
+)
 def test_the_losses_of_the_library_pass(name, implementation, params, batch):
     if name == "siglip" and implementation not in ("xla", "ring"):
         pytest.skip("not an implementation of siglip_loss")

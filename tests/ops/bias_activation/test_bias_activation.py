@@ -71,8 +71,7 @@ def with_gradients(x, bias, dy, name, implementation):
     ("name", "rows", "width", "dtype"),
     [
         *(("gelu", 37, 768, BF16), ("gelu", 30, 512, FP16)),
-        *(("quick_gelu", 2, 256, BF16), ("quick_gelu", 30, 512, FP16)),
-        *(("gelu_tanh", 2, 256, BF16), ("gelu_tanh", 30, 512, FP16)),
+        *(("quick_gelu", 2, 256, BF16), ("gelu_tanh", 30, 512, FP16)),
     ],
 )
 def test_kernels_match_float64(capsys, name, rows, width, dtype):
@@ -93,16 +92,16 @@ def test_any_tiling(capsys, tiling):
     assert_close(outputs, expected(*arrays, "gelu"), BF16)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "quick_gelu"])
-def test_what_is_not_finite_stays_so(capsys, value, name):
-    x, bias = jnp.full((4, 256), value, BF16), jnp.zeros(256)
+def test_what_is_not_finite_stays_so(capsys, name):
+    values = jnp.asarray([np.inf, -np.inf, np.nan, np.inf], BF16)
+    x, bias = jnp.broadcast_to(values[:, None], (4, 256)), jnp.zeros(256)
     with interpreted(capsys):
         outputs = jax.device_get(activate(x, bias, name, "mosaic_gpu"))
     assert not np.isfinite(outputs.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("shape", [(99072, 4096), (4096, 77, 2048), (8195, 5120), (10000, 256)])
+@pytest.mark.parametrize("shape", [(4096, 77, 2048), (8195, 5120)])
 def test_large_arrays_lower_to_two_kernels(shape):
     x, bias = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     run = functools.partial(with_gradients, name="gelu", implementation=None)

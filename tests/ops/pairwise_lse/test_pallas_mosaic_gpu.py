@@ -175,6 +175,7 @@ def test_any_tiles_in_odd_sizes(interpreter, tiles):
     check(Fused(kernels(*tiles)), make(bx=270, by=200, dim=100))
 
 
+@pytest.mark.slow
 def test_ctas_that_run_one_task_each(interpreter):
     check(Fused(dataclasses.replace(CLUSTERED, persistent=False)), make(bx=150, by=140, dim=100))
 
@@ -183,13 +184,14 @@ def test_ctas_that_run_one_task_each(interpreter):
     "options",
     [
         {"masked": True, "exclude": True, "labels": "outside"},
-        {"masked": True, "exclude": True, "per_sample": True},
-        {"columns": False, "dim": 96},
-        pytest.param({"columns": False, "per_sample": True}, marks=pytest.mark.slow),
-        {"norm": 8.0, "scale": 40.0, "per_sample": True},  # exponentials out of range: maxima
         {"kind": "aligned", "labels": "own", "scale": 100.0, "loss": True},
         {"dtype": jnp.float32, "dim": 70},
-        pytest.param({"dtype": jnp.float32, "norm": 8.0, "per_sample": True}, marks=pytest.mark.slow),
+        pytest.param({"masked": True, "exclude": True, "per_sample": True}, marks=pytest.mark.slow),
+        pytest.param({"columns": False, "per_sample": True, "dim": 96}, marks=pytest.mark.slow),
+        # exponentials out of range: maxima
+        pytest.param({"dtype": jnp.float32, "norm": 8.0, "scale": 40.0, "per_sample": True}, marks=pytest.mark.slow),
+        pytest.param({"columns": False, "dim": 96}, marks=pytest.mark.full),
+        pytest.param({"norm": 8.0, "scale": 40.0, "per_sample": True}, marks=pytest.mark.full),
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
 )
@@ -211,11 +213,13 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     ("tiles", "scale", "options"),
     [
         ("single CTAs", "shared", {"multi_positive": "mean", "exclude": True}),
-        ("clusters of two CTAs", "shared", {"multi_positive": "any", "exclude": False}),
         pytest.param(
             "clusters of two CTAs", "per_sample", {"multi_positive": "any", "exclude": True}, marks=pytest.mark.slow
         ),
-        pytest.param("single CTAs", "rows", {"multi_positive": "mean", "exclude": False}, marks=pytest.mark.slow),
+        pytest.param(
+            "clusters of two CTAs", "shared", {"multi_positive": "any", "exclude": False}, marks=pytest.mark.full
+        ),
+        pytest.param("single CTAs", "rows", {"multi_positive": "mean", "exclude": False}, marks=pytest.mark.full),
     ],
 )
 def test_positives_by_id(interpreter, monkeypatch, tiles, scale, options):
@@ -225,7 +229,11 @@ def test_positives_by_id(interpreter, monkeypatch, tiles, scale, options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "needs_grad"), [(jnp.bfloat16, NeedsGrad(x=False)), (jnp.float32, NeedsGrad(x=False, y=False))]
+    ("dtype", "needs_grad"),
+    [
+        (jnp.bfloat16, NeedsGrad(x=False)),
+        pytest.param(jnp.float32, NeedsGrad(x=False, y=False), marks=pytest.mark.slow),
+    ],
 )
 def test_only_needed_gradients(interpreter, dtype, needs_grad):
     check(Fused(CLUSTERED), make(dtype=dtype), needs_grad=needs_grad)
@@ -250,7 +258,7 @@ def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dty
     check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 
-@pytest.mark.parametrize("slice_rows", [WindowConfig.slice_rows, 256])
+@pytest.mark.parametrize("slice_rows", [pytest.param(WindowConfig.slice_rows, marks=pytest.mark.slow), 256])
 def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     """Two column blocks give the same result as one.
 
@@ -278,7 +286,7 @@ def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     assert_gradients(whole, gradient, want)
 
 
-@pytest.mark.parametrize("pairs", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("pairs", [BF16, pytest.param(FP32, marks=pytest.mark.slow)], ids=["bf16", "fp32"])
 def test_positives_are_the_tiles_own_values(interpreter, pairs):
     """Positives are bitwise equal to the tiles' values.
 

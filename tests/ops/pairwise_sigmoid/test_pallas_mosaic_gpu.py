@@ -68,8 +68,8 @@ def test_any_tiles_in_odd_sizes(interpreter, k):
     "options",
     [
         {"masked": True, "ids": 12, "bias": 0.0},
-        {"ids": None, "scale": 100.0, "bias": -100.0},
-        {"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True},
+        pytest.param({"ids": None, "scale": 100.0, "bias": -100.0}, marks=pytest.mark.slow),
+        pytest.param({"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True}, marks=pytest.mark.slow),
         {"dtype": jnp.float32, "dim": 50, "scale": 1.0, "bias": 10.0, "ids": 40},
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
@@ -80,7 +80,10 @@ def test_options_match_oracle(interpreter, options):
 
 @pytest.mark.parametrize(
     ("dtype", "needs_grad"),
-    [(jnp.bfloat16, NeedsGrad(x=False, scale=False)), (jnp.float32, NeedsGrad(x=False, y=False, bias=False))],
+    [
+        (jnp.bfloat16, NeedsGrad(x=False, scale=False)),
+        pytest.param(jnp.float32, NeedsGrad(x=False, y=False, bias=False), marks=pytest.mark.slow),
+    ],
 )
 def test_only_needed_gradients(interpreter, dtype, needs_grad):
     check(Fused(CLUSTERED), make(dtype=dtype), needs_grad=needs_grad)

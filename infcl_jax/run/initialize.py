@@ -10,8 +10,12 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from infcl_jax.models import TOWERS, CLIPConfig, build_model, variable_shapes
-from infcl_jax.models.convert import convert, inference_tower, open_source, resize_variables
+from infcl_jax.models import TOWERS, CLIPConfig, TextPairConfig, build_model, towers_of, variable_shapes
+from infcl_jax.models.convert import bert, convert, inference_tower, open_source, resize_variables
+from infcl_jax.models.convert.bert import weight_map
+from infcl_jax.models.convert.sources import Source
+from infcl_jax.models.convert.text_pair import check_architecture
+from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
 from infcl_jax.run.model import read_model_config, run_of, saved_config
 from infcl_jax.runtime.console import say
@@ -56,6 +60,53 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
         raise ValueError(
             f"expected every rule of init.rules to match a parameter, got {unmatched[0]!r}, which does not"
         )
+    return _with_variables(state, variables)
+
+
+def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
+    """Initialize both encoders from a BERT of Hugging Face.
+
+    A projection keeps its initial values. The moving averages start at the weights.
+
+    Args:
+      path: folder, file or Hub name, see `infcl_jax.models.load_pretrained`.
+      model: configuration of the model.
+      state: initial train state.
+
+    Raises:
+      FileNotFoundError: no such source.
+      ValueError: the source is no BERT, or has another architecture.
+    """
+    source = open_bert(path, model)
+    tied = flat_shapes(variable_shapes(build_model(dataclasses.replace(model, tied=True))))
+    shapes = {name: shape for name, shape in tied.items() if "/text_projection/" not in name}
+    tensors = source.tensors()
+    arrays = flat_shapes(to_variables(weight_map(model.text, shapes, tensors), tensors, shapes, source.name))
+    variables = flatten_dict(state.variables, sep="/")
+    for subtree in set(towers_of(state.params).values()):
+        names = {name.replace("params/text/", f"params/{subtree}/", 1): name for name in arrays}
+        variables |= _loaded(path, variables, arrays, names)
+    say(f"initialized both encoders from {path}: {len(arrays)} of {len(tied)} tensors of each")
+    return _with_variables(state, variables)
+
+
+def open_bert(path: str, model: TextPairConfig) -> Source:
+    """Open a BERT of Hugging Face with the architecture of a model.
+
+    Raises:
+      FileNotFoundError: no such source.
+      ValueError: the source is no BERT, or has another architecture.
+    """
+    source = open_source(path)
+    if source.config is None or source.format != "hf":
+        raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
+    shortest = dataclasses.replace(model.text, context_length=1)  # any length is checked with the other fields
+    check_architecture(model, bert.read_config(source.config, shortest), path)
+    return source
+
+
+def _with_variables(state: TrainState, variables: Mapping[str, Any]) -> TrainState:
+    """Replace the variables of a state, at which its moving averages start."""
     state = state.replace(**unflatten_dict(variables, sep="/"))
     return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 

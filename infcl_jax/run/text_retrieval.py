@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import jax
-import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from infcl_jax.data import (
@@ -34,21 +32,15 @@ from infcl_jax.models import (
     TextPairConfig,
     build_model,
     text_pair_config,
-    towers_of,
     variable_shapes,
 )
-from infcl_jax.models.convert import open_source
-from infcl_jax.models.convert.bert import read_config, weight_map
-from infcl_jax.models.convert.sources import Source as Weights
-from infcl_jax.models.convert.text_pair import check_architecture
-from infcl_jax.models.convert.weight_map import flat_shapes, to_variables
 from infcl_jax.models.registry import change_config
+from infcl_jax.run.initialize import initialize_pair, open_bert
 from infcl_jax.run.tokenizer import load_run_tokenizer
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
 from infcl_jax.settings import RunConfig, check_model_overrides, model_changes
 from infcl_jax.training import TextRetrievalConfig, TrainState, restore_variables
-from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.restore import replicated_shapes
 
 _BATCH = ("query", "passage", "passage_mask")  # entries of a batch that the step takes
@@ -228,51 +220,3 @@ class TextRetrievalTask:
         certificate = self.load(workdir, None, None, None, mesh, batch_size=1).save(output)
         say(f"exported {workdir}: {certificate.summary()}")
         return certificate
-
-
-def open_bert(path: str, model: TextPairConfig) -> Weights:
-    """Open a BERT of Hugging Face with the architecture of a model.
-
-    Raises:
-      FileNotFoundError: no such source.
-      ValueError: the source is no BERT, or has another architecture.
-    """
-    source = open_source(path)
-    if source.config is None or source.format != "hf":
-        raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
-    shortest = dataclasses.replace(model.text, context_length=1)  # any length is checked with the other fields
-    check_architecture(model, read_config(source.config, shortest), path)
-    return source
-
-
-def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
-    """Initialize both encoders from a BERT of Hugging Face.
-
-    A projection keeps its initial values. The moving averages start at the weights.
-
-    Args:
-      path: folder, file or Hub name, see `infcl_jax.models.load_pretrained`.
-      model: configuration of the model.
-      state: initial train state.
-
-    Raises:
-      FileNotFoundError: no such source.
-      ValueError: the source is no BERT, or has another architecture.
-    """
-    source = open_bert(path, model)
-    tied = variable_shapes(build_model(dataclasses.replace(model, tied=True)))
-    shapes = {name: shape for name, shape in flat_shapes(tied).items() if "/text_projection/" not in name}
-    tensors = source.tensors()
-    arrays = flat_shapes(to_variables(weight_map(model.text, shapes, tensors), tensors, shapes, source.name))
-    params = dict(flat_shapes(state.params))
-    for subtree in set(towers_of(state.params).values()):
-        for name, array in arrays.items():
-            target = name.replace("params/text/", f"{subtree}/", 1)
-            params[target] = _placed(array, params[target])
-    say(f"initialized both encoders from {path}: {len(arrays)} of {len(flat_shapes(tied))} tensors of each")
-    state = state.replace(params=unflatten_dict(params, sep="/"))
-    return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
-
-
-def _placed(array: np.ndarray, current: Any) -> jax.Array:
-    return jax.device_put(array.astype(current.dtype), current.sharding)

@@ -6,10 +6,11 @@ import jax
 import optax
 
 from infcl_jax.data import Source
+from infcl_jax.losses import Loss
 from infcl_jax.models import CLIP, TextPair
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, device_memory_limit, store_activations, tree_bytes
-from infcl_jax.run.build import Run, make_run_loss, num_samples
+from infcl_jax.run.build import Run, num_samples
 from infcl_jax.run.task import Task
 from infcl_jax.run.teacher import Teacher
 from infcl_jax.training.grad_cache import KEEP_MOST
@@ -19,13 +20,14 @@ def device_workload(run: Run) -> Workload:
     """Return the workload of a run on its devices."""
     # A collective, which a single process must not start after it has run out of memory.
     limit = device_memory_limit() if run.config.grad_cache.keep == KEEP_MOST else None
-    arguments = run.task, run.model, run.optimizer, run.source, run.mesh.size, limit
+    arguments = run.task, run.model, run.loss, run.optimizer, run.source, run.mesh.size, limit
     return run_workload(*arguments, teacher=teacher_memory(run.teacher))
 
 
 def run_workload(
     task: Task,
     model: CLIP | TextPair,
+    loss: Loss,
     optimizer: optax.GradientTransformation,
     source: Source | None,
     devices: int,
@@ -38,6 +40,7 @@ def run_workload(
     Args:
       task: task of the run.
       model: its model.
+      loss: its loss.
       optimizer: its optimizer.
       source: training data.
       devices: number of devices over which the batch is sharded.
@@ -48,7 +51,7 @@ def run_workload(
     Raises:
       ValueError: `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    config, loss = task.config, make_run_loss(task, None, source)
+    config = task.config
     samples = jax.eval_shape(lambda: loss.init_samples(num_samples(config, source), task.init_logit_scale))
     best = implementation or best_implementation()
     stores_most = config.grad_cache.keep == KEEP_MOST

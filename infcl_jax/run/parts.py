@@ -226,5 +226,5 @@ def workload(
 
     task = task_of(make_config(config))
     model = build_model(task.model_config)
-    optimizer = make_run_optimizer(task.config, model, source)
-    return run_workload(task, model, optimizer, source, devices, memory_limit, implementation, teacher)
+    loss, optimizer = make_run_loss(task, None, source), make_run_optimizer(task.config, model, source)
+    return run_workload(task, model, loss, optimizer, source, devices, memory_limit, implementation, teacher)

@@ -1,5 +1,6 @@
 """Dense text retrieval: runs on a corpus that the tests make."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -216,10 +217,9 @@ def test_all_fields_of_another_architecture_are_listed(folder, tmp_path):
     config = settings(folder, **changes)
     with pytest.raises(ValueError, match=r"^expected text\.width=.*; add --config\.model_overrides=") as error:
         run.text_tokenizer(config)  # the first part of a run that opens the folder
-    config.model_overrides = str(error.value).partition("model_overrides=")[2].partition(", or")[0]
-    state = initialize_pair(
-        path, task_of(make_config(config)).model_config, replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5))
-    )
+    overrides = str(error.value).partition("model_overrides=")[2].partition(", or")[0]
+    model = task_of(dataclasses.replace(config, model_overrides=overrides)).model_config
+    state = initialize_pair(path, model, replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5)))
     assert state.params["query"]["token_embedding"].shape == (BERT["vocab_size"], BERT["hidden_size"])
 
 
